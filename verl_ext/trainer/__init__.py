@@ -1,0 +1,1 @@
+"""The trainer: what runs between a composed configuration and a checkpoint."""

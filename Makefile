@@ -1,0 +1,56 @@
+# make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
+# make test         the tests
+# make lint         ruff, format check, type check of the public API
+# make bench        the README's performance table
+# make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
+#
+# Each target creates .venv and installs what it needs, once; pyproject.toml's changes install again.
+# Another Python: make test PYTHON=python3.11
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+BIN := $(CURDIR)/.venv/bin
+export PATH := $(BIN):$(PATH)
+
+.PHONY: help quickstart test lint bench clean distclean
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+quickstart: .venv/.installed-test
+	recipes/quickstart/run.sh quickstart_run
+
+test: .venv/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.installed-test
+	$(BIN)/python benchmarks/train_throughput.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
+		echo "PYTHON must be a Python 3.10 to 3.12; got '$(PYTHON)' ($$($(PYTHON) --version 2>&1))." \
+		     "Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# The stamps say which extras are in .venv; an install that was cut short leaves none.
+.venv/.installed-test: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@
+
+.venv/.installed-dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@ .venv/.installed-test

@@ -1,0 +1,175 @@
+"""Small chat data of three categories, with lengths that differ by more than 20 times.
+
+    arithmetic   sums told as a short story, some with a second question       ~ 45-80 tokens
+    ordering     weekdays, words in order and backwards, largest and smallest  ~ 30-40 tokens
+    documents    one question about a generated town chronicle                 ~ 130-1,600 tokens
+
+    python recipes/quickstart/make_data.py --output DIR
+
+writes `<category>.train.jsonl` and `<category>.val.jsonl`, one `{"messages": [...]}` a line. The same seed writes the
+same bytes, and no validation conversation occurs in the training files.
+"""
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+Conversation = list[tuple[str, str]]  # (question, answer) turns
+
+PEOPLE = (
+    "Ada Bela Cora Dario Edda Fritz Greta Hugo Ines Jonas Karla Lev Mara Nils Olga Pavel Quinn Rosa Sven Tilda Udo Vera"
+).split()
+THINGS = "apples books coins stamps shells marbles pens cards lamps seeds buttons candles tickets bottles".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+WORDS = (
+    "anchor apple basket bread candle cloud desert drum eagle engine feather flute garden grape hammer horse island iron"
+    " jacket jewel kettle kite ladder lemon mirror moon needle nest ocean orchard pearl pillow quill river rope saddle"
+    " silver table thunder umbrella valley velvet window winter yellow zebra"
+).split()
+PLACES = (
+    "Arden Brook Calder Dunmore Elstow Farley Galton Holme Ivel Kelso Lorne Marden Norwell Oakham Penrith Ripley Selby"
+    " Tarrant Ulver Wexham"
+).split()
+POSTS = "mill bridge school harbour library market tower bakery garden chapel theatre lighthouse".split()
+SEASONS = "spring summer autumn winter".split()
+ROUTINE = (
+    "In {season} the road to {place} was repaired, and the carts went round by the river.",
+    "The council of {place} met in {season} and spoke for a long time about the price of bread.",
+    "A fair was held near the old {post}, and people came from {place} to see it.",
+    "There was much rain that {season}, so the fields around {place} stayed empty.",
+    "Travellers from {place} wrote that the {post} was closed for most of the {season}.",
+    "Nobody in {place} remembers who painted the door of the {post}.",
+    "The harvest of {place} was good, and the {post} stayed open until late at night.",
+    "A letter about the {post} went from {place} to the capital and was never answered.",
+    "{who} of {place} sold {number} {things} at the gate of the {post} before noon.",
+    "When {who} came back to {place}, the {post} had a new roof and {number} broken windows.",
+    "It is said in {place} that {who} once carried {number} {things} across the frozen lake.",
+    "The bell of the {post} rang {number} times, and {who} ran out into the snow of {place}.",
+)
+
+
+def arithmetic(rng: random.Random) -> Conversation:
+    """One sum, difference or product of small numbers; every fourth goes on with a second question."""
+    who, what = rng.choice(PEOPLE), rng.choice(THINGS)
+    first, second = rng.randint(2, 12), rng.randint(2, 12)
+    story, sign, result = rng.choice(
+        [
+            (f"{who} has {first} {what} and buys {second} more.", "+", first + second),
+            (f"{who} has {first + second} {what} and gives away {second}.", "-", first),
+            (f"{who} has {first} boxes with {second} {what} in each.", "*", first * second),
+        ]
+    )
+    left = first + second if sign == "-" else first
+    turns = [
+        (
+            f"{story} How many {what} does {who} have now?",
+            f"{left} {sign} {second} = {result}. {who} has {result} {what}.",
+        )
+    ]
+    if rng.random() < 0.25:
+        more = rng.randint(2, 9)
+        turns.append(
+            (f"And with {more} more?", f"{result} + {more} = {result + more}. {who} has {result + more} {what}.")
+        )
+    return turns
+
+
+def ordering(rng: random.Random) -> Conversation:
+    """A weekday some days on, words in order, words backwards, or the largest or smallest number."""
+    task = rng.randrange(4)
+    if task == 0:
+        day, days = rng.randrange(7), rng.randint(1, 20)
+        later = DAYS[(day + days) % 7]
+        return [(f"Which day is {days} days after {DAYS[day]}?", f"{days} days after {DAYS[day]} is {later}.")]
+    if task == 1:
+        words = rng.sample(WORDS, 3)
+        return [(f"Put these words in the order of the alphabet: {', '.join(words)}.", f"{', '.join(sorted(words))}.")]
+    if task == 2:
+        words = rng.sample(WORDS, 4)
+        return [(f"Say these words backwards: {', '.join(words)}.", f"{', '.join(reversed(words))}.")]
+    numbers = rng.sample(range(1, 40), 4)
+    name, pick = rng.choice([("largest", max), ("smallest", min)])
+    question = f"Which number is the {name}: {', '.join(map(str, numbers))}?"
+    return [(question, f"The {name} number is {pick(numbers)}.")]
+
+
+def chronicle(rng: random.Random, sentences: int) -> list[str]:
+    """Filler prose in which nobody is a keeper."""
+    return [
+        rng.choice(ROUTINE).format(
+            season=rng.choice(SEASONS),
+            place=rng.choice(PLACES),
+            post=rng.choice(POSTS),
+            who=rng.choice(PEOPLE),
+            number=rng.randint(2, 40),
+            things=rng.choice(THINGS),
+        )
+        for _ in range(sentences)
+    ]
+
+
+def documents(rng: random.Random, shortest: int = 4, longest: int = 80) -> Conversation:
+    """A chronicle of `shortest` to `longest` sentences (log-uniform) that names three keepers, and asks for one."""
+    sentences = chronicle(rng, round(math.exp(rng.uniform(math.log(shortest), math.log(longest)))))
+    posts = rng.sample([(post, place) for post in POSTS for place in PLACES], 3)
+    keepers = dict(zip(posts, rng.sample(PEOPLE, 3), strict=True))
+    for (post, place), who in keepers.items():
+        sentences.insert(rng.randint(0, len(sentences)), f"The keeper of the {post} in {place} is {who}.")
+    post, place = rng.choice(posts)
+    question = f"{' '.join(sentences)}\n\nWho is the keeper of the {post} in {place}?"
+    return [(question, f"The keeper of the {post} in {place} is {keepers[post, place]}.")]
+
+
+# category → (what makes one conversation, training conversations, validation conversations)
+CATEGORIES: dict[str, tuple[Callable[[random.Random], Conversation], int, int]] = {
+    "arithmetic": (arithmetic, 3000, 60),
+    "ordering": (ordering, 3000, 60),
+    "documents": (documents, 700, 24),
+}
+
+
+def split(make: Callable[[random.Random], Conversation], train: int, val: int, rng: random.Random):
+    """`val` different conversations, then `train` conversations (repeats allowed) of which none is in the first."""
+    held_out: dict[str, Conversation] = {}
+    while len(held_out) < val:
+        turns = make(rng)
+        held_out[turns[0][0]] = turns
+    training: list[Conversation] = []
+    while len(training) < train:
+        turns = make(rng)
+        if turns[0][0] not in held_out:
+            training.append(turns)
+    return training, list(held_out.values())
+
+
+def write(path: Path, conversations: list[Conversation]) -> None:
+    """One `{"messages": [...]}` a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for turns in conversations:
+            messages = []
+            for question, answer in turns:
+                messages.append({"role": "user", "content": question})
+                messages.append({"role": "assistant", "content": answer})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def make_data(output: Path, seed: int = 0) -> None:
+    """Write both files of every category into `output`."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name, (make, train, val) in CATEGORIES.items():
+        rng = random.Random(f"{seed} {name}")
+        training, held_out = split(make, train, val, rng)
+        write(output / f"{name}.train.jsonl", training)
+        write(output / f"{name}.val.jsonl", held_out)
+        print(f"  {name:<10} {len(training):>5} training and {len(held_out):>3} validation conversations")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make_data(arguments.output, arguments.seed)

@@ -1,0 +1,17 @@
+"""What every test needs: verl on CPU, quiet progress bars, small models written once."""
+
+import os
+
+os.environ["VERL_PLATFORM"] = "cpu"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from tests.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Folder of a two-layer Qwen3 with a tokenizer of 128 tokens; 4 heads, 2 key/value heads."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))

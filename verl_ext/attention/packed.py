@@ -1,0 +1,111 @@
+"""The Hugging Face attention implementation ``verl_ext_packed``: documents kept apart, Ulysses inside.
+
+Registered through transformers' ``AttentionInterface``, so that no model is patched. The engine passes a
+:class:`DocumentLayout` to the model's forward, whose keyword arguments reach every attention layer.
+
+```
+                    ranks hold T/n tokens of all H heads
+   q, k, v  ──all-to-all──►  T tokens of H/n heads  ──kernel──►  ──all-to-all──►  T/n tokens of H heads
+```
+
+DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509. Key/value heads fewer than ranks are repeated, as verl does.
+"""
+
+import torch
+from transformers import AttentionInterface
+from verl.utils.ulysses import (
+    gather_heads_scatter_seq,
+    gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_world_size,
+)
+
+from verl_ext.attention.backends import FUNCTIONS, choose_backend
+from verl_ext.attention.layout import DocumentLayout
+
+NAME = "verl_ext_packed"
+
+_requested = "auto"
+
+
+def set_backend(requested: str) -> None:
+    """Choose the kernel of this process by its name in `attention.backend`; ``auto`` decides by device."""
+    global _requested
+    _requested = requested
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    document_layout: DocumentLayout | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]`` inside documents; gives ``[1, T/n, H, E]``.
+
+    n is the sequence-parallel size; ``document_layout`` covers all T tokens. Without a layout each row of the batch
+    is one document, which is what generating and plain evaluation with this implementation mean.
+    """
+    _refuse_unsupported(module, kwargs)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
+    ranks = get_ulysses_sequence_parallel_world_size()
+    if ranks > 1:
+        query, key, value = _scatter_heads(query, key, value, ranks)
+    if document_layout is None:
+        assert ranks == 1, "sequence parallelism needs the document layout that the engine passes"
+        document_layout = _one_document_a_row(query, key, attention_mask)
+    rows, length = query.shape[:2]
+    attend = FUNCTIONS[choose_backend(_requested, query.device.type)]
+    output = attend(
+        *(x.flatten(0, 1) for x in (query, key, value)),
+        document_layout,
+        scale=scaling,
+        window=sliding_window,
+        dropout=dropout,
+    ).unflatten(0, (rows, length))
+    if ranks > 1:
+        output = gather_heads_scatter_seq(output, head_dim=2, seq_dim=1)
+    return output.contiguous(), None
+
+
+def _refuse_unsupported(module: torch.nn.Module, kwargs: dict) -> None:
+    """What no backend computes must not be left out in silence."""
+    unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        unsupported.append("bidirectional attention")
+    if unsupported:
+        raise ValueError(
+            f"model.path: {type(module).__name__} needs {', '.join(unsupported)}, which {NAME} does not compute"
+        )
+
+
+def _scatter_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``[1, T/n, heads, E]`` to ``[1, T, heads/n, E]``; key/value heads are first repeated up to the rank count."""
+    repeats = max(ranks // key.size(2), 1)
+    key, value = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (key, value))
+    query, key, value = (gather_seq_scatter_heads(x, seq_dim=1, head_dim=2) for x in (query, key, value))
+    return query, key, value
+
+
+def _one_document_a_row(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:
+    if query.size(1) != key.size(1) or attention_mask is not None:
+        raise ValueError(
+            f"{NAME} trains packs and keeps no cache; load the model with attn_implementation=sdpa to generate"
+        )
+    rows, length = query.shape[:2]
+    offsets = tuple(range(0, rows * length + 1, length))
+    return DocumentLayout(offsets, torch.tensor(offsets, dtype=torch.int32, device=query.device), length)
+
+
+def register() -> None:
+    """Make ``attn_implementation=verl_ext_packed`` known to transformers; idempotent."""
+    AttentionInterface.register(NAME, packed_attention)
+
+
+register()

@@ -1,0 +1,150 @@
+"""The dotted keys that a config may have: verl's own, the fields of the dataclasses that verl builds, and ours.
+
+    upstream leaves (sft_trainer_engine)  ∪  fields of each node's `_target_` dataclass  ∪  fields of our nodes
+
+Below a free-form node anything goes: it is handed to transformers, an optimizer or a profiler as it is.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.config import legacy
+from verl_ext.config.nearest import nearest_key, nearest_name
+
+CONF = "verl_ext.conf"
+UPSTREAM_CONF = "verl.trainer.config"
+UPSTREAM_PRIMARY = "sft_trainer_engine"
+
+FREE_FORM = (
+    "data.apply_chat_template_kwargs",
+    "engine.turbo_config",
+    "engine.wrap_policy",
+    "hydra",
+    "loss.category_weights",
+    "model.fused_kernel_options",
+    "model.lora",
+    "model.override_config",
+    "optim.override_optimizer_config",
+    "profiler.global_tool_config",
+    "profiler.tool_config",
+)
+# What verl reads from this dict by name (workers/engine/fsdp/transformer_impl.py).
+MIXED_PRECISION = tuple(f"engine.mixed_precision.{name}_dtype" for name in ("param", "reduce", "buffer"))
+# HFModelConfig fills these itself: setting them would be overwritten in silence.
+_DERIVED = (
+    "architectures generation_config hf_config local_hf_config_path local_path local_tokenizer_path processor tokenizer"
+)
+# Groups of verl's whose other choices are engines that packs do not run on.
+_UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
+
+
+@functools.cache
+def known_keys() -> frozenset[str]:
+    """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
+    from verl_ext.config.composition import compose_plain
+    from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, TrainerConfig
+
+    upstream = compose_plain(UPSTREAM_CONF, UPSTREAM_PRIMARY, [])
+    keys = set(leaves(upstream)) | set(MIXED_PRECISION)
+    keys |= set(_target_fields(upstream))
+    for node, cls in (("attention", AttentionConfig), ("loss", LossConfig), ("data", DataConfig), ("trainer", TrainerConfig)):
+        keys |= {f"{node}.{entry.name}" for entry in fields(cls)}
+    keys -= {f"model.{name}" for name in _DERIVED.split()}
+    for key in list(keys):
+        keys |= {key[:end] for end, letter in enumerate(key) if letter == "."}
+    return frozenset(key for key in keys if key in FREE_FORM or not is_free_form(key))
+
+
+def is_free_form(key: str) -> bool:
+    """Whether key is a free-form node or lies below one."""
+    return any(key == node or key.startswith(node + ".") for node in FREE_FORM)
+
+
+def is_known(key: str) -> bool:
+    """Whether the schema has this dotted key, or lets anything be below its node."""
+    return is_free_form(key) or key in known_keys()
+
+
+def nearest(key: str) -> str | None:
+    """The known key, or config group, that a mistyped or outdated one was meant to be; None when nothing is close."""
+    if today := legacy.renamed(key):
+        return today
+    return nearest_key(key, [*known_keys(), *groups()])
+
+
+def unknown_key(key: str) -> str:
+    """The one line for a key that the schema lacks."""
+    close = nearest(key)
+    return f"unknown key {key}; nearest: {close}" if close else f"unknown key {key}"
+
+
+def check_keys(config: DictConfig) -> None:
+    """Raises ValueError with a line for each key of a composed config that the schema lacks (a typo in YAML).
+
+    Keys below data belong to the user's own dataset class where data.custom_cls names one.
+    """
+    name = OmegaConf.select(config, "data.custom_cls.name")
+    own_class = name is not None and name != "SFTDataSet"
+    unknown = [key for key in leaves(config) if not is_known(key) and not (own_class and key.startswith("data."))]
+    if unknown:
+        raise ValueError("\n".join(unknown_key(key) for key in unknown))
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of the values below a config; lists and empty dicts are values."""
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key
+
+
+def groups() -> tuple[str, ...]:
+    """The config groups that a command line or a recipe may choose from."""
+    ours = (entry.name for entry in files(CONF).iterdir() if entry.is_dir() and not entry.name.startswith("_"))
+    return tuple(sorted({*ours, *_UPSTREAM_GROUPS}))
+
+
+def options(group: str) -> list[str]:
+    """The choices of a group; a recipe is named by its folder."""
+    if group in _UPSTREAM_GROUPS:
+        return list(_UPSTREAM_GROUPS[group])
+    entries = sorted(files(CONF).joinpath(group).iterdir(), key=lambda entry: entry.name)
+    if group == "recipe":
+        return [entry.name for entry in entries if entry.is_dir() and entry.joinpath("config.yaml").is_file()]
+    return [entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")]
+
+
+def choice_path(group: str, choice: str) -> str:
+    """What Hydra calls a choice: `NAME/config` for a recipe; raises ValueError listing the choices."""
+    available = options(group)
+    if choice in available:
+        return f"{choice}/config" if group == "recipe" else choice
+    if group == "recipe" and files(CONF).joinpath(group, f"{choice}.yaml").is_file():
+        return choice
+    close = nearest_name(choice, available)
+    hint = f"nearest: {close}; " if close else ""
+    raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
+
+
+def _target_fields(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of the fields of every dataclass that a node below is built as."""
+    from hydra.utils import get_class
+
+    for name in node:
+        child = node._get_node(name)  # unresolved: profiler nodes interpolate keys that only RL configs have
+        if not isinstance(child, DictConfig) or is_free_form(f"{prefix}{name}"):
+            continue
+        yield from _target_fields(child, f"{prefix}{name}.")
+        target = child.get("_target_")
+        cls = get_class(target) if target else None
+        if cls is not None and is_dataclass(cls):
+            yield from (f"{prefix}{name}.{entry.name}" for entry in fields(cls))

@@ -1,0 +1,154 @@
+"""verl's platform interface for CPU ranks: gloo instead of nccl, memory counters at zero, no streams.
+
+verl 0.9.1 reaches every device call through :class:`verl.plugin.platform.PlatformBase`. This class gives it a CPU, so
+that FSDP2, Ulysses, checkpoints and the Ray worker group run unchanged on a laptop or in CI.
+
+It is never found by verl's auto-detection: a CPU-only driver of a GPU cluster must keep the platform that stock verl
+gives it. It is chosen by name alone (``VERL_PLATFORM=cpu``), which our trainer sets where no accelerator is visible.
+"""
+
+import os
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+class CPUDevice:
+    """What verl asks of ``torch.cuda``, for a host without one. Sizes are bytes."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def current_device() -> str:
+        return "cpu"
+
+    @staticmethod
+    def device_count() -> int:
+        return os.cpu_count() or 1
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return "cpu"
+
+    @staticmethod
+    def set_device(device: Any) -> None: ...
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None: ...
+
+    @staticmethod
+    def empty_cache() -> None: ...
+
+    @staticmethod
+    def ipc_collect() -> None: ...
+
+    @staticmethod
+    def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None: ...
+
+    @staticmethod
+    def reset_peak_memory_stats(device: Any = None) -> None: ...
+
+    @staticmethod
+    def memory_allocated(device: Any = None) -> int:
+        return 0
+
+    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+
+    @staticmethod
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return 0, 0
+
+    @staticmethod
+    def current_stream(device: Any = None) -> Any:
+        return torch.cpu.current_stream()
+
+    @staticmethod
+    def stream(stream: Any) -> Any:
+        return nullcontext()
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+@PlatformRegistry.register(platform="cpu")
+class CPUPlatform(PlatformBase):
+    """CPU ranks over gloo; selected by ``VERL_PLATFORM=cpu`` and by nothing else."""
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_module(self) -> Any:
+        return CPUDevice
+
+    def is_available(self) -> bool:
+        return not torch.cuda.is_available()
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False  # never by auto-detection; see the module's docstring
+
+    def current_device(self) -> Any:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return CPUDevice.device_count()
+
+    def set_device(self, device_index: int) -> None: ...
+
+    def synchronize(self, device_index: int | None = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "VERL_EXT_VISIBLE_CPUS"  # names no real variable: CPU ranks share the host
+
+    @contextmanager
+    def nvtx_range(self, msg: str):
+        yield
+
+    def profiler_start(self) -> None: ...
+
+    def profiler_stop(self) -> None: ...
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        return {"num_cpus": num_gpus}
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> Any:
+        return None

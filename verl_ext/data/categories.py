@@ -1,0 +1,89 @@
+"""CategoryTable: the fixed list of categories that every rank uses, from categories.json and from the data."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from verl_ext.data.scan import DocumentScan
+
+FILE_NAME = "categories.json"
+
+
+@dataclass(frozen=True)
+class CategoryTable:
+    """ids ascending, without 0 (which means no category), and one name each. Dense index c belongs to ids[c-1]."""
+
+    ids: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
+        """Dense index 1..C of each category id, 0 for id 0; same shape. ValueError for an id not in the table."""
+        wanted = np.asarray(category_ids, np.int64)
+        known = np.asarray((0, *self.ids), np.int64)
+        dense = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        unknown = known[dense] != wanted
+        if unknown.any():
+            raise ValueError(f"category ids must be of the table {self.ids}; got {wanted[unknown][0]}")
+        return dense
+
+    @classmethod
+    def read(cls, folders: str | Sequence[str], scan: DocumentScan | None = None) -> "CategoryTable":
+        """The ids of categories.json and those that `scan` met; an id without a name is named by its number.
+
+        Raises:
+            ValueError: a file that is not {"1": "name", …}, or two ids with one name.
+        """
+        names = category_names([folders] if isinstance(folders, str) else folders)
+        ids = sorted({*names, *(scan.category_ids if scan else ())})
+        return cls(tuple(ids), _unique([names.get(number, str(number)) for number in ids], ids))
+
+
+def category_names(folders: Iterable[str]) -> dict[int, str]:
+    """id -> name of the folders' categories.json, together; empty when there is none."""
+    names: dict[int, str] = {}
+    for folder in folders:
+        for number, name in _read_file(Path(folder) / FILE_NAME).items():
+            if names.setdefault(number, name) != name:
+                raise ValueError(
+                    f"{FILE_NAME} must give category {number} one name in all folders; got {names[number]!r} and "
+                    f"{name!r} in {folder}"
+                )
+    return names
+
+
+def _read_file(path: Path) -> dict[int, str]:
+    if not path.exists():
+        return {}
+    try:
+        pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=list)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be JSON; {str(error).splitlines()[0]}") from error
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(f'{path} must be an object like {{"1": "gsm8k"}}; got {str(pairs)[:60]}')
+    names: dict[int, str] = {}
+    for text, name in pairs:
+        if not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise ValueError(f"{path} must have category numbers above 0 as its keys; got {text!r}")
+        if int(text) in names:
+            raise ValueError(f"{path} must name each category once; got {text!r} twice")
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"{path} must give category {text} a name; got {name!r}")
+        names[int(text)] = name
+    return names
+
+
+def _unique(names: list[str], ids: list[int]) -> tuple[str, ...]:
+    seen: dict[str, int] = {}
+    for number, name in zip(ids, names, strict=True):
+        if seen.setdefault(name, number) != number:
+            raise ValueError(
+                f"{FILE_NAME} must give every category its own name; got {name!r} for {seen[name]} and {number}"
+            )
+    return tuple(names)

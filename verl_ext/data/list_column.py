@@ -1,0 +1,99 @@
+"""One list column of a memory-mapped table as numpy views: row lengths and flat values, no token copied.
+
+Arrow keeps a list column in chunks (record batches); each has the values of its rows back to back:
+
+    rows      [7 8 9] [4] [] [5 6]
+    offsets   0       3   4  4     6      one more than rows, int32 or int64
+    values    7 8 9   4      5 6
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+LIST_KINDS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+class ListColumn:
+    """Rows 0..N-1 of one column, possibly of several tables one after the other (their types may differ)."""
+
+    def __init__(self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str) -> None:
+        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. ValueError names `key`."""
+        self._chunks = [chunk for chunk in chunks if len(chunk)]
+        for kind in {chunk.type: None for chunk in self._chunks}:
+            _check_type(kind, name, kinds, key)
+        self.first_row = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)])
+        for first, chunk in zip(self.first_row, self._chunks, strict=False):
+            if chunk.null_count or chunk.values.null_count:
+                rows = f"rows {first}..{first + len(chunk) - 1}"
+                raise ValueError(f"{key} must have no null in column {name}; {rows} hold one")
+        self._views: list[tuple[NDArray[Any], Any] | None] = [None] * len(self._chunks)
+
+    def __len__(self) -> int:
+        return int(self.first_row[-1])
+
+    def row_lengths(self) -> NDArray[np.int64]:
+        """int64[N]: values in each row."""
+        lengths = np.empty(len(self), np.int64)
+        for number, first in enumerate(self.first_row[:-1]):
+            offsets = self._view(number)[0]
+            lengths[first : first + len(offsets) - 1] = np.diff(offsets)
+        return lengths
+
+    def block(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Rows first..last-1, all in one chunk: (offsets int64[last-first+1] from 0, values[offsets[-1]])."""
+        number = int(np.searchsorted(self.first_row, first, side="right")) - 1
+        offsets, values = self._view(number)
+        row = first - int(self.first_row[number])
+        assert row + last - first < len(offsets), "a block must lie in one chunk"
+        ends = offsets[row : row + last - first + 1].astype(np.int64)
+        return ends - ends[0], _flat(values, int(ends[0]), int(ends[-1]))
+
+    def row(self, row: int) -> NDArray[Any]:
+        """The values of one row."""
+        return self.block(row, row + 1)[1]
+
+    def gather(
+        self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: NDArray[Any]
+    ) -> None:
+        """Write tokens start..start+length of each row to `out`, one after the other."""
+        chunk = np.searchsorted(self.first_row, row, side="right") - 1
+        within = row - self.first_row[chunk]
+        at = 0
+        for number, local, skip, count in zip(
+            chunk.tolist(), within.tolist(), start.tolist(), length.tolist(), strict=True
+        ):
+            offsets, values = self._view(number)
+            begin = int(offsets[local]) + skip
+            out[at : at + count] = _flat(values, begin, begin + count)
+            at += count
+
+    def _view(self, number: int) -> tuple[NDArray[Any], Any]:
+        """(offsets, values) of a chunk; values is a numpy view, or the Arrow array where it is bit-packed."""
+        view = self._views[number]
+        if view is None:
+            chunk = self._chunks[number]
+            values = chunk.values
+            flat = values if pa.types.is_boolean(values.type) else values.to_numpy(zero_copy_only=True)
+            view = self._views[number] = (_offsets(chunk), flat)
+        return view
+
+
+def _flat(values: Any, begin: int, end: int) -> NDArray[Any]:
+    if isinstance(values, np.ndarray):
+        return values[begin:end]
+    return values.slice(begin, end - begin).to_numpy(zero_copy_only=False)
+
+
+def _offsets(chunk: pa.Array) -> NDArray[Any]:
+    if pa.types.is_fixed_size_list(chunk.type):
+        return (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
+    return chunk.offsets.to_numpy()
+
+
+def _check_type(kind: pa.DataType, name: str, kinds: tuple[str, ...], key: str) -> None:
+    is_list = any(is_kind(kind) for is_kind in LIST_KINDS)
+    if not is_list or not any(getattr(pa.types, f"is_{wanted}")(kind.value_type) for wanted in kinds):
+        raise ValueError(f"{key} must have column {name} as a list of {' or '.join(kinds)} values; got {kind}")

@@ -1,0 +1,146 @@
+"""SFTDataSet: a tokenised dataset as packs of at most max_tokens tokens. The contract is in pack_row.py's picture."""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl_ext.data.categories import CategoryTable
+from verl_ext.data.over_length_report import OverLengthRow, over_length_report
+from verl_ext.data.pack_options import PackOptions
+from verl_ext.data.pack_row import pack_row
+from verl_ext.data.scan import DocumentScan, check_has_targets, scan_documents
+from verl_ext.data.tokenised_data import TokenisedData
+from verl_ext.packing import PackPlan, Spans, cut_spans, plan_packs
+
+
+class SFTDataSet(torch.utils.data.Dataset):
+    """Packs of whole documents, documents apart by their positions; item k is the dict of tensors of `pack_row`.
+
+    Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
+    `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
+    `config` (max_tokens, strategy, seed, over_length, pad_mode). A folder is a path or a list of paths, read one after
+    the other. The plan depends on the data and these options alone.
+
+    spans: the documents after over-length handling; plan: which of them lie in which pack.
+    """
+
+    def __init__(
+        self,
+        train_dir: str | Sequence[str] | None = None,
+        max_tokens: int | None = None,
+        padding_value: int | None = 0,
+        *,
+        parquet_files: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        config: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_samples: int = -1,
+        strategy: str = "best_fit",
+        seed: int = 42,
+        over_length: str = "error",
+        pad_mode: str = "no_padding",
+        key: str = "data.train_dir",
+    ) -> None:
+        """`max_samples`: the first so many documents, all when it is not above 0. `key`: the config key that messages
+        name for the folder. `processor` is verl's argument for images and not used.
+
+        Raises:
+            ValueError: an option or a folder that cannot be used; one line with the key and the value received.
+        """
+        given = {
+            "max_tokens": max_tokens,
+            "padding_value": padding_value,
+            "strategy": strategy,
+            "seed": seed,
+            "over_length": over_length,
+            "pad_mode": pad_mode,
+        }
+        self.options = PackOptions.from_config(config or {}, tokenizer, given)
+        self.key = key
+        self._data = TokenisedData(_folders(train_dir, parquet_files, key), key)
+        lengths = self._data.lengths()
+        self._documents = min(len(lengths), max_samples) if max_samples > 0 else len(lengths)
+        self.spans: Spans = cut_spans(
+            lengths[: self._documents], self.options.max_tokens, self.options.over_length, key
+        )
+        self.plan: PackPlan = plan_packs(
+            self.spans.length, self.options.max_tokens, self.options.strategy, self.options.seed
+        )
+        self._scan: DocumentScan | None = None
+
+    def __len__(self) -> int:
+        return self.plan.num_packs
+
+    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
+        """Pack `pack`: 1-D tensors of one length T ≤ max_tokens, see `pack_row`."""
+        number = int(pack)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"pack {number} of {len(self)}")
+        documents = self.plan.documents(number % len(self))
+        return pack_row(
+            self._data,
+            self.spans.row[documents],
+            self.spans.start[documents],
+            self.spans.length[documents].astype(np.int64),
+            pad_to=self.options.max_tokens if self.options.pad_mode == "right" else None,
+            padding_value=self.options.padding_value or 0,
+        )
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders read, absolute."""
+        return self._data.folders
+
+    @property
+    def scan(self) -> DocumentScan:
+        """Targets of every document, token ids and categories; one pass over the tokens at the first use. Settable,
+        so that one rank may compute it for all. ValueError when there is no target, or for values out of range."""
+        if self._scan is None:
+            self.scan = scan_documents(self._data, self.spans)
+        assert self._scan is not None
+        return self._scan
+
+    @scan.setter
+    def scan(self, scan: DocumentScan) -> None:
+        assert len(scan.targets) == len(self.spans), "a scan of other documents"
+        check_has_targets(scan, self.key)
+        self._scan = scan
+        self.__dict__.pop("categories", None)
+
+    @cached_property
+    def categories(self) -> CategoryTable:
+        """The ids of categories.json and those that occur on targets (needs the scan)."""
+        return CategoryTable.read(self.folders, self.scan)
+
+    @cached_property
+    def over_length_report(self) -> list[OverLengthRow]:
+        """What was done to over-length and empty documents, by category; empty when there were none."""
+        lengths = self._data.lengths()[: self._documents]
+        return over_length_report(self._data, lengths, self.options.max_tokens, self.options.over_length)
+
+    def pack_tokens(self) -> NDArray[np.int64]:
+        """int64[P]: tokens of each pack, without padding."""
+        return self.plan.pack_sums(self.spans.length)
+
+    def pack_documents(self) -> NDArray[np.int64]:
+        """int64[P]: documents of each pack."""
+        return np.diff(self.plan.pack_offsets)
+
+    def pack_targets(self) -> NDArray[np.int64]:
+        """int64[P]: target tokens of each pack (needs the scan)."""
+        return self.plan.pack_sums(self.scan.targets)
+
+
+def _folders(train_dir: Any, parquet_files: Any, key: str) -> list[str]:
+    if train_dir is not None and parquet_files is not None:
+        raise ValueError(f"{key} must be given once; got train_dir={train_dir!r} and parquet_files={parquet_files!r}")
+    given = parquet_files if train_dir is None else train_dir
+    paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
+    if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
+        raise ValueError(f"{key} must name a tokenised dataset folder; got {given!r}")
+    return [os.path.abspath(os.path.expanduser(path)) for path in paths]

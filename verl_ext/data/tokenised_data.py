@@ -1,0 +1,90 @@
+"""The columns of one or several tokenised folders, one after the other, checked and memory-mapped."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from verl_ext.data.folder import open_folder
+from verl_ext.data.list_column import ListColumn
+
+VALUE_KINDS = {
+    "input_ids": ("integer",),
+    "loss_mask": ("integer", "boolean"),
+    "category_ids": ("integer",),
+    "loss_weight": ("floating", "integer"),
+}
+
+
+class TokenisedData:
+    """`columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, when the folders have it,
+    loss_weight; `lengths()` reads the length column. Pickles as its folders' paths."""
+
+    def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
+        """Open `folders`; with `check`, every list column must be as long as `length` says, in every row.
+
+        Raises:
+            ValueError: a folder that is no tokenised dataset, columns of a wrong type, lengths that disagree.
+        """
+        self.folders, self.key = tuple(folders), key
+        self._tables = [open_folder(folder, key).data for folder in self.folders]
+        names = list(VALUE_KINDS)
+        with_weight = ["loss_weight" in table.column_names for table in self._tables]
+        if not any(with_weight):
+            names.remove("loss_weight")
+        elif not all(with_weight):
+            lacking = self.folders[with_weight.index(False)]
+            raise ValueError(f"{key} must have loss_weight in all of its folders or in none; {lacking} lacks it")
+        self.columns = {name: ListColumn(self._chunks(name), name, VALUE_KINDS[name], key) for name in names}
+        if check:
+            self._check_lengths()
+
+    def __len__(self) -> int:
+        return len(self.columns["input_ids"])
+
+    def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool]]:
+        return type(self), (self.folders, self.key, False)
+
+    @property
+    def has_loss_weight(self) -> bool:
+        return "loss_weight" in self.columns
+
+    def lengths(self) -> NDArray[np.int64]:
+        """int64[N]: the `length` column."""
+        chunks = self._chunks("length")
+        for chunk in chunks:
+            if not pa.types.is_integer(chunk.type):
+                raise ValueError(f"{self.key} must have column length as integer; got {chunk.type}")
+            if chunk.null_count:
+                raise ValueError(f"{self.key} must have no null in column length")
+        return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks]).astype(np.int64, copy=False)
+
+    def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows that cover first..last-1 in order; each lies in one chunk of every column and has at most
+        `max_tokens` tokens or one row."""
+        edges = np.concatenate([[first, last], *(column.first_row for column in self.columns.values())])
+        edges = np.unique(edges[(edges >= first) & (edges <= last)])
+        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            offsets, _ = self.columns["input_ids"].block(begin, end)
+            row = 0
+            while row < end - begin:
+                fits = int(np.searchsorted(offsets, offsets[row] + max_tokens, side="right")) - 1
+                until = max(fits, row + 1)
+                yield begin + row, begin + until
+                row = until
+
+    def _chunks(self, name: str) -> list[pa.Array]:
+        return [chunk for table in self._tables for chunk in table.column(name).chunks]
+
+    def _check_lengths(self) -> None:
+        lengths = self.lengths()
+        for name, column in self.columns.items():
+            counts = column.row_lengths()
+            wrong = counts != lengths
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise ValueError(
+                    f"{self.key} must have as many {name} as length says in every row; row {row} has length "
+                    f"{lengths[row]} and {counts[row]} {name} ({int(wrong.sum())} such rows)"
+                )

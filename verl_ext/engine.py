@@ -1,0 +1,92 @@
+"""verl's FSDP engine for packs: document boundaries handed down, fp32 token losses, no host synchronisation.
+
+A subclass of ``FSDPEngineWithLMHead``, registered beside verl's own under vendor ``verl_ext``; everything that it does
+not name here (sharding, offload, LoRA, checkpoints, clipping, the learning-rate schedule) is verl's.
+
+Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree
+
+import verl_ext.attention.packed  # noqa: F401  (registers the attention that the models of this engine name)
+from verl_ext.attention import document_layout
+from verl_ext.losses import token_nll
+
+# What only verl's reinforcement learning asks of prepare_model_outputs; its own code answers there.
+_UPSTREAM_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
+
+
+@EngineRegistry.register(
+    model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu", "cuda"], vendor="verl_ext"
+)
+class PackedEngine(FSDPEngineWithLMHead):
+    """Runs micro-batches of packs; a pack's documents restart ``position_ids`` at 0."""
+
+    def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
+        """Forward and backward over one rank's micro-batches of a step; gradients add up.
+
+        Ranks must hold equally many micro-batches: FSDP's collectives are one per layer and micro-batch.
+        """
+        for index, micro_batch in enumerate(micro_batches):
+            with self._gradient_sync_context(is_last_micro_batch=index == len(micro_batches) - 1):
+                loss, _ = self.forward_step(micro_batch, loss_function, forward_only=False)
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
+        """Forward alone; what it gives is what ``loss_function`` collects."""
+        for micro_batch in micro_batches:
+            self.forward_step(micro_batch, loss_function, forward_only=True)
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """verl's forward step without its ``loss.item()``: the loss stays on the device until somebody reads it."""
+        device = get_device_id()
+        # The boundaries are read while the micro-batch is still on the host.
+        self._layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
+        micro_batch = micro_batch.to(device)
+        model_inputs, output_args = self.prepare_model_inputs(micro_batch)
+        with self._autocast():
+            raw_output = self.module(**model_inputs, use_cache=False)
+            model_output = self.prepare_model_outputs(raw_output, output_args, micro_batch, loss_function)
+            if loss_function is None:
+                assert forward_only, "training needs a loss function"
+                loss, metrics = torch.ones((), device=device), {}
+            else:
+                loss, metrics = loss_function(
+                    model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
+                )
+        return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
+        """verl's inputs ``[1, T/n]`` plus the layout of all T tokens, for every attention layer to read."""
+        model_inputs, output_args = super().prepare_model_inputs(micro_batch)
+        model_inputs["document_layout"] = self._layout.padded(output_args["pad_size"])
+        return model_inputs, output_args
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
+    ) -> dict[str, torch.Tensor]:
+        """``log_probs`` of the next token for every position, jagged as ``input_ids``, gathered over the SP ranks."""
+        if any(tu.get_non_tensor_data(micro_batch, key, default=False) for key in _UPSTREAM_OUTPUTS):
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        logits = output.logits.squeeze(0)  # [T/n, V]
+        nll = token_nll(logits, output_args["input_ids_rmpad_rolled"], inplace_backward=True)
+        nll = self._gather_and_unpad_packed(nll, output_args["pad_size"])
+        return {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, micro_batch["input_ids"].offsets())}
+
+    def _autocast(self) -> Any:
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)

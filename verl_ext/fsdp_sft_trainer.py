@@ -1,0 +1,50 @@
+"""Packed SFT on verl's FSDP engine: compose, validate, build, fit.
+
+    torchrun --nproc_per_node=8 -m verl_ext.fsdp_sft_trainer data.train_dir=DIR model.path=MODEL parallel=ulysses8
+
+Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; that trainer's option names still work.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    # Started by file path: this folder would hide Python's own modules of the same names (tokenize).
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import hydra  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from omegaconf import DictConfig  # noqa: E402
+
+from verl_ext.config.overrides import prepare_overrides  # noqa: E402
+from verl_ext.trainer.process_group import errors_told_once, process_group  # noqa: E402
+
+
+@hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
+def train(config: DictConfig) -> None:
+    """Validate the composed configuration, build the run and fit it."""
+    from verl_ext.trainer.preparation import prepare
+    from verl_ext.trainer.sft_trainer import SFTTrainer
+
+    with errors_told_once():
+        run = prepare(config)
+    trainer = SFTTrainer(run)
+    with errors_told_once():
+        trainer.resume()
+    trainer.fit()
+
+
+def main() -> None:
+    """Join the ranks, translate the command line, hand over to Hydra."""
+    with process_group():
+        with errors_told_once():
+            overrides, notices = prepare_overrides(sys.argv[1:])
+        if dist.get_rank() == 0:
+            for notice in notices:
+                print(f"note: {notice}", file=sys.stderr)
+        sys.argv[1:] = overrides
+        train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""verl's checkpoints for a run whose data position is its step number."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from verl.utils.checkpoint import CheckpointHandler
+from verl.workers.engine import BaseEngine
+
+_STEP_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+class PlanState:
+    """What stands in for the data loader in verl's checkpoints.
+
+    The packs of every step follow from the dataset, the budget, the strategy and the seed, so a checkpoint needs no
+    loader position: only these, to refuse a resume that would silently train on other packs.
+    """
+
+    def __init__(self, fingerprint: dict[str, Any]) -> None:
+        self.fingerprint = fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Saved beside the model as verl saves a loader's state."""
+        return dict(self.fingerprint)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare with what the checkpoint was trained on.
+
+        Raises:
+            ValueError: a key differs, so the step number would mean other packs.
+        """
+        for key, value in self.fingerprint.items():
+            if key in state and state[key] != value:
+                raise ValueError(f"{key} is {value} but the checkpoint was trained with {state[key]}; resume with that")
+
+
+class Checkpoints:
+    """Saves and resumes through verl's ``CheckpointHandler``.
+
+    Args:
+        config: the composed configuration.
+        engine: an initialised engine.
+        plan: fingerprint of the step plan.
+        lora: LoRA rank, alpha and task for verl's metadata file, or None.
+    """
+
+    def __init__(self, config: DictConfig, engine: BaseEngine, plan: PlanState, lora: dict[str, Any] | None) -> None:
+        trainer = config.trainer
+        self.folder = Path(trainer.default_local_dir)
+        self.engine = engine
+        self.handler = CheckpointHandler(
+            engine=engine,
+            train_dataloader=plan,
+            default_local_dir=trainer.default_local_dir,
+            max_ckpt_to_keep=trainer.max_ckpt_to_keep,
+            default_hdfs_dir=trainer.default_hdfs_dir,
+            resume_mode=trainer.resume_mode,
+            resume_from_path=trainer.resume_from_path,
+            lora_train_meta=lora,
+        )
+
+    def resume(self) -> int:
+        """Load the checkpoint that `trainer.resume_mode` means; its step, 0 without one."""
+        step = self.handler.load_checkpoint()
+        if step:
+            # verl's retention counts only what this process has saved.
+            self.engine.checkpoint_manager.previous_saved_paths = [str(p) for p in saved_folders(self.folder)]
+        return step
+
+    def save(self, step: int) -> None:
+        """Write ``global_step_<step>``."""
+        self.handler.save_checkpoint(step=step)
+
+
+def saved_folders(folder: Path) -> list[Path]:
+    """Checkpoint folders below ``folder``, oldest step first."""
+    steps = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("global_step_*"))
+    return [path for _, path in sorted((int(match[1]), path) for match, path in steps if match)]
+
+
+def clear_output(folder: Path) -> None:
+    """Remove what an earlier run wrote, as `trainer.overwrite=true` asks."""
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,148 @@
+"""Everything that is settled before a model is loaded: configuration, data, packs, steps.
+
+A mistake found here is a ``ValueError`` that names the requirement, the dotted key and the value; no device has been
+touched and nothing has been written.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from omegaconf import DictConfig
+from transformers import AutoConfig, PretrainedConfig
+
+from verl_ext.config import checks
+from verl_ext.data import SFTDataSet, check_vocabulary
+from verl_ext.losses import LossSpec, category_weight_table
+from verl_ext.trainer.process_group import accelerator
+from verl_ext.trainer.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation set and the order of its packs."""
+
+    dataset: SFTDataSet
+    plan: StepPlan
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is sound as far as can be told without the model's weights."""
+
+    config: DictConfig
+    train_set: SFTDataSet
+    plan: StepPlan
+    pack_tokens: np.ndarray
+    validation: Validation | None
+    loss: LossSpec
+    total_steps: int
+    save_freq: int
+    test_freq: int
+    clear_output: bool
+
+    @property
+    def output(self) -> Path:
+        """`trainer.default_local_dir`."""
+        return Path(self.config.trainer.default_local_dir)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What makes a step number mean the same packs."""
+        data = self.config.data
+        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last")
+        return {"packs in data.train_dir": self.plan.num_packs, **{f"data.{key}": data[key] for key in keys}}
+
+    @property
+    def lora_metadata(self) -> dict[str, Any] | None:
+        """What verl writes beside a LoRA checkpoint."""
+        model = self.config.model
+        if not model.lora_rank and model.lora_adapter_path is None:
+            return None
+        return {"r": int(model.lora_rank), "lora_alpha": int(model.lora_alpha or 0), "task_type": "CAUSAL_LM"}
+
+    def loss_for(self, dataset: SFTDataSet) -> LossSpec:
+        """The configured loss over another dataset's category table."""
+        return _loss_spec(self.config, dataset)
+
+
+def prepare(config: DictConfig) -> Run:
+    """Check the configuration, open the data, plan packs and steps.
+
+    Raises:
+        ValueError: a user's mistake, one line.
+    """
+    checks.check_keys(config)
+    world_size, device = dist.get_world_size(), accelerator()
+    hf_config = checks.check_run(config, world_size, device)
+    checks.resolve_device(config, device)
+    output = checks.check_output(config)
+    train_set = _open(config, "train_dir", hf_config)
+    plan = StepPlan(len(train_set), config.data.train_batch_size, config.data.seed, config.data.drop_last)
+    if plan.steps_per_epoch == 0:
+        raise ValueError(
+            f"data.drop_last=true leaves no step: data.train_dir makes {plan.num_packs} packs, "
+            f"data.train_batch_size={plan.batch_size}"
+        )
+    total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * config.trainer.total_epochs
+    _refuse_steps_without_target(train_set, plan, total_steps)
+    data_parallel = world_size // config.engine.ulysses_sequence_parallel_size
+    return Run(
+        config=config,
+        train_set=train_set,
+        plan=plan,
+        pack_tokens=train_set.pack_tokens(),
+        validation=_validation(config, hf_config, data_parallel),
+        loss=_loss_spec(config, train_set),
+        total_steps=total_steps,
+        save_freq=_frequency(config.trainer.save_freq, plan),
+        test_freq=_frequency(config.trainer.test_freq, plan),
+        clear_output=output.replace,
+    )
+
+
+def _open(config: DictConfig, which: str, hf_config: PretrainedConfig) -> SFTDataSet:
+    """A dataset with its packs planned and its tokens checked; rank 0 scans, the others take its word."""
+    key = f"data.{which}"
+    dataset = checks.dataset_class(config)(parquet_files=config.data[which], tokenizer=None, config=config.data)
+    scans = [dataset.scan if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(scans)
+    dataset.scan = scans[0]
+    check_vocabulary(dataset.scan, hf_config.get_text_config().vocab_size, key)
+    checks.check_positions(int(dataset.spans.length.max()), hf_config)
+    return dataset
+
+
+def _validation(config: DictConfig, hf_config: PretrainedConfig, data_parallel: int) -> Validation | None:
+    if config.data.val_dir is None:
+        return None
+    dataset = _open(config, "val_dir", hf_config)
+    batch = data_parallel * config.data.micro_batch_size_per_gpu
+    return Validation(dataset, StepPlan(len(dataset), batch, config.data.seed, shuffle=False))
+
+
+def _loss_spec(config: DictConfig, dataset: SFTDataSet) -> LossSpec:
+    loss = config.loss
+    weights = category_weight_table(loss.category_weights, dataset.categories.names)
+    return LossSpec(loss.mode, weights, loss.documents_per_pack)
+
+
+def _refuse_steps_without_target(dataset: SFTDataSet, plan: StepPlan, total_steps: int) -> None:
+    """A step whose packs hold no target token has no loss: Z would be 0."""
+    targets = dataset.pack_targets()
+    if targets.all():
+        return
+    for epoch in range(math.ceil(total_steps / plan.steps_per_epoch)):
+        for step in plan.steps_without_target(targets, epoch):
+            packs = ", ".join(map(str, plan.packs(epoch * plan.steps_per_epoch + step)[:4].tolist()))
+            raise ValueError(
+                f"data.train_dir: step {step + 1} of epoch {epoch + 1} has no target token in its packs (pack {packs}); "
+                f"raise data.train_batch_size={plan.batch_size} or remove documents without a target"
+            )
+
+
+def _frequency(value: int | str, plan: StepPlan) -> int:
+    return plan.steps_per_epoch if value == "after_each_epoch" else int(value)

@@ -1,0 +1,89 @@
+"""The ranks of a run: their process group, who may speak, and how they leave together.
+
+The group comes first, before any configuration is read, so that a user's mistake is told by one rank in one line while
+the others leave with the same exit code, instead of each rank printing its own traceback.
+"""
+
+import logging
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+USER_ERROR = 2
+_TIMEOUT = timedelta(hours=10)  # verl's own: rank 0 may write a large checkpoint while the others wait
+
+
+def accelerator() -> str | None:
+    """``cuda`` or ``npu`` where one is visible to this process, else None."""
+    if torch.cuda.is_available():
+        return "cuda"
+    npu = getattr(torch, "npu", None)
+    return "npu" if npu is not None and npu.is_available() else None
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the ranks that torchrun started, or be the only one; gloo on CPU, verl's choice on accelerators."""
+    if accelerator() is None:
+        os.environ.setdefault("VERL_PLATFORM", "cpu")
+    _default_to_one_rank()
+    if os.environ["RANK"] != "0":
+        _be_quiet()
+    if accelerator() is None:
+        # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    else:
+        from verl.utils.distributed import initialize_global_process_group
+
+        initialize_global_process_group(int(_TIMEOUT.total_seconds()))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def errors_told_once() -> Iterator[None]:
+    """A ``ValueError`` inside, on any rank, ends the run on every rank: rank 0 tells the first, all exit with 2."""
+    mistake: str | None = None
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("VERL_EXT_FULL_ERROR"):
+            raise
+        mistake = str(error)
+    mistakes: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(mistakes, mistake)
+    told = next((m for m in mistakes if m is not None), None)
+    if told is None:
+        return
+    if dist.get_rank() == 0:
+        print(f"error: {told}", file=sys.stderr, flush=True)
+    dist.barrier()  # no rank leaves, and has torchrun stop the others, before the line is out
+    raise SystemExit(USER_ERROR)
+
+
+def _default_to_one_rank() -> None:
+    """What torchrun would have set, for ``python -m``."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(single, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _be_quiet() -> None:
+    """Ranks above 0 print nothing but errors: verl, transformers and datasets print the same line on every rank."""
+    sys.stdout = open(os.devnull, "w")
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    os.environ["TQDM_DISABLE"] = "1"

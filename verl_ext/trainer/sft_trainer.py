@@ -1,0 +1,218 @@
+"""The training loop: packs in, exact loss, category loss, validation, checkpoints.
+
+verl's ``TrainingWorker`` carries the engine, the profiler and the configuration dataclasses; the loop is our own,
+because verl's drops validation batches, averages means, and waits for the device after every micro-batch.
+"""
+
+import contextlib
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_id
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+
+from verl_ext.attention.packed import set_backend
+from verl_ext.metrics import StepSums
+from verl_ext.plugin import select_engine
+from verl_ext.trainer.checkpoints import Checkpoints, PlanState, clear_output
+from verl_ext.trainer.loader import pack_loader
+from verl_ext.trainer.preparation import Run
+from verl_ext.trainer.progress import Progress
+from verl_ext.trainer.step_batch import StepBatch, StepCollator
+from verl_ext.trainer.step_loss import StepLoss
+from verl_ext.trainer.tracking import open_tracking
+
+
+class NonFiniteGradients(RuntimeError):
+    """More steps in a row than `trainer.max_skipped_steps` had a gradient that is not finite."""
+
+
+@dataclass
+class StepOutcome:
+    """What one optimizer step gave: its gradient norm before clipping, its learning rate, its sums if logged."""
+
+    grad_norm: float
+    lr: float
+    sums: StepSums | None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the engine left the parameters as they were."""
+        return not math.isfinite(self.grad_norm)
+
+
+class SFTTrainer:
+    """One rank of a run that :func:`verl_ext.trainer.preparation.prepare` has found sound."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.config = run.config
+        self.client = self._build_client()
+        self.engine = self.client.engine
+        self.rank, self.ranks = self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
+        self.leads = dist.get_rank() == 0
+        if run.clear_output and self.leads:
+            clear_output(run.output)
+        self.client.reset()
+        self.checkpoints = Checkpoints(self.config, self.engine, PlanState(run.fingerprint), run.lora_metadata)
+        self.first_step = 0
+        self.skipped_steps = self.skipped_in_a_row = 0
+
+    def _build_client(self) -> TrainingWorker:
+        """verl's worker around the packed engine; quiet, because it reports NUMA and sizes on every rank."""
+        select_engine()
+        set_backend(self.config.attention.backend)
+        optimizer = omega_conf_to_dataclass(self.config.optim)
+        optimizer.total_training_steps = self.run.total_steps
+        worker = TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=omega_conf_to_dataclass(self.config.model),
+            engine_config=omega_conf_to_dataclass(self.config.engine),
+            optimizer_config=optimizer,
+            checkpoint_config=omega_conf_to_dataclass(self.config.checkpoint),
+            profiler_config=omega_conf_to_dataclass(self.config.profiler),
+        )
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            return TrainingWorker(config=worker)
+
+    def resume(self) -> None:
+        """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
+        self.first_step = self.checkpoints.resume()
+
+    def fit(self) -> None:
+        """Train to the last step, validating and saving as `trainer` says; the last step always does both."""
+        self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
+        self.progress = Progress(self.first_step, self.run.total_steps, self.leads)
+        if self.first_step >= self.run.total_steps:
+            self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
+        batches = pack_loader(
+            self.run.train_set,
+            self.run.plan,
+            self.first_step,
+            self.run.total_steps,
+            self.rank,
+            self.ranks,
+            StepCollator(self.run.loss, self.run.train_set.categories),
+            self.config.data.num_workers,
+        )
+        for step, batch in enumerate(batches, start=self.first_step + 1):
+            self._profile(step, "start")
+            outcome = self.train_step(batch, logged=self._is_due(step, self.config.trainer.log_freq))
+            self._profile(step, "stop")
+            self.progress.step(int(self.run.pack_tokens[self.run.plan.packs(step - 1)].sum()))
+            self._count_skipped(step, outcome)
+            if outcome.sums is not None:
+                self._log_step(step, outcome)
+            self._validate_and_save(step)
+        self.progress.close()
+        if self.tracking is not None:
+            self.tracking.finish()
+
+    def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
+        """One optimizer step over this rank's share of the packs."""
+        device = get_device_id()
+        normaliser = batch.normaliser.to(device, copy=True)
+        self._sum_over_data_parallel(normaliser)
+        sums = self._sums(batch) if logged else None
+        loss = StepLoss(normaliser, self.ranks, sums)
+        micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
+        with self.engine.train_mode():
+            self.engine.optimizer_zero_grad()
+            self.engine.accumulate(micro_batches, loss)
+            lr = self.engine.lr_scheduler.get_last_lr()[0]
+            grad_norm = self.engine.optimizer_step()
+        self.engine.lr_scheduler_step()
+        return StepOutcome(grad_norm, lr, sums)
+
+    def validate(self) -> dict[str, float]:
+        """The configured loss and every category's mean over the *whole* validation set, as one step."""
+        validation = self.run.validation
+        assert validation is not None
+        total: StepSums | None = None
+        batches = pack_loader(
+            validation.dataset,
+            validation.plan,
+            0,
+            validation.plan.steps_per_epoch,
+            self.rank,
+            self.ranks,
+            StepCollator(self.run.loss_for(validation.dataset), validation.dataset.categories),
+            self.config.data.num_workers,
+        )
+        for batch in batches:
+            sums = self._sums(batch)
+            loss = StepLoss(torch.ones(1, dtype=torch.float64, device=get_device_id()), 1, sums)
+            micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
+            with self.engine.eval_mode():
+                self.engine.evaluate(micro_batches, loss)
+            total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
+        assert total is not None
+        return total.reduced(self._sum_over_data_parallel).report("val", validation.dataset.categories.names)
+
+    def _sums(self, batch: StepBatch) -> StepSums:
+        sums = StepSums.zeros(len(batch.counts) - 5, get_device_id())
+        sums.add_counts(batch.counts)
+        return sums
+
+    def _sum_over_data_parallel(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self.engine.get_data_parallel_group())
+
+    def _log_step(self, step: int, outcome: StepOutcome) -> None:
+        assert outcome.sums is not None
+        sums = outcome.sums.reduced(self._sum_over_data_parallel)
+        if self.tracking is None:
+            return
+        metrics = sums.report("train", self.run.train_set.categories.names)
+        metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * self.config.data.max_tokens)
+        metrics["train/grad_norm"] = outcome.grad_norm
+        metrics["train/lr"] = outcome.lr
+        metrics["train/epoch"] = step / self.run.plan.steps_per_epoch
+        metrics["train/skipped_steps"] = self.skipped_steps
+        metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
+        self.progress.show(metrics)
+        self.tracking.log(metrics, step)
+
+    def _count_skipped(self, step: int, outcome: StepOutcome) -> None:
+        if not outcome.skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        self.progress.say(
+            f"step {step} skipped: its gradient norm is {outcome.grad_norm} ({self.skipped_steps} so far)"
+        )
+        limit = self.config.trainer.max_skipped_steps
+        if self.skipped_in_a_row > limit:
+            raise NonFiniteGradients(
+                f"{self.skipped_in_a_row} steps in a row had no finite gradient, up to step {step}; "
+                f"trainer.max_skipped_steps allows {limit}"
+            )
+
+    def _validate_and_save(self, step: int) -> None:
+        last = step == self.run.total_steps
+        paused = self.progress.pause()
+        if self.run.validation is not None and (last or self._is_due(step, self.run.test_freq)):
+            metrics = self.validate()
+            if self.tracking is not None:
+                self.tracking.log(metrics, step)
+        if last or self._is_due(step, self.run.save_freq):
+            self.checkpoints.save(step)
+        self.progress.resume(paused)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return every > 0 and (step % every == 0)
+
+    def _profile(self, step: int, moment: str) -> None:
+        """verl's profiler between the two steps of `trainer.profile_interval`."""
+        first, last = self.config.trainer.profile_interval
+        if moment == "start" and step == first:
+            self.client.start_profile()
+        if moment == "stop":
+            if first <= step <= last:
+                self.client.step_profile()
+            if step == last:
+                self.client.stop_profile()

@@ -1,0 +1,131 @@
+"""One rank's packs of a step as flat tensors with the loss already laid out, built in the loader's processes.
+
+```
+packs            |  doc A  | doc B |      doc C      | idle |
+input_ids        a0 a1 a2   b0 b1    c0 c1 c2 c3       0
+position_ids      0  1  2    0  1     0  1  2  3       0
+coefficients      0  x  0    y  0     0  0  z  0       0       a of the token that each position predicts
+pack_lengths            5                4             1
+```
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec, pack_coefficients, shift_left
+
+Pack = Mapping[str, torch.Tensor]
+
+# What verl's engine asks of every batch.
+_ENGINE_FLAGS = {"use_remove_padding": True, "pad_mode": DatasetPadMode.NO_PADDING, "temperature": 1.0}
+
+
+@dataclass
+class StepBatch:
+    """A rank's share of one step; N tokens over all its packs.
+
+    Attributes:
+        input_ids, position_ids: int64[N].
+        coefficients: float32[N], a_t before normalising, of the token that each position predicts.
+        category_index: int64[N], the dense category of that token; 0 for none.
+        pack_lengths: tokens of each pack slot, idle ones included.
+        counts: float64[4 + C + 1]: normaliser, tokens, target tokens, packs, target tokens by category slot.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    coefficients: torch.Tensor
+    category_index: torch.Tensor
+    pack_lengths: list[int]
+    counts: torch.Tensor
+
+    @property
+    def normaliser(self) -> torch.Tensor:
+        """float64[1]: this rank's term of Z."""
+        return self.counts[:1]
+
+    def pin_memory(self) -> "StepBatch":
+        """Page-locked copies, as torch's loader asks of a batch type of one's own."""
+        pinned = (getattr(self, name).pin_memory() for name in _TENSORS)
+        return StepBatch(*pinned, self.pack_lengths, self.counts.pin_memory())
+
+    def micro_batches(self, size: int) -> Iterator[TensorDict]:
+        """Batches of ``size`` packs as verl's engine takes them: jagged tensors and its flags."""
+        edges = np.concatenate([[0], np.cumsum(self.pack_lengths)])
+        for first in range(0, len(self.pack_lengths), size):
+            cuts = edges[first : first + size + 1]
+            offsets = torch.from_numpy(cuts - cuts[0])
+            tensors = {
+                key: torch.nested.nested_tensor_from_jagged(values[cuts[0] : cuts[-1]], offsets)
+                for key, values in (
+                    ("input_ids", self.input_ids),
+                    ("position_ids", self.position_ids),
+                    ("loss_coefficients", self.coefficients),
+                    ("category_index", self.category_index),
+                )
+            }
+            yield tu.get_tensordict(tensors, dict(_ENGINE_FLAGS))
+
+
+_TENSORS = ("input_ids", "position_ids", "coefficients", "category_index")
+
+
+@dataclass(frozen=True)
+class StepCollator:
+    """Turns a rank's packs into a :class:`StepBatch`; runs in the loader's processes.
+
+    Attributes:
+        loss: what `loss` says.
+        categories: the fixed table of the dataset.
+    """
+
+    loss: LossSpec
+    categories: CategoryTable
+
+    def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
+        """Packs as `SFTDataSet` yields them, None where the rank idles."""
+        slots = len(self.categories.ids) + 1
+        counts = np.zeros(4 + slots)
+        columns: list[tuple[np.ndarray, ...]] = []
+        for pack in packs:
+            columns.append(_idle() if pack is None else self._laid_out(pack, counts))
+        flat = [torch.from_numpy(np.concatenate(column)) for column in zip(*columns, strict=True)]
+        return StepBatch(*flat, [len(c[0]) for c in columns], torch.from_numpy(counts))
+
+    def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Columns of one pack; adds what it holds to ``counts``."""
+        columns = {key: value.numpy() for key, value in pack.items()}
+        offsets = np.append(np.flatnonzero(columns["position_ids"] == 0), len(columns["position_ids"]))
+        tokens, documents = _real(columns, offsets)
+        category = self.categories.index(columns["category_ids"]) * columns["loss_mask"]
+        share = pack_coefficients(
+            self.loss, columns["loss_mask"], category, offsets, columns.get("loss_weight"), documents
+        )
+        counts[:4] += share.normaliser, tokens, columns["loss_mask"].sum(), 1
+        counts[4:] += np.bincount(category, weights=columns["loss_mask"], minlength=len(counts) - 4)
+        return (
+            columns["input_ids"],
+            columns["position_ids"],
+            shift_left(share.coefficients.astype(np.float32), offsets),
+            shift_left(category.astype(np.int64), offsets),
+        )
+
+
+def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, int]:
+    """Tokens and documents of a pack without its padding, which is one last pseudo-document."""
+    mask = columns.get("attention_mask")
+    tokens = len(columns["input_ids"]) if mask is None else int(mask.sum())
+    return tokens, int((offsets[:-1] < tokens).sum())
+
+
+def _idle() -> tuple[np.ndarray, ...]:
+    """One token that predicts nothing: what a rank without a pack runs, so that the others' collectives complete."""
+    zero = np.zeros(1, dtype=np.int64)
+    return zero, zero, zero.astype(np.float32), zero

@@ -1,0 +1,36 @@
+"""The loss function that verl's engine calls for every micro-batch: ``fn(model_output, data, dp_group)``."""
+
+import torch
+from tensordict import TensorDict
+
+from verl_ext.metrics import StepSums
+
+
+class StepLoss:
+    """One step's loss: each micro-batch's share of Σ a_t·ℓ_t / Z, and the sums that are reported.
+
+    The engine's gradients are averaged over data-parallel ranks, so each share is multiplied by their number; verl's
+    gather over sequence-parallel ranks already balances its own group. Nothing here waits for the device.
+
+    Args:
+        normaliser: Z of the global step, one element on the engine's device.
+        data_parallel_size: ranks whose shares add up to the loss.
+        sums: where weighted and category losses are collected; None on steps that are not logged.
+    """
+
+    def __init__(self, normaliser: torch.Tensor, data_parallel_size: int, sums: StepSums | None) -> None:
+        self.scale = data_parallel_size / normaliser
+        self.sums = sums
+
+    def __call__(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
+    ) -> tuple[torch.Tensor, dict]:
+        """The micro-batch's share of the loss, a scalar, and no metrics of its own."""
+        coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
+        nll = -model_output["log_probs"].values()  # float32[T]
+        # Where nothing is predicted, an infinite nll must not become NaN by a product with 0.
+        share = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll)).sum()
+        if self.sums is not None:
+            self.sums.weighted_loss.add_(share.detach())
+            self.sums.category_loss.index_add_(0, data["category_index"].values(), nll.detach().double())
+        return share * self.scale.to(share.dtype).squeeze(), {}

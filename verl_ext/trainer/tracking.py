@@ -1,0 +1,48 @@
+"""verl's tracking on rank 0, with a metrics file that a resumed run continues."""
+
+import os
+from pathlib import Path
+
+import orjson
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.tracking import Tracking
+
+_FILE_PATH = "VERL_FILE_LOGGER_PATH"
+
+
+def open_tracking(config: DictConfig, first_step: int) -> Tracking:
+    """The loggers that `trainer.logger` names.
+
+    verl's ``file`` logger opens its file anew even on resume; the lines up to ``first_step`` are put back here. Unless
+    ``VERL_FILE_LOGGER_PATH`` says otherwise it lies beside the checkpoints as ``metrics.jsonl``.
+    """
+    trainer = config.trainer
+    loggers = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
+    kept: list[bytes] = []
+    if "file" in loggers:
+        path = Path(os.environ.setdefault(_FILE_PATH, str(Path(trainer.default_local_dir) / "metrics.jsonl")))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_until(path, first_step) if first_step else []
+    tracking = Tracking(
+        trainer.project_name,
+        trainer.experiment_name,
+        default_backend=loggers,
+        config=OmegaConf.to_container(config, resolve=True),
+    )
+    if kept:
+        tracking.logger["file"].fp.write(b"".join(kept))
+    return tracking
+
+
+def _lines_until(path: Path, step: int) -> list[bytes]:
+    """Metric lines of steps up to ``step``; a torn last line of a killed run is left out."""
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if orjson.loads(line)["step"] <= step:
+                kept.append(line)
+        except orjson.JSONDecodeError:
+            break
+    return kept
