@@ -6,18 +6,19 @@ Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; t
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     # Started by file path: this folder would hide Python's own modules of the same names (tokenize).
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import hydra  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from omegaconf import DictConfig  # noqa: E402
+import hydra
+import torch.distributed as dist
+from omegaconf import DictConfig
 
-from verl_ext.config.overrides import prepare_overrides  # noqa: E402
-from verl_ext.trainer.process_group import errors_told_once, process_group  # noqa: E402
+from verl_ext.config.overrides import prepare_overrides
+from verl_ext.trainer.process_group import errors_told_once, process_group
 
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
@@ -26,12 +27,19 @@ def train(config: DictConfig) -> None:
     from verl_ext.trainer.preparation import prepare
     from verl_ext.trainer.sft_trainer import SFTTrainer
 
-    with errors_told_once():
-        run = prepare(config)
+    run = prepare(config)
+    say(run.notices)
     trainer = SFTTrainer(run)
     with errors_told_once():
         trainer.resume()
     trainer.fit()
+
+
+def say(notices: Sequence[str]) -> None:
+    """Tell, on rank 0, what was read differently from how it was written."""
+    if dist.get_rank() == 0:
+        for notice in notices:
+            print(f"note: {notice}", file=sys.stderr)
 
 
 def main() -> None:
@@ -39,9 +47,7 @@ def main() -> None:
     with process_group():
         with errors_told_once():
             overrides, notices = prepare_overrides(sys.argv[1:])
-        if dist.get_rank() == 0:
-            for notice in notices:
-                print(f"note: {notice}", file=sys.stderr)
+        say(notices)
         sys.argv[1:] = overrides
         train()
 

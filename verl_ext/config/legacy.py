@@ -50,6 +50,8 @@ WITHOUT_EFFECT = {
     "data.apply_chat_template_kwargs": _TOKENISED,
     "data.ignore_input_ids_mismatch": _TOKENISED,
 }
+# Values of data.custom_cls.name that mean packs: the seed's class, which this package supplies, or no class.
+NOT_OWN_CLASS = (None, "", "null", "SFTDataSet")
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,18 @@ def gone(key: str) -> str | None:
     return None
 
 
+def names_own_class(items: Sequence[Item]) -> bool:
+    """Whether data.custom_cls names a dataset class of the user's, which may read keys that packs do not."""
+    return any(
+        item.key == "data.custom_cls.name" and item.value is not None and item.value.strip("'\"") not in NOT_OWN_CLASS
+        for item in items
+    )
+
+
 def translate(items: Sequence[Item]) -> tuple[list[Item], list[str]]:
     """Overrides with today's names, and a notice for each translation. Today's name wins where both are given."""
     given = {item.key for item in items}
-    own_class = any(item.key == "data.custom_cls.name" and item.value != "SFTDataSet" for item in items)
+    own_class = names_own_class(items)
     kept: list[Item] = []
     notices: list[str] = []
     for item in items:

@@ -6,32 +6,29 @@ from collections.abc import Iterable
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
     """The option closest to name by difflib's ratio, None when nothing is close."""
-    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str | None:
-    """The dotted key closest to key: below the same node first, then anywhere, then by the last name alone."""
-    keys = sorted(keys)
+    """The dotted key closest to key: the same last name elsewhere, a like one of the same node, then any like key."""
+    keys = sorted(keys, key=lambda other: (other.count("."), other))  # the shallowest key of a name stands for it
     node, _, name = key.rpartition(".")
-    siblings = [other for other in keys if node and other.rpartition(".")[0] == node]
     by_name: dict[str, str] = {}
-    for other in keys:  # the shallowest key of a name stands for it
-        last = other.rpartition(".")[2]
-        if last not in by_name or other.count(".") < by_name[last].count("."):
-            by_name[last] = other
-    if sibling := nearest_name(key, siblings):
-        last = sibling.rpartition(".")[2]
-        # The common node alone makes siblings alike, so the names must be alike as well.
-        if nearest_name(name, [last]):
-            return sibling
+    siblings: dict[str, str] = {}
+    for other in keys:
+        parent, _, last = other.rpartition(".")
+        by_name.setdefault(last, other)
+        if parent == node:
+            siblings[last] = other
     if name in by_name:
         return by_name[name]
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    last_name = nearest_name(name, by_name)
-    return by_name[last_name] if last_name else None
+    if close := nearest_name(name, siblings):
+        return siblings[close]
+    if found := difflib.get_close_matches(key, keys, n=1, cutoff=0.75):
+        return found[0]
+    close = nearest_name(name, by_name)
+    return by_name[close] if close else None
 
 
 def choice_problem(key: str, value: object, options: Iterable[str]) -> str | None:

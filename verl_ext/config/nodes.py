@@ -8,7 +8,7 @@ Every constructor raises one ValueError with a line for each value that cannot b
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
@@ -79,7 +79,7 @@ class DataConfig:
     num_workers: int = 2
 
     def __post_init__(self) -> None:
-        problems = type_problems(DataConfig, vars(self), "data")
+        problems: list[str | None] = [*type_problems(DataConfig, vars(self), "data")]
         problems += [
             _required("data.train_dir", self.train_dir, "the folder that `python -m verl_ext.tokenize` wrote"),
             _at_least(self, "data", "max_tokens", 2),
@@ -96,7 +96,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """verl's trainer node with our keys: device, log_freq, max_skipped_steps and overwrite. Frequencies are in steps."""
+    """verl's trainer node with our keys (device, log_freq, max_skipped_steps, overwrite). Frequencies are in steps."""
 
     default_local_dir: str = ""
     default_hdfs_dir: str | None = None
@@ -121,7 +121,7 @@ class TrainerConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        problems = type_problems(TrainerConfig, vars(self), "trainer")
+        problems: list[str | None] = [*type_problems(TrainerConfig, vars(self), "trainer")]
         problems += [
             _required("trainer.default_local_dir", self.default_local_dir, "the folder of the run's files"),
             choice_problem("trainer.resume_mode", self.resume_mode, RESUME_MODES),
@@ -131,7 +131,14 @@ class TrainerConfig:
             _interval_problem(self.profile_interval),
             _at_least(self, "trainer", "max_skipped_steps", 0),
         ]
-        at_least_one = ("total_epochs", "total_training_steps", "max_ckpt_to_keep", "nnodes", "n_gpus_per_node", "log_freq")
+        at_least_one = (
+            "total_epochs",
+            "total_training_steps",
+            "max_ckpt_to_keep",
+            "nnodes",
+            "n_gpus_per_node",
+            "log_freq",
+        )
         problems += [_at_least(self, "trainer", name, 1) for name in at_least_one]
         problems += _logger_problems(self.logger)
         _raise(problems)
@@ -167,10 +174,7 @@ def _built(node: DictConfig) -> Any:
         raise ValueError(str(error.__cause__ or error)) from None
 
 
-_View = TypeVar("_View", DataConfig, TrainerConfig)
-
-
-def _view(cls: type[_View], node: DictConfig, prefix: str) -> _View:
+def _view(cls: Any, node: DictConfig, prefix: str) -> Any:
     values: dict[str, Any] = {}
     simple = simple_fields(cls)
     for entry in fields(cls):

@@ -8,27 +8,35 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from verl_ext.config import schema
-from verl_ext.config.legacy import Item, translate
+from verl_ext.config.legacy import Item, names_own_class, translate
+from verl_ext.config.nearest import show
 
 # Hydra's flags that take the next argument as their value.
-_VALUED_FLAGS = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+_VALUED_FLAGS = tuple("--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd".split())
 
 
 def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """(overrides as Hydra takes them, notices to be said once) from a command line's arguments.
 
-    Arguments that begin with `-` pass untouched. Raises ValueError in one line for an override that cannot be parsed,
-    an unknown key (with the nearest) and an unknown choice of a config group (with the choices).
+    Arguments that begin with `-` pass untouched. Raises ValueError, a line for each: an override that cannot be parsed,
+    an unknown key (with the nearest), an unknown choice of a config group (with the choices).
     """
     flags, words = _split_flags(argv)
     multirun = any(flag in ("-m", "--multirun") for flag in flags)
     items, notices = translate([_parse(word, multirun) for word in words])
-    overrides = []
-    own_class = any(item.key == "data.custom_cls.name" and item.value != "SFTDataSet" for item in items)
+    own_class = names_own_class(items)
+    overrides: list[str] = []
+    mistakes: list[str] = []
     for item in items:
-        item, notice = _known(item, own_class)
+        try:
+            known, notice = _known(item, own_class)
+        except ValueError as error:
+            mistakes.append(str(error))
+            continue
+        overrides += [str(known)] if known else []
         notices += [notice] if notice else []
-        overrides.append(str(item))
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
     return [*flags, *overrides], list(dict.fromkeys(notices))
 
 
@@ -63,26 +71,28 @@ def _parsed(word: str) -> Override:
         raise ValueError(f"cannot read the override {word}; quote the value: \"{key}='{quoted}'\"") from None
 
 
-def _known(item: Item, own_class: bool) -> tuple[Item, str | None]:
-    """The override as Hydra takes it, and a notice when a needless plus sign was dropped."""
+def _known(item: Item, own_class: bool) -> tuple[Item | None, str | None]:
+    """The override as Hydra takes it (None: nothing is to be said), and a notice when a needless plus was dropped."""
     value = None if item.value is None else _parsed(str(item)).value()
     group = item.key.partition("@")[0]
-    is_choice = group in schema.groups() and (value is None or isinstance(value, str))
+    is_choice = group in schema.groups() and not isinstance(value, dict | list)
     unknown = [key for key in _keys(item.key, value) if not is_choice and not schema.is_known(key)]
     if unknown and own_class and item.prefix.startswith("+") and item.key.startswith("data."):
         return item, None  # a key that the user's own dataset class reads
     if unknown:
         raise ValueError(schema.unknown_key(unknown[0]))
-    notice = f"{item}: the key exists, so the + is not needed" if item.prefix == "+" else None
-    if item.prefix == "~":
-        return item, None
+    notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
+    if group == "recipe" and (value is None or item.prefix == "~"):
+        return None, notice  # no recipe is the default
+    if item.prefix == "~" and not schema.is_free_form(item.key):
+        raise ValueError(f"{item.key} cannot be removed from the config; got {item}")
     if is_choice:
-        choice = item.value if value is None else schema.choice_path(group, value)
-        return replace(item, prefix="", value=choice), notice
-    # Keys that only a dataclass or a free-form node has are not in the composed config: Hydra must add them.
-    prefix = item.prefix if item.prefix == "++" or item.key.startswith("hydra.") else "++"
-    in_config = item.key in schema.composed_keys() and not isinstance(value, dict)
-    return replace(item, prefix="" if in_config and item.prefix != "++" else prefix), notice
+        return replace(item, prefix="", value=schema.choice_path(group, show(value))), notice
+    if item.prefix in ("++", "~") or item.key.startswith("hydra."):
+        return item, None
+    # What only a dataclass or a free-form node has is not in the composed config: Hydra must be told to add it.
+    composed = all(key in schema.composed_keys() for key in _keys(item.key, value))
+    return replace(item, prefix="" if composed else "++"), notice
 
 
 def _keys(key: str, value: object) -> Iterator[str]:

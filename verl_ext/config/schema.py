@@ -6,7 +6,7 @@ Below a free-form node anything goes: it is handed to transformers, an optimizer
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config import legacy
+from verl_ext.config.composition import CONF, composed
 from verl_ext.config.nearest import nearest_key, nearest_name
 
-CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
 UPSTREAM_PRIMARY = "sft_trainer_engine"
 
@@ -44,20 +44,24 @@ _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profi
 
 
 @functools.cache
-def known_keys() -> frozenset[str]:
-    """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
-    from verl_ext.config.composition import compose_plain
+def composed_keys() -> frozenset[str]:
+    """The dotted keys, nodes and leaves, that stand in every composed config; none of or below a free-form node."""
     from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, TrainerConfig
 
-    upstream = compose_plain(UPSTREAM_CONF, UPSTREAM_PRIMARY, [])
-    keys = set(leaves(upstream)) | set(MIXED_PRECISION)
-    keys |= set(_target_fields(upstream))
-    for node, cls in (("attention", AttentionConfig), ("loss", LossConfig), ("data", DataConfig), ("trainer", TrainerConfig)):
+    keys = set(leaves(_upstream()))
+    ours = {"attention": AttentionConfig, "loss": LossConfig, "data": DataConfig, "trainer": TrainerConfig}
+    for node, cls in ours.items():
         keys |= {f"{node}.{entry.name}" for entry in fields(cls)}
+    return frozenset(key for key in _with_nodes(keys) if not is_free_form(key))
+
+
+@functools.cache
+def known_keys() -> frozenset[str]:
+    """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
+    keys = set(_target_fields(_upstream())) | set(MIXED_PRECISION)
     keys -= {f"model.{name}" for name in _DERIVED.split()}
-    for key in list(keys):
-        keys |= {key[:end] for end, letter in enumerate(key) if letter == "."}
-    return frozenset(key for key in keys if key in FREE_FORM or not is_free_form(key))
+    keys = {key for key in _with_nodes(keys) if not is_free_form(key)}
+    return frozenset(keys | composed_keys() | set(FREE_FORM))
 
 
 def is_free_form(key: str) -> bool:
@@ -74,7 +78,8 @@ def nearest(key: str) -> str | None:
     """The known key, or config group, that a mistyped or outdated one was meant to be; None when nothing is close."""
     if today := legacy.renamed(key):
         return today
-    return nearest_key(key, [*known_keys(), *groups()])
+    close = nearest_key(key, [*known_keys(), *groups(), *legacy.RENAMED])
+    return legacy.RENAMED.get(close, close) if close else None
 
 
 def unknown_key(key: str) -> str:
@@ -88,8 +93,7 @@ def check_keys(config: DictConfig) -> None:
 
     Keys below data belong to the user's own dataset class where data.custom_cls names one.
     """
-    name = OmegaConf.select(config, "data.custom_cls.name")
-    own_class = name is not None and name != "SFTDataSet"
+    own_class = OmegaConf.select(config, "data.custom_cls.name") not in legacy.NOT_OWN_CLASS
     unknown = [key for key in leaves(config) if not is_known(key) and not (own_class and key.startswith("data."))]
     if unknown:
         raise ValueError("\n".join(unknown_key(key) for key in unknown))
@@ -135,11 +139,20 @@ def choice_path(group: str, choice: str) -> str:
     raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
 
 
+@functools.cache
+def _upstream() -> DictConfig:
+    return composed(UPSTREAM_CONF, UPSTREAM_PRIMARY, [])
+
+
+def _with_nodes(keys: Iterable[str]) -> set[str]:
+    return {key[:end] for key in keys for end in range(1, len(key) + 1) if end == len(key) or key[end] == "."}
+
+
 def _target_fields(node: DictConfig, prefix: str = "") -> Iterator[str]:
     """Dotted keys of the fields of every dataclass that a node below is built as."""
     from hydra.utils import get_class
 
-    for name in node:
+    for name in map(str, node):
         child = node._get_node(name)  # unresolved: profiler nodes interpolate keys that only RL configs have
         if not isinstance(child, DictConfig) or is_free_form(f"{prefix}{name}"):
             continue

@@ -20,10 +20,13 @@ def open_folder(folder: str, key: str) -> Any:
     from datasets import load_from_disk  # here, because importing it takes a second
 
     try:
-        dataset = load_from_disk(str(path), keep_in_memory=False)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        # save_to_disk writes an empty dataset as no file, which load_from_disk cannot read
+        dataset = load_from_disk(str(path), keep_in_memory=False) if _data_files(path) else None
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
+    if dataset is None:
+        raise ValueError(f"{key} must hold at least one document; {folder} has none")
     missing = [name for name in MANDATORY_COLUMNS if name not in dataset.column_names]
     if missing:
         raise ValueError(
@@ -51,6 +54,10 @@ def _check_is_dataset(path: Path, key: str) -> None:
         )
     if not (path / "state.json").exists() or not (path / "dataset_info.json").exists():
         raise ValueError(f"{key} must be {wanted}; {path} has no state.json and dataset_info.json")
+
+
+def _data_files(path: Path) -> list[Any]:
+    return json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
 
 
 def _splits(path: Path) -> list[str]:

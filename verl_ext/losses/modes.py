@@ -59,17 +59,11 @@ class PackCoefficients:
 
 
 def category_weight_table(weights: Mapping[str, float] | None, names: tuple[str, ...]) -> np.ndarray:
-    """float64[C + 1] by dense category index from `loss.category_weights`; 1 for categories it does not name.
+    """float64[C + 1] by dense category index from `loss.category_weights`; 1 for no category and for names not in it.
 
-    Raises:
-        ValueError: a weight for a category that the data lacks.
+    A weight for a category that a dataset lacks has nothing to weigh there (a validation set may hold fewer).
     """
-    table = np.ones(len(names) + 1)
-    for name, weight in (weights or {}).items():
-        if name not in names:
-            raise ValueError(f"loss.category_weights names {name!r}; the data has {', '.join(names) or 'no category'}")
-        table[1 + names.index(name)] = weight
-    return table
+    return np.array([1.0, *((weights or {}).get(name, 1.0) for name in names)])
 
 
 def pack_coefficients(

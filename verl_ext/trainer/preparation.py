@@ -1,6 +1,6 @@
 """Everything that is settled before a model is loaded: configuration, data, packs, steps.
 
-A mistake found here is a ``ValueError`` that names the requirement, the dotted key and the value; no device has been
+A mistake found here is told in one line that names the requirement, the dotted key and the value; no device has been
 touched and nothing has been written.
 """
 
@@ -12,12 +12,17 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from omegaconf import DictConfig
-from transformers import AutoConfig, PretrainedConfig
 
-from verl_ext.config import checks
+from verl_ext.config.checks import check_categories, check_run
+from verl_ext.config.nodes import loss_config
+from verl_ext.config.output import OutputAction, check_output
+from verl_ext.config.resolution import resolve_config, resolve_device
+from verl_ext.config.schema import check_keys
+from verl_ext.config.topology import check_positions
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.losses import LossSpec, category_weight_table
-from verl_ext.trainer.process_group import accelerator
+from verl_ext.trainer.dataset_class import dataset_class
+from verl_ext.trainer.process_group import accelerator, errors_told_once
 from verl_ext.trainer.step_plan import StepPlan
 
 
@@ -43,6 +48,7 @@ class Run:
     save_freq: int
     test_freq: int
     clear_output: bool
+    notices: tuple[str, ...]
 
     @property
     def output(self) -> Path:
@@ -70,62 +76,81 @@ class Run:
 
 
 def prepare(config: DictConfig) -> Run:
-    """Check the configuration, open the data, plan packs and steps.
+    """Check the configuration, open the data, plan packs and steps; a mistake on any rank ends all of them.
 
-    Raises:
-        ValueError: a user's mistake, one line.
+    Each block is one that every rank leaves, with or without a mistake, before the ranks talk to each other again.
     """
-    checks.check_keys(config)
     world_size, device = dist.get_world_size(), accelerator()
-    hf_config = checks.check_run(config, world_size, device)
-    checks.resolve_device(config, device)
-    output = checks.check_output(config)
-    train_set = _open(config, "train_dir", hf_config)
-    plan = StepPlan(len(train_set), config.data.train_batch_size, config.data.seed, config.data.drop_last)
+    with errors_told_once():
+        check_keys(config)
+        notices = resolve_config(config) + resolve_device(config, device)
+        hf_config = check_run(config, world_size, device)
+        output = check_output(config, world_size)
+        train_set = _open(config, "train_dir")
+        val_set = None if config.data.val_dir is None else _open(config, "val_dir")
+    _share_scan(train_set)
+    if val_set is not None:
+        _share_scan(val_set)
+    with errors_told_once():
+        for dataset in filter(None, (train_set, val_set)):
+            check_vocabulary(dataset.scan, hf_config.get_text_config().vocab_size, dataset.key)
+            longest = int(dataset.spans.length.max())
+            check_positions(longest, config.data.max_tokens, hf_config, config.model.override_config)
+        check_categories(loss_config(config), train_set.categories.names)
+        plan = _step_plan(config, train_set)
+        total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * config.trainer.total_epochs
+        _refuse_steps_without_target(train_set, plan, total_steps)
+        data_parallel = world_size // config.engine.ulysses_sequence_parallel_size
+        return Run(
+            config=config,
+            train_set=train_set,
+            plan=plan,
+            pack_tokens=train_set.pack_tokens(),
+            validation=None if val_set is None else _validation(config, val_set, data_parallel),
+            loss=_loss_spec(config, train_set),
+            total_steps=total_steps,
+            save_freq=_frequency(config.trainer.save_freq, plan),
+            test_freq=_frequency(config.trainer.test_freq, plan),
+            clear_output=output.action is OutputAction.REPLACE,
+            notices=tuple(notices),
+        )
+
+
+def _open(config: DictConfig, which: str) -> SFTDataSet:
+    """The dataset of `data.train_dir` or `data.val_dir` with its packs planned."""
+    limit = config.data.train_max_samples if which == "train_dir" else config.data.val_max_samples
+    return dataset_class(config)(
+        parquet_files=config.data[which], tokenizer=None, config=config.data, max_samples=limit, key=f"data.{which}"
+    )
+
+
+def _share_scan(dataset: SFTDataSet) -> None:
+    """Rank 0 reads every token once; the others take its word."""
+    with errors_told_once():
+        if dist.get_rank() == 0:
+            dataset.scan  # noqa: B018  (computed here, with its mistakes told)
+    scans = [dataset.scan if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(scans)
+    dataset.scan = scans[0]
+
+
+def _step_plan(config: DictConfig, dataset: SFTDataSet) -> StepPlan:
+    plan = StepPlan(len(dataset), config.data.train_batch_size, config.data.seed, config.data.drop_last)
     if plan.steps_per_epoch == 0:
         raise ValueError(
             f"data.drop_last=true leaves no step: data.train_dir makes {plan.num_packs} packs, "
             f"data.train_batch_size={plan.batch_size}"
         )
-    total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * config.trainer.total_epochs
-    _refuse_steps_without_target(train_set, plan, total_steps)
-    data_parallel = world_size // config.engine.ulysses_sequence_parallel_size
-    return Run(
-        config=config,
-        train_set=train_set,
-        plan=plan,
-        pack_tokens=train_set.pack_tokens(),
-        validation=_validation(config, hf_config, data_parallel),
-        loss=_loss_spec(config, train_set),
-        total_steps=total_steps,
-        save_freq=_frequency(config.trainer.save_freq, plan),
-        test_freq=_frequency(config.trainer.test_freq, plan),
-        clear_output=output.replace,
-    )
+    return plan
 
 
-def _open(config: DictConfig, which: str, hf_config: PretrainedConfig) -> SFTDataSet:
-    """A dataset with its packs planned and its tokens checked; rank 0 scans, the others take its word."""
-    key = f"data.{which}"
-    dataset = checks.dataset_class(config)(parquet_files=config.data[which], tokenizer=None, config=config.data)
-    scans = [dataset.scan if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(scans)
-    dataset.scan = scans[0]
-    check_vocabulary(dataset.scan, hf_config.get_text_config().vocab_size, key)
-    checks.check_positions(int(dataset.spans.length.max()), hf_config)
-    return dataset
-
-
-def _validation(config: DictConfig, hf_config: PretrainedConfig, data_parallel: int) -> Validation | None:
-    if config.data.val_dir is None:
-        return None
-    dataset = _open(config, "val_dir", hf_config)
+def _validation(config: DictConfig, dataset: SFTDataSet, data_parallel: int) -> Validation:
     batch = data_parallel * config.data.micro_batch_size_per_gpu
     return Validation(dataset, StepPlan(len(dataset), batch, config.data.seed, shuffle=False))
 
 
 def _loss_spec(config: DictConfig, dataset: SFTDataSet) -> LossSpec:
-    loss = config.loss
+    loss = loss_config(config)
     weights = category_weight_table(loss.category_weights, dataset.categories.names)
     return LossSpec(loss.mode, weights, loss.documents_per_pack)
 

@@ -34,6 +34,7 @@ def process_group() -> Iterator[None]:
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
     _default_to_one_rank()
+    _silence_upstream()
     if os.environ["RANK"] != "0":
         _be_quiet()
     if accelerator() is None:
@@ -79,6 +80,15 @@ def _default_to_one_rank() -> None:
         port = probe.getsockname()[1]
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(single, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _silence_upstream() -> None:
+    """Leave out what upstream says to everybody and nobody can act on; everything else is still heard."""
+    warnings.filterwarnings("ignore", message=".* engine is not available")  # verl: engines that nobody asked for
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
+    logging.getLogger("verl.plugin.platform.platform_manager").setLevel(logging.WARNING)
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 asks it once per run
 
 
 def _be_quiet() -> None:

@@ -7,6 +7,7 @@ because verl's drops validation batches, averages means, and waits for the devic
 import contextlib
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,13 @@ from verl_ext.trainer.progress import Progress
 from verl_ext.trainer.step_batch import StepBatch, StepCollator
 from verl_ext.trainer.step_loss import StepLoss
 from verl_ext.trainer.tracking import open_tracking
+
+
+@contextlib.contextmanager
+def _upstream_quiet() -> Iterator[None]:
+    """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions and still heard."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 class NonFiniteGradients(RuntimeError):
@@ -57,13 +65,14 @@ class SFTTrainer:
         self.leads = dist.get_rank() == 0
         if run.clear_output and self.leads:
             clear_output(run.output)
-        self.client.reset()
+        with _upstream_quiet():
+            self.client.reset()
         self.checkpoints = Checkpoints(self.config, self.engine, PlanState(run.fingerprint), run.lora_metadata)
         self.first_step = 0
         self.skipped_steps = self.skipped_in_a_row = 0
 
     def _build_client(self) -> TrainingWorker:
-        """verl's worker around the packed engine; quiet, because it reports NUMA and sizes on every rank."""
+        """verl's worker around the packed engine."""
         select_engine()
         set_backend(self.config.attention.backend)
         optimizer = omega_conf_to_dataclass(self.config.optim)
@@ -76,7 +85,7 @@ class SFTTrainer:
             checkpoint_config=omega_conf_to_dataclass(self.config.checkpoint),
             profiler_config=omega_conf_to_dataclass(self.config.profiler),
         )
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with _upstream_quiet():
             return TrainingWorker(config=worker)
 
     def resume(self) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 
 from verl_ext.data import epoch_order
 
-
 _epoch_order = lru_cache(maxsize=2)(epoch_order)  # every step of an epoch asks for it
 
 

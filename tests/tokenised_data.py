@@ -1,0 +1,71 @@
+"""Small tokenised folders for tests: the data contract written by hand, without the tokenise command.
+
+documents = random_documents(rng, lengths=[5, 9], vocab=100, categories=2)
+write_tokenised(tmp_path / "data", documents, categories={1: "gsm8k", 2: "code"})
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+
+Document = dict[str, Any]
+
+FEATURES = {
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("int8")),
+    "category_ids": List(Value("int32")),
+    "length": Value("int32"),
+}
+
+
+def random_documents(rng: np.random.Generator, lengths: Iterable[int], vocab: int, categories: int) -> list[Document]:
+    """One document a length: token ids 1..vocab-1, about half of its tokens (never the first, always the last) targets,
+    all of them of one random category 1..categories, and weights 0.5..2 for those who write them."""
+    documents = []
+    for length in lengths:
+        mask = (rng.random(length) < 0.5).astype(np.int8)
+        mask[-1:] = 1
+        mask[:1] = 0
+        documents.append(
+            {
+                "input_ids": rng.integers(1, vocab, length).astype(np.int32),
+                "loss_mask": mask,
+                "category_ids": (mask * rng.integers(1, categories + 1)).astype(np.int32),
+                "loss_weight": rng.uniform(0.5, 2.0, length).astype(np.float32),
+            }
+        )
+    return documents
+
+
+def write_tokenised(
+    path: str | Path,
+    documents: Sequence[Document],
+    categories: Mapping[int, str] | None = None,
+    loss_weight: bool = False,
+    **save: Any,
+) -> str:
+    """Write `documents` (input_ids, loss_mask, category_ids, optional length and loss_weight) as a tokenised folder.
+
+    `categories`, id -> name, becomes categories.json; without it there is none. `loss_weight` writes that column too.
+    A missing length is len(input_ids), a missing loss_weight 1. `save` goes to save_to_disk (num_shards=…). Returns
+    the folder as a string.
+    """
+    features = dict(FEATURES)
+    columns: dict[str, list[Any]] = {
+        name: [document[name] for document in documents] for name in ("input_ids", "loss_mask", "category_ids")
+    }
+    columns["length"] = [document.get("length", len(document["input_ids"])) for document in documents]
+    if loss_weight:
+        features["loss_weight"] = List(Value("float32"))
+        columns["loss_weight"] = [
+            document.get("loss_weight", np.ones(len(document["input_ids"]), np.float32)) for document in documents
+        ]
+    Dataset.from_dict(columns, features=Features(features)).save_to_disk(str(path), **save)
+    if categories is not None:
+        text = json.dumps({str(number): name for number, name in categories.items()})
+        (Path(path) / "categories.json").write_text(text, encoding="utf-8")
+    return str(path)

@@ -1,0 +1,200 @@
+"""Cross-field checks of a run's config, before a model is loaded: all mistakes told together, a line each."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.config import nodes
+from verl_ext.config.fields import type_problems
+from verl_ext.config.nearest import choice_problem, nearest_name, show
+from verl_ext.config.topology import batch_problems, head_problems
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_run(config: DictConfig, world_size: int, accelerator: str | None = None, hf_config: Any = None) -> Any:
+    """Checks a composed config against the run that it is for, and returns the model's Hugging Face config.
+
+    world_size: ranks; accelerator: the one that is visible, "cuda", "npu" or None; hf_config: the model's when it is
+    loaded already (else read from model.path: json alone, no weights). Raises one ValueError with a line a mistake.
+    """
+    problems: list[str] = []
+    for build in (nodes.data_config, nodes.loss_config, nodes.attention_config, nodes.trainer_config):
+        problems += _lines_of(build, config)
+    problems += upstream_type_problems(config)
+    problems += batch_problems(config, world_size)
+    problems += path_problems(config)
+    problems += device_problems(config, accelerator)
+    problems += attention_problems(config, accelerator)
+    problems += model_problems(config, accelerator)
+    problems += training_problems(config)
+    if hf_config is None:
+        hf_config, unreadable = _read_hf_config(config)
+        problems += unreadable
+    if hf_config is not None:
+        problems += head_problems(config, hf_config)
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+    return hf_config
+
+
+def check_categories(loss: Any, names: Sequence[str], key: str = "loss.category_weights") -> None:
+    """Raises ValueError for weights of categories that the data lacks, or that leave the data no weight at all.
+
+    loss: the LossConfig; names: the categories that the training data has.
+    """
+    weights = loss.category_weights or {}
+    problems = []
+    for name in weights:
+        if name not in names:
+            close = nearest_name(name, names)
+            hint = f" (nearest: {close})" if close else ""
+            problems.append(f"{key} must name categories of the data, {', '.join(names)}; got {name}{hint}")
+    if not problems and names and all(weights.get(name, 1.0) == 0 for name in names):
+        problems.append(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def upstream_type_problems(config: DictConfig) -> list[str]:
+    """Numbers and flags of verl's nodes that are of another type: verl builds its dataclasses without looking."""
+    from hydra.utils import get_class
+
+    problems = []
+    for name in ("model", "engine", "optim", "checkpoint"):
+        node = config[name]
+        cls = get_class(node["_target_"])
+        if is_dataclass(cls):
+            values = {key: node[key] for key in node if not OmegaConf.is_missing(node, key)}
+            problems += type_problems(cls, values, name)
+    return problems
+
+
+def path_problems(config: DictConfig) -> list[str]:
+    """Paths that the run reads and that do not exist; a hub name and a remote path are left to their loaders."""
+    problems = []
+    for key in ("data.train_dir", "data.val_dir"):
+        value = OmegaConf.select(config, key)
+        if value and "://" not in str(value) and not os.path.isdir(os.path.expanduser(str(value))):
+            problems.append(f"{key} must be an existing folder; got {value}")
+    if not config.model.path:
+        problems.append(f"model.path is required: a folder or hub name of a model; got {show(config.model.path)}")
+    for key in ("model.path", "model.hf_config_path", "model.tokenizer_path", "model.lora_adapter_path"):
+        value = OmegaConf.select(config, key)
+        if value and _is_local(str(value)) and not os.path.isdir(os.path.expanduser(str(value))):
+            problems.append(f"{key} must be an existing folder or a hub name; got {value}")
+    custom = config.data.custom_cls
+    if custom.path and not str(custom.path).startswith("pkg://") and not os.path.isfile(custom.path):
+        problems.append(f"data.custom_cls.path must be an existing file or pkg://module; got {custom.path}")
+    if custom.path and not custom.name:
+        problems.append("data.custom_cls.name is required with data.custom_cls.path; got null")
+    resume = config.trainer.resume_from_path
+    if resume and config.trainer.resume_mode != "disable" and not os.path.isdir(os.path.expanduser(str(resume))):
+        problems.append(f"trainer.resume_from_path must be an existing global_step_N folder; got {resume}")
+    return problems
+
+
+def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
+    """Whether the device asked for is there, and the engine's strategy runs on it."""
+    device, strategy = config.trainer.device, config.engine.strategy
+    problems = []
+    if device in ("cuda", "npu") and accelerator is None:
+        problems.append(f"parallel=fsdp2 (trainer.device={device}) needs a GPU; none is visible; use parallel=cpu")
+    elif device == "npu" and accelerator != "npu":
+        problems.append(f"trainer.device=npu needs an NPU; got {accelerator}")
+    elif device == "cpu" and accelerator is not None:
+        hide = "ASCEND_RT_VISIBLE_DEVICES=" if accelerator == "npu" else "CUDA_VISIBLE_DEVICES="
+        problems.append(
+            f"parallel=cpu (trainer.device=cpu) needs a process that sees no accelerator, since verl chooses its "
+            f"platform once; got a visible {accelerator}: start it with {hide}"
+        )
+    if problem := choice_problem("engine.strategy", strategy, ("fsdp", "fsdp2")):
+        problems.append(problem)
+    elif strategy == "fsdp" and (device == "cpu" or accelerator is None):
+        problems.append("engine.strategy must be fsdp2 on CPU, where FSDP1 does not run; got fsdp")
+    return problems
+
+
+def attention_problems(config: DictConfig, accelerator: str | None) -> list[str]:
+    """Whether the attention kernel that is asked for runs here."""
+    backend = config.attention.backend
+    if backend not in ("flash_attn", "varlen"):
+        return []
+    if accelerator != "cuda" or config.trainer.device == "cpu":
+        return [f"attention.backend={backend} needs a CUDA GPU; none is used; use attention.backend=sdpa or auto"]
+    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return [
+            "attention.backend=flash_attn needs the package flash-attn, which is not installed: "
+            "pip install 'verl-ext[gpu]', or use attention.backend=varlen"
+        ]
+    return []
+
+
+def model_problems(config: DictConfig, accelerator: str | None) -> list[str]:
+    """Model options that packs or this machine cannot have."""
+    model = config.model
+    problems = []
+    if model.use_remove_padding is False:
+        problems.append("model.use_remove_padding must be true: packs have no padding to keep; got false")
+    if model.use_fused_kernels is True:
+        problems.append("model.use_fused_kernels must be false: verl 0.9.1's fused head fails under FSDP2; got true")
+    if model.use_liger is True and accelerator and importlib.util.find_spec("liger_kernel") is None:
+        problems.append(
+            "model.use_liger=true needs the package liger-kernel, which is not installed: pip install 'verl-ext[gpu]'"
+        )
+    if isinstance(model.lora_rank, int) and model.lora_rank < 0:
+        problems.append(f"model.lora_rank must be at least 0; got {model.lora_rank}")
+    return problems
+
+
+def training_problems(config: DictConfig) -> list[str]:
+    """Optimizer, validation and checkpoint contents."""
+    problems: list[str | None] = []
+    lr = config.optim.lr
+    if isinstance(lr, int | float) and not 0 < lr < float("inf"):
+        problems.append(f"optim.lr must be above 0 and finite; got {lr}")
+    problems.append(choice_problem("optim.lr_scheduler_type", config.optim.lr_scheduler_type, ("constant", "cosine")))
+    test_freq = config.trainer.test_freq
+    validates = test_freq == nodes.AFTER_EACH_EPOCH or (isinstance(test_freq, int) and test_freq > 0)
+    if validates and not OmegaConf.select(config, "data.val_dir"):
+        problems.append(f"data.val_dir is required with trainer.test_freq={test_freq}; got null")
+    for key in ("checkpoint.save_contents", "checkpoint.load_contents"):
+        contents = OmegaConf.select(config, key)
+        if isinstance(contents, str) or contents is None:
+            problems.append(f"{key} must be a list of {', '.join(CONTENTS)}; got {show(contents)}")
+        else:
+            problems += [choice_problem(key, name, CONTENTS) for name in contents]
+    return [problem for problem in problems if problem]
+
+
+def _lines_of(build: Callable[[DictConfig], Any], config: DictConfig) -> list[str]:
+    try:
+        build(config)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _is_local(path: str) -> bool:
+    """Whether a model path can only be a folder: it is no remote address and does not read as a hub name."""
+    return "://" not in path and (path.startswith((".", "/", "~")) or _HUB_NAME.fullmatch(path) is None)
+
+
+def _read_hf_config(config: DictConfig) -> tuple[Any, list[str]]:
+    from transformers import AutoConfig
+
+    path = str(config.model.hf_config_path or config.model.path or "")
+    folder = os.path.expanduser(path)
+    if not path or "://" in path or (_is_local(path) and not os.path.isdir(folder)):
+        return None, []  # required or missing: told by path_problems; remote: read by verl
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=bool(config.model.trust_remote_code)), []
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, [f"model.path must hold a model's config.json; got {path} ({reason})"]

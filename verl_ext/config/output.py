@@ -1,0 +1,129 @@
+"""What a run does with trainer.default_local_dir: write into a fresh folder, resume in it, or replace it."""
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class OutputAction(Enum):
+    """What is to be done with the output folder before training."""
+
+    FRESH = "fresh"  # it does not exist or is empty
+    RESUME = "resume"  # from OutputPlan.checkpoint
+    REPLACE = "replace"  # its files are to be deleted first, by rank 0 alone; checkpoint may name one from elsewhere
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """The decision for trainer.default_local_dir; checkpoint is the global_step folder that the run resumes from."""
+
+    action: OutputAction
+    checkpoint: str | None = None
+
+
+def check_output(config: DictConfig, world_size: int | None = None) -> OutputPlan:
+    """The decision for the run's output folder; touches nothing.
+
+    Call it on one rank and broadcast the plan: another rank may see what the first has deleted by then. Raises
+    ValueError when files would be overwritten without trainer.overwrite=true, when the folder to be replaced holds
+    something that the run reads, and when a checkpoint cannot be resumed (world_size: ranks of this run).
+    """
+    trainer = config.trainer
+    folder = Path(trainer.default_local_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"trainer.default_local_dir must be a folder; got the file {folder}")
+    used = folder.is_dir() and any(folder.iterdir())
+    named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
+    if trainer.resume_mode == "resume_path" or named:
+        return _resume_named(config, folder, used, named, world_size)
+    if not used:
+        return OutputPlan(OutputAction.FRESH)
+    if trainer.overwrite:
+        _check_replaceable(config, folder)
+        return OutputPlan(OutputAction.REPLACE)
+    latest = latest_checkpoint(folder) if trainer.resume_mode == "auto" else None
+    if latest is None:
+        why = (
+            "trainer.resume_mode is disable"
+            if trainer.resume_mode == "disable"
+            else "holds no checkpoint to resume from"
+        )
+        raise ValueError(
+            f"trainer.default_local_dir must be empty or new; got {folder}, which has files in it and {why}: choose "
+            "another folder, or trainer.overwrite=true to replace it"
+        )
+    _check_ranks(latest, world_size)
+    return OutputPlan(OutputAction.RESUME, str(latest))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The global_step folder that verl's tracker file names, when it holds the model shards of every rank."""
+    try:
+        step = int((folder / TRACKER).read_text().strip())
+    except (OSError, ValueError):
+        return None
+    checkpoint = folder / f"global_step_{step}"
+    return checkpoint if _saved_ranks(checkpoint) else None
+
+
+def _saved_ranks(checkpoint: Path) -> int | None:
+    """How many ranks saved a checkpoint, None when a shard is missing."""
+    for shard in sorted(checkpoint.glob("model_world_size_*_rank_0.pt")):
+        ranks = int(shard.name.split("_")[3])
+        if all((checkpoint / f"model_world_size_{ranks}_rank_{rank}.pt").is_file() for rank in range(ranks)):
+            return ranks
+    return None
+
+
+def _resume_named(
+    config: DictConfig, folder: Path, used: bool, named: str | None, world_size: int | None
+) -> OutputPlan:
+    key = "trainer.resume_from_path"
+    if not named:
+        raise ValueError(f"{key} is required with trainer.resume_mode=resume_path; got null")
+    checkpoint = Path(named).expanduser()
+    if not checkpoint.is_dir() or "global_step_" not in checkpoint.name:
+        raise ValueError(f"{key} must be an existing global_step_N folder; got {named}")
+    if _saved_ranks(checkpoint) is None:
+        raise ValueError(f"{key} must hold the model shards of every rank; got {named}")
+    _check_ranks(checkpoint, world_size)
+    inside = folder.resolve() in checkpoint.resolve().parents
+    if used and not inside and not config.trainer.overwrite:
+        raise ValueError(
+            f"trainer.default_local_dir must be empty or new, or hold {key}; got {folder}: choose another folder, or "
+            "trainer.overwrite=true to replace it"
+        )
+    if used and config.trainer.overwrite:
+        _check_replaceable(config, folder)
+        return OutputPlan(OutputAction.REPLACE, str(checkpoint))
+    return OutputPlan(OutputAction.RESUME, str(checkpoint))
+
+
+def _check_ranks(checkpoint: Path, world_size: int | None) -> None:
+    saved = _saved_ranks(checkpoint)
+    if world_size is not None and saved != world_size:
+        raise ValueError(
+            f"the checkpoint {checkpoint} was saved by {saved} rank(s) and can only be resumed by as many; got "
+            f"{world_size} (trainer.overwrite=true starts anew)"
+        )
+
+
+def _check_replaceable(config: DictConfig, folder: Path) -> None:
+    """Replacing deletes: never a folder that holds what the run reads, the working directory or the home."""
+    keys = ("data.train_dir", "data.val_dir", "data.custom_cls.path", "model.path", "trainer.resume_from_path")
+    held = {key: OmegaConf.select(config, key) for key in keys}
+    held |= {"the working directory": os.getcwd(), "the home directory": os.path.expanduser("~")}
+    for name, value in held.items():
+        if not value or not os.path.exists(os.path.expanduser(str(value))):
+            continue
+        path = Path(str(value)).expanduser().resolve()
+        if folder.resolve() == path or folder.resolve() in path.parents:
+            raise ValueError(
+                f"trainer.default_local_dir must not hold {name} with trainer.overwrite=true, which would delete it; "
+                f"got {folder}"
+            )

@@ -1,0 +1,94 @@
+"""What a composed config leaves open, settled in place: attention, dataset class, paths, device, precision, kernels.
+
+Each function returns notices for what it changed against the user's words; what cannot be is a ValueError.
+"""
+
+import os
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_ext.config.nearest import choice_problem
+
+PACKED_ATTENTION = "verl_ext_packed"
+OWN_DATASET = "SFTDataSet"
+FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+_PATHS = (
+    "data.train_dir",
+    "data.val_dir",
+    "data.custom_cls.path",
+    "model.path",
+    "model.hf_config_path",
+    "model.tokenizer_path",
+    "model.lora_adapter_path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+)
+
+
+def resolve_config(config: DictConfig) -> list[str]:
+    """Settles what does not depend on the machine: `~` in paths, the attention, the dataset class. In place."""
+    for key in _PATHS:
+        value = OmegaConf.select(config, key)
+        if isinstance(value, str) and value.startswith("~"):
+            OmegaConf.update(config, key, os.path.expanduser(value))
+    return resolve_attention(config) + resolve_dataset(config)
+
+
+def resolve_attention(config: DictConfig) -> list[str]:
+    """Routes model.override_config.attn_implementation to attention.backend, in place.
+
+    Hugging Face's flash_attention_2 becomes backend flash_attn; raises ValueError for every other implementation:
+    none keeps the documents of a pack apart.
+    """
+    key = "model.override_config.attn_implementation"
+    asked = OmegaConf.select(config, key)
+    if asked == PACKED_ATTENTION:
+        return []
+    backend = config.attention.backend
+    if asked is not None and (asked != "flash_attention_2" or backend not in ("auto", "flash_attn")):
+        also = f" and attention.backend={backend}" if asked == "flash_attention_2" else ""
+        raise ValueError(
+            f"{key} must be {PACKED_ATTENTION}, which keeps documents apart: choose its kernel by attention.backend="
+            f"auto, flash_attn, varlen or sdpa; got {asked}{also}"
+        )
+    with open_dict(config):
+        config.model.override_config.attn_implementation = PACKED_ATTENTION
+    if asked is None:
+        return []
+    config.attention.backend = "flash_attn"
+    return [f"{key}={asked} is read as attention.backend=flash_attn, which keeps the documents of a pack apart"]
+
+
+def resolve_dataset(config: DictConfig) -> list[str]:
+    """Lets verl_ext.data.SFTDataSet stand in for a custom_cls.path of that class that does not exist, in place."""
+    custom = config.data.custom_cls
+    path = custom.path
+    if not path or custom.name != OWN_DATASET or path.startswith("pkg://") or os.path.exists(path):
+        return []
+    custom.path = custom.name = None
+    return [f"data.custom_cls.path={path} does not exist: verl_ext.data.{OWN_DATASET} is used"]
+
+
+def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
+    """Settles trainer.device, engine.mixed_precision where it is null, and model.use_liger, in place.
+
+    accelerator is what is visible: "cuda", "npu" or None. auto becomes the accelerator, or cpu without one.
+    fp32 throughout on CPU; bf16 parameters with fp32 reductions on accelerators.
+    """
+    notices: list[str] = []
+    if problem := choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda", "npu")):
+        raise ValueError(problem)
+    if config.trainer.device == "auto":
+        config.trainer.device = accelerator or "cpu"
+    elif config.trainer.device == "cuda" and accelerator == "npu":
+        config.trainer.device = "npu"  # as verl's auto_set_device does
+        notices.append("trainer.device=cuda is read as npu, the accelerator of this machine")
+    on_cpu = config.trainer.device == "cpu"
+    if OmegaConf.select(config, "engine.mixed_precision") is None:
+        with open_dict(config):
+            config.engine.mixed_precision = dict(FP32 if on_cpu else BF16)
+    if on_cpu and config.model.use_liger is True:
+        config.model.use_liger = False
+        notices.append("model.use_liger=true is off here: liger's kernels need a GPU, and trainer.device is cpu")
+    return notices
