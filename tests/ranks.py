@@ -6,6 +6,7 @@ list in rank order. The ranks fork from a server process that has imported verl 
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import traceback
@@ -47,7 +48,7 @@ def _collect(answers: Any, world_size: int) -> list[Any]:
             raise TimeoutError(f"ranks {sorted(set(range(world_size)) - set(results))} did not answer") from None
         if failure is not None:
             raise AssertionError(f"rank {rank} failed:\n{failure}")
-        results[rank] = result
+        results[rank] = pickle.loads(result)
     return [results[rank] for rank in range(world_size)]
 
 
@@ -66,7 +67,8 @@ def _rank(
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_SECONDS)
         )
-        answers.put((rank, None, function(*arguments)))
+        # Pickled here: a queue would pass tensors as file descriptors, which die with this process.
+        answers.put((rank, None, pickle.dumps(function(*arguments))))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

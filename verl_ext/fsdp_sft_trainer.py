@@ -6,7 +6,7 @@ Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; t
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
@@ -29,6 +29,7 @@ def train(config: DictConfig) -> None:
 
     run = prepare(config)
     say(run.notices)
+    report(run.data_report())
     trainer = SFTTrainer(run)
     with errors_told_once():
         trainer.resume()
@@ -40,6 +41,12 @@ def say(notices: Sequence[str]) -> None:
     if dist.get_rank() == 0:
         for notice in notices:
             print(f"note: {notice}", file=sys.stderr)
+
+
+def report(lines: Iterable[str]) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
 
 
 def main() -> None:

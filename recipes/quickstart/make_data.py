@@ -2,7 +2,7 @@
 
     arithmetic   sums told as a short story, some with a second question       ~ 45-80 tokens
     ordering     weekdays, words in order and backwards, largest and smallest  ~ 30-40 tokens
-    documents    one question about a generated town chronicle                 ~ 130-1,600 tokens
+    documents    three questions about a generated town chronicle              ~ 130-1,600 tokens
 
     python recipes/quickstart/make_data.py --output DIR
 
@@ -112,22 +112,25 @@ def chronicle(rng: random.Random, sentences: int) -> list[str]:
 
 
 def documents(rng: random.Random, shortest: int = 4, longest: int = 80) -> Conversation:
-    """A chronicle of `shortest` to `longest` sentences (log-uniform) that names three keepers, and asks for one."""
+    """A chronicle of `shortest` to `longest` sentences (log-uniform) with three facts hidden in it, and a question each."""
     sentences = chronicle(rng, round(math.exp(rng.uniform(math.log(shortest), math.log(longest)))))
-    posts = rng.sample([(post, place) for post in POSTS for place in PLACES], 3)
-    keepers = dict(zip(posts, rng.sample(PEOPLE, 3), strict=True))
-    for (post, place), who in keepers.items():
-        sentences.insert(rng.randint(0, len(sentences)), f"The keeper of the {post} in {place} is {who}.")
-    post, place = rng.choice(posts)
-    question = f"{' '.join(sentences)}\n\nWho is the keeper of the {post} in {place}?"
-    return [(question, f"The keeper of the {post} in {place} is {keepers[post, place]}.")]
+    turns = [
+        ("Who is the keeper?", f"The keeper is {rng.choice(PEOPLE)}."),
+        ("What is the password?", f"The password is {rng.choice(WORDS)}."),
+        ("What is the treasure?", f"The treasure is {rng.randint(2, 40)} {rng.choice(THINGS)}."),
+    ]
+    for _, fact in turns:
+        sentences.insert(rng.randint(0, len(sentences)), fact)
+    rng.shuffle(turns)
+    first, answer = turns[0]
+    return [(f"{' '.join(sentences)}\n\n{first}", answer), *turns[1:]]
 
 
 # category → (what makes one conversation, training conversations, validation conversations)
 CATEGORIES: dict[str, tuple[Callable[[random.Random], Conversation], int, int]] = {
-    "arithmetic": (arithmetic, 3000, 60),
-    "ordering": (ordering, 3000, 60),
-    "documents": (documents, 700, 24),
+    "arithmetic": (arithmetic, 2000, 60),
+    "ordering": (ordering, 2000, 60),
+    "documents": (documents, 450, 24),
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -69,6 +70,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase, sizes: argparse.Namespace) ->
         num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.hidden // sizes.heads,
         max_position_embeddings=sizes.positions,
+        initializer_range=sizes.hidden**-0.5,  # Qwen3's 0.02 is for wide models: small ones learn slowly from it
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -96,6 +98,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    transformers.utils.logging.disable_progress_bar()
     if arguments.train_on:
         tokenizer = train_tokenizer(arguments.train_on, arguments.vocab_size)
     else:

@@ -2,13 +2,13 @@
 
     L = Σ_t a_t·ℓ_t / Z        a_t = loss_mask_t · loss_weight_t · c[category_t] · g
 
-| mode         | g                                | Z                    | the mean it is                                   |
-|--------------|----------------------------------|----------------------|--------------------------------------------------|
-| `token`      | 1                                | Σ a_t                | over target tokens                               |
-| `sequence`   | 1 / N_doc                        | Σ a_t                | over documents of their token means (LongAlign)  |
-| `sqrt`       | 1 / √N_doc                       | Σ a_t                | between the two                                  |
-| `pack`       | 1 / N_pack                       | packs with a target  | over packs of their token means                  |
-| `longwriter` | n_docs / (per_pack · N_pack)     | packs with a target  | a pack's token mean times its documents          |
+| mode         | g                            | Z                   | the mean it is                                  |
+|--------------|------------------------------|---------------------|-------------------------------------------------|
+| `token`      | 1                            | Σ a_t               | over target tokens                              |
+| `sequence`   | 1 / N_doc                    | Σ a_t               | over documents of their token means (LongAlign) |
+| `sqrt`       | 1 / √N_doc                   | Σ a_t               | between the two                                 |
+| `pack`       | 1 / N_pack                   | packs with a target | over packs of their token means                 |
+| `longwriter` | n_docs / (per_pack · N_pack) | packs with a target | a pack's token mean times its documents         |
 
 N counts the target tokens of a document or pack, n_docs the documents of a pack. A pack without a target has no token
 mean, so it is no term of the mean over packs. With every weight 1, `sequence` is LongAlign's (1/M) Σ_i L_i / N_i

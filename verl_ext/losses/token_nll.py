@@ -1,8 +1,8 @@
 """Negative log-likelihood of each token in fp32, a slice of rows at a time.
 
-verl's fallback takes a bf16 log-softmax row by row, which keeps three digits; ``F.cross_entropy`` in fp32 keeps a second
-``[T, V]`` tensor for its backward (10 GB for 16k tokens of a 151k vocabulary). Here the forward keeps one number a row,
-and the backward writes the gradient over the logits, which nothing reads afterwards.
+verl's fallback takes a bf16 log-softmax row by row, which keeps three digits; ``F.cross_entropy`` in fp32 keeps a
+second ``[T, V]`` tensor for its backward (10 GB for 16k tokens of a 151k vocabulary). Here the forward keeps one number
+a row, and the backward writes the gradient over the logits, which nothing reads afterwards.
 
 Legend: T tokens, V vocabulary.
 """
@@ -44,5 +44,6 @@ def token_nll(logits: torch.Tensor, labels: torch.Tensor, *, inplace_backward: b
 
     Matches ``F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient.
     """
-    assert logits.dim() == 2 and labels.shape == logits.shape[:1]
+    assert logits.dim() == 2
+    assert labels.shape == logits.shape[:1]
     return _TokenNLL.apply(logits, labels, inplace_backward)

@@ -8,6 +8,7 @@ import csv
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def read_chunks(source: SourceFile) -> Iterator[Chunk]:
     try:
         for records, num_bytes in reader(source):
             yield Chunk(source.category_id, source.path, records, num_bytes)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
 
@@ -185,8 +186,7 @@ class _JsonListScanner:
 
 def _csv(source: SourceFile) -> Batches:
     csv.field_size_limit(sys.maxsize)
-    with open(source.path, "rb") as raw, open(source.path, encoding="utf-8-sig", newline="") as stream:
-        del raw
+    with open(source.path, encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream, strict=True)
         records: list[NumberedRecord] = []
         size = total = 0

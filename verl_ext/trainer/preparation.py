@@ -5,6 +5,7 @@ touched and nothing has been written.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from verl_ext.config.schema import check_keys
 from verl_ext.config.topology import check_positions
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.losses import LossSpec, category_weight_table
+from verl_ext.trainer.data_report import data_report
 from verl_ext.trainer.dataset_class import dataset_class
 from verl_ext.trainer.process_group import accelerator, errors_told_once
 from verl_ext.trainer.step_plan import StepPlan
@@ -69,6 +71,12 @@ class Run:
         if not model.lora_rank and model.lora_adapter_path is None:
             return None
         return {"r": int(model.lora_rank), "lora_alpha": int(model.lora_alpha or 0), "task_type": "CAUSAL_LM"}
+
+    def data_report(self) -> Iterator[str]:
+        """What the data became, for rank 0 to print."""
+        yield from data_report("train", self.train_set)
+        if self.validation is not None:
+            yield from data_report("val", self.validation.dataset)
 
     def loss_for(self, dataset: SFTDataSet) -> LossSpec:
         """The configured loss over another dataset's category table."""
@@ -164,8 +172,8 @@ def _refuse_steps_without_target(dataset: SFTDataSet, plan: StepPlan, total_step
         for step in plan.steps_without_target(targets, epoch):
             packs = ", ".join(map(str, plan.packs(epoch * plan.steps_per_epoch + step)[:4].tolist()))
             raise ValueError(
-                f"data.train_dir: step {step + 1} of epoch {epoch + 1} has no target token in its packs (pack {packs}); "
-                f"raise data.train_batch_size={plan.batch_size} or remove documents without a target"
+                f"data.train_dir: step {step + 1} of epoch {epoch + 1} has no target token in its packs (pack {packs})"
+                f"; raise data.train_batch_size={plan.batch_size} or remove documents without a target"
             )
 
 

@@ -93,7 +93,7 @@ def _silence_upstream() -> None:
 
 def _be_quiet() -> None:
     """Ranks above 0 print nothing but errors: verl, transformers and datasets print the same line on every rank."""
-    sys.stdout = open(os.devnull, "w")
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"

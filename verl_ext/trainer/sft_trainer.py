@@ -30,7 +30,7 @@ from verl_ext.trainer.tracking import open_tracking
 
 @contextlib.contextmanager
 def _upstream_quiet() -> Iterator[None]:
-    """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions and still heard."""
+    """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions, still heard."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
 

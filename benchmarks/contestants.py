@@ -1,0 +1,253 @@
+"""The contestants: each trains one optimizer step on a step's documents, through its own engine and optimizer.
+
+| name     | engine | micro-batches                                                          |
+|----------|--------|------------------------------------------------------------------------|
+| padded   | verl's | a fixed number of documents, padded to the longest of them             |
+| dynamic  | verl's | verl's balanced partition under a token limit, no padding              |
+| next_fit | ours   | one next-fit pack each, padded to the budget                           |
+| ours     | ours   | one best-fit pack each, no padding                                     |
+
+Two more say where a difference comes from: ``dynamic_ours`` runs verl's partition on our engine, and ``single`` is
+``padded`` with one document a micro-batch. Both of verl's run ``FSDPEngineWithLMHead.train_batch`` with verl's own
+collator, micro-batching and ``sft_loss``; ours run the trainer's own step with its category losses. All start from the
+same weights and see the same documents at every step.
+"""
+
+import contextlib
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, open_dict
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.utils.losses import sft_loss
+
+from benchmarks.lengths import Document
+from verl_ext.attention import has_flash_attn
+from verl_ext.attention.packed import NAME as PACKED_ATTENTION
+from verl_ext.config import compose
+from verl_ext.data import SFTDataSet
+from verl_ext.plugin import VENDOR as OURS
+from verl_ext.plugin import register_engine
+from verl_ext.trainer.preparation import Run, prepare
+from verl_ext.trainer.sft_trainer import SFTTrainer
+from verl_ext.trainer.step_batch import StepBatch, StepCollator
+
+NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
+STOCK = "stock"
+
+# verl registers its engine for accelerators alone; the class itself is taken as it is.
+EngineRegistry.register(model_type="language_model", backend="fsdp2", device=["cpu", "cuda"], vendor=STOCK)(
+    FSDPEngineWithLMHead
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The documents of one optimizer step, in memory and as a dataset folder."""
+
+    documents: list[Document]
+    folder: Path
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(document["input_ids"]) for document in self.documents)
+
+    @property
+    def target_tokens(self) -> int:
+        return sum(int(document["loss_mask"].sum()) for document in self.documents)
+
+
+@dataclass
+class Forwards:
+    """What went through a model: tokens with padding, and calls."""
+
+    tokens: int = 0
+    calls: int = 0
+    sizes: list[int] = field(default_factory=list)
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Count every forward of ``module`` from now on."""
+
+        def count(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            self.tokens += kwargs["input_ids"].numel()
+            self.calls += 1
+
+        module.register_forward_pre_hook(count, with_kwargs=True)
+
+
+class Contestant(Protocol):
+    """One way to train; ``load`` is what loader processes do ahead of time, ``train`` is timed."""
+
+    forwards: Forwards
+
+    def load(self, step: Step) -> Any:
+        """Documents as the batch that ``train`` takes."""
+
+    def train(self, batch: Any) -> float:
+        """One optimizer step; the loss before it, as reported."""
+
+
+class StockContestant:
+    """verl's engine, loss, collator and micro-batching, as ``verl.trainer.sft_trainer`` puts them together.
+
+    Args:
+        run: whose optimizer, precision and model path are used.
+        attention: Hugging Face attention implementation.
+        vendor: whose engine class.
+        padded: documents per micro-batch, or None for dynamic batches under the token budget.
+    """
+
+    def __init__(self, run: Run, attention: str, vendor: str, padded: int | None) -> None:
+        config = copy.deepcopy(run.config)
+        with open_dict(config):
+            config.model.use_remove_padding = padded is None
+            config.model.override_config.attn_implementation = attention
+        self.engine = _build_worker(config, vendor, run.total_steps).engine
+        self.forwards = Forwards()
+        self.forwards.watch(self.engine.module)
+        self._collate = SFTTensorCollator(DatasetPadMode.NO_PADDING)
+        self._loss = partial(sft_loss, config=None)
+        self._meta = {
+            "use_remove_padding": padded is None,
+            "use_dynamic_bsz": padded is None,
+            "max_token_len_per_gpu": config.data.max_tokens,
+            "micro_batch_size_per_gpu": padded or 1,
+            "temperature": 1.0,
+            "pad_mode": DatasetPadMode.NO_PADDING,
+            "pad_token_id": 0,
+        }
+
+    def load(self, step: Step) -> dict[str, Any]:
+        """verl's rows, jagged by verl's collator."""
+        rows = []
+        for document in step.documents:
+            tensors = {name: torch.from_numpy(document[name]) for name in ("input_ids", "loss_mask")}
+            rows.append({**tensors, "position_ids": torch.arange(len(document["input_ids"]))})
+        return self._collate(rows)
+
+    def train(self, batch: dict[str, Any]) -> float:
+        """verl's ``train_batch`` and schedule; the micro-batches' shares of the loss add up to the step's."""
+        data = tu.get_tensordict(tensor_dict=batch, non_tensor_dict=dict(self._meta))
+        with self.engine.train_mode():
+            output = self.engine.train_batch(data, loss_function=self._loss)
+        self.engine.lr_scheduler_step()
+        return float(sum(float(loss) for loss in output["loss"]))
+
+
+class PackedContestant:
+    """Our trainer's step on our packs, category losses and the reported metrics included.
+
+    Args:
+        run: a prepared run, which says how documents are packed.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.trainer = SFTTrainer(run)
+        self.forwards = Forwards()
+        self.forwards.watch(self.trainer.engine.module)
+
+    def load(self, step: Step) -> StepBatch:
+        """All packs of the step's documents, collated."""
+        data = self.run.config.data
+        dataset = SFTDataSet(
+            str(step.folder), data.max_tokens, 0, strategy=data.strategy, seed=data.seed, pad_mode=data.pad_mode
+        )
+        collate = StepCollator(self.run.loss, self.run.train_set.categories)
+        return collate([dataset[pack] for pack in range(len(dataset))])
+
+    def train(self, batch: StepBatch, logged: bool = True) -> float:
+        """The trainer's step; NaN when it is not logged, because nothing is collected then."""
+        outcome = self.trainer.train_step(batch, logged=logged)
+        if outcome.sums is None:
+            return float("nan")
+        group = self.trainer.engine.get_data_parallel_group()
+        sums = outcome.sums.reduced(lambda values: dist.all_reduce(values, group=group))
+        return sums.report("train", self.run.train_set.categories.names)["train/loss"]
+
+
+def build_contestants(
+    names: tuple[str, ...], first: Step, model: Path, output: Path, budget: int, micro_batch_size: int, steps: int
+) -> dict[str, Contestant]:
+    """Contestants by name, each with its own copy of the model's weights; ``first`` is one step's data."""
+
+    def prepared(name: str, strategy: str, pad_mode: str) -> Run:
+        overrides = (
+            f"model.path={model}",
+            "model.enable_gradient_checkpointing=false",
+            "parallel=auto",
+            f"data.train_dir={first.folder}",
+            f"data.max_tokens={budget}",
+            f"data.strategy={strategy}",
+            f"data.pad_mode={pad_mode}",
+            f"trainer.default_local_dir={output / name}",
+            f"trainer.total_training_steps={steps}",
+            "optim.lr_warmup_steps=0",
+        )
+        return prepare(compose(overrides))
+
+    def stock(name: str, attention: str, vendor: str, padded: int | None) -> Contestant:
+        return StockContestant(prepared(name, "best_fit", "no_padding"), attention, vendor, padded)
+
+    best = _best_stock_attention()
+    builders: dict[str, Callable[[], Contestant]] = {
+        "padded": lambda: stock("padded", best, STOCK, micro_batch_size),
+        "dynamic": lambda: stock("dynamic", best, STOCK, None),
+        "next_fit": lambda: PackedContestant(prepared("next_fit", "next_fit", "right")),
+        "ours": lambda: PackedContestant(prepared("ours", "best_fit", "no_padding")),
+        "dynamic_ours": lambda: stock("dynamic_ours", PACKED_ATTENTION, OURS, None),
+        "single": lambda: stock("single", best, STOCK, 1),
+    }
+    register_engine()
+    with quiet():
+        return {name: builders[name]() for name in names}
+
+
+def _best_stock_attention() -> str:
+    """verl's own choice, flash attention, where it can run."""
+    return "flash_attention_2" if torch.cuda.is_available() and has_flash_attn() else "sdpa"
+
+
+def _build_worker(config: DictConfig, vendor: str, total_steps: int) -> TrainingWorker:
+    os.environ["VERL_ENGINE_VENDOR"] = vendor
+    optimizer = omega_conf_to_dataclass(config.optim)
+    optimizer.total_training_steps = total_steps
+    worker = TrainingWorker(
+        config=TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=omega_conf_to_dataclass(config.model),
+            engine_config=omega_conf_to_dataclass(config.engine),
+            optimizer_config=optimizer,
+            checkpoint_config=omega_conf_to_dataclass(config.checkpoint),
+            profiler_config=omega_conf_to_dataclass(config.profiler),
+        )
+    )
+    worker.reset()
+    expected = FSDPEngineWithLMHead if vendor == STOCK else None
+    assert expected is None or type(worker.engine) is expected, "verl's own class is what competes"
+    return worker
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """verl and transformers report sizes, NUMA and their progress while an engine is built."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,219 @@
+"""The invariant: for every loss mode, packed = unpacked, 1 rank = N ranks, SP 1 = SP N, accumulation 1 = K.
+
+Each case runs the trainer's own path (collator, micro-batches, loss, engine, reduction) on gloo ranks and is compared
+with tests/reference.py, which runs plain Hugging Face over single documents. Deviations are relative; a parameter's
+gradient is measured by the 2-norm.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.reference import Document, Expected, Reference, load_eager, pack_row
+from verl_ext.losses import MODES, LossSpec, category_weight_table
+
+TOLERANCE = 1e-5
+MAX_TOKENS = 24
+CATEGORIES = {7: "gsm8k", 9: "code", 11: "absent"}  # no document has a token of the last
+CATEGORY_WEIGHTS = {"gsm8k": 0.5, "code": 3.0}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and how many of them share a sequence."""
+
+    ranks: int
+    sequence_parallel: int
+
+    def __str__(self) -> str:
+        return f"dp{self.ranks // self.sequence_parallel}_sp{self.sequence_parallel}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: its loss mode, how its documents are packed, and in how many micro-batches a rank runs it."""
+
+    mode: str
+    packing: str
+    accumulation: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}-{self.packing}-accumulate{self.accumulation}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks gave."""
+
+    report: dict[str, float]
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+
+
+LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 2), Layout(4, 4)]
+PACKINGS = ("none", "packed", "padded")
+CASES = [Case(mode, packing, k) for mode in MODES for packing in PACKINGS for k in (1, 4)]
+
+
+def _documents() -> list[Document]:
+    """Thirteen documents, among them every special one that a mask can get wrong."""
+    rng = np.random.default_rng(5)
+
+    def document(loss_mask: list[int], category_ids: list[int]) -> Document:
+        size = len(loss_mask)
+        category_ids = [c * m for c, m in zip(category_ids, loss_mask, strict=True)]
+        return Document(
+            rng.integers(4, 128, size).tolist(), loss_mask, category_ids, rng.uniform(0.25, 2.0, size).tolist()
+        )
+
+    special = [
+        document([0] + [1] * 23, [7] * 10 + [9] * 14),  # exactly max_tokens; two categories
+        document([0], [0]),  # one token
+        document([0] * 5, [0] * 5),  # no target
+        document([0, 1, 0, 0, 0, 1], [7] * 6),  # its first possible target and its last token
+        document([0, 1, 1, 0, 1, 1, 1, 1, 1], [9, 9, 9, 0, 0, 0, 7, 7, 7]),  # targets of no category
+        document([0, 1], [9, 9]),
+    ]
+    usual = []
+    for size in (13, 7, 11, 4, 17, 3, 10):
+        mask = [0, *rng.integers(0, 2, size - 2).tolist(), 1]
+        usual.append(document(mask, [int(rng.choice([7, 9]))] * size))
+    return special + usual
+
+
+DOCUMENTS = _documents()
+# Seven packs, an odd number: with two data-parallel ranks one idles in the last slot. Their lengths, 24 16 20 21 19 8 4,
+# are not all divisible by 2 or 4.
+_GROUPS = [[0], [1, 3, 4], [6, 7], [8, 12], [10, 5], [2, 11], [9]]
+GROUPS = {"none": [[i] for i in range(13)], "packed": _GROUPS, "padded": _GROUPS}
+
+
+def _packs(packing: str) -> list[list[Document]]:
+    return [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
+
+
+def _train(model: str, sequence_parallel: int) -> list[Measured]:
+    """Every case on this rank, one engine for all of them; gradients come from rank 0 alone."""
+    from tests.packed_engine import build_worker
+
+    engine = build_worker(model, sequence_parallel).engine
+    return [_train_step(engine, case) for case in CASES]
+
+
+def _train_step(engine, case: Case) -> Measured:
+    import torch.distributed as dist
+
+    from verl_ext.data import CategoryTable
+    from verl_ext.metrics import StepSums
+    from verl_ext.trainer.step_batch import StepCollator
+    from verl_ext.trainer.step_loss import StepLoss
+    from verl_ext.trainer.step_plan import StepPlan
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=engine.get_data_parallel_group())
+
+    rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    categories = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
+    spec = LossSpec(case.mode, category_weight_table(CATEGORY_WEIGHTS, categories.names))
+    packs = [pack_row(pack, MAX_TOKENS if case.packing == "padded" else None) for pack in _packs(case.packing)]
+    mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
+    batch = StepCollator(spec, categories)([None if index is None else packs[index] for index in mine])
+    micro_batches = list(batch.micro_batches(ceil(len(mine) / case.accumulation)))
+    assert len(micro_batches) == case.accumulation
+
+    normaliser = batch.normaliser.clone()
+    all_reduce(normaliser)
+    sums = StepSums.zeros(len(categories.ids), "cpu")
+    sums.add_counts(batch.counts)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.accumulate(micro_batches, StepLoss(normaliser, ranks, sums))
+        gradients = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
+        grad_norm = engine.optimizer_step()
+    report = sums.reduced(all_reduce).report("train", categories.names)
+    return Measured(report, grad_norm, gradients if dist.get_rank() == 0 else {})
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    """The reference of a case, computed when it is first asked for."""
+    reference = Reference(load_eager(str(tiny_model)), DOCUMENTS)
+    weights = {c: CATEGORY_WEIGHTS[name] for c, name in CATEGORIES.items() if name in CATEGORY_WEIGHTS}
+    found: dict[tuple[str, str], Expected] = {}
+
+    def of(case: Case) -> Expected:
+        key = (case.mode, case.packing)
+        if key not in found:
+            found[key] = reference.step(_packs(case.packing), case.mode, weights)
+        return found[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_model):
+    """Every rank's answer to a case on a layout; a layout's ranks start once."""
+    runs: dict[Layout, list[list[Measured]]] = {}
+
+    def of(layout: Layout, case: Case) -> list[Measured]:
+        if layout not in runs:
+            runs[layout] = run_ranks(_train, layout.ranks, str(tiny_model), layout.sequence_parallel)
+        return [answers[CASES.index(case)] for answers in runs[layout]]
+
+    return of
+
+
+def _deviation(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((value.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_step_equals_single_documents_in_plain_hugging_face(layout, case, expected, measured):
+    want, ranks = expected(case), measured(layout, case)
+    report = ranks[0].report
+    assert report["train/loss"] == pytest.approx(want.loss, rel=TOLERANCE)
+    for category, name in CATEGORIES.items():
+        assert report[f"train/{name}_tokens"] == want.category_tokens.get(category, 0)
+        if category in want.category_loss:
+            assert report[f"train/{name}_loss"] == pytest.approx(want.category_loss[category], rel=TOLERANCE)
+        else:
+            assert f"train/{name}_loss" not in report
+
+    assert ranks[0].gradients.keys() == want.gradients.keys()
+    deviations = {name: _deviation(ranks[0].gradients[name], gradient) for name, gradient in want.gradients.items()}
+    worst = max(deviations, key=deviations.get)
+    assert deviations[worst] < TOLERANCE, worst
+    assert ranks[0].grad_norm == pytest.approx(want.grad_norm, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_counts_and_losses_are_the_same_at_any_world_size(case, measured):
+    one = measured(LAYOUTS[0], case)[0].report
+    packs = _packs(case.packing)
+    assert one["train/tokens"] == sum(len(d.input_ids) for pack in packs for d in pack)
+    assert one["train/target_tokens"] == sum(d.targets for pack in packs for d in pack)
+    assert one["train/packs"] == len(packs)
+    for layout in LAYOUTS:
+        ranks = measured(layout, case)
+        assert all(answer.report == ranks[0].report for answer in ranks)
+        assert ranks[0].report == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence", "sqrt"])
+def test_packing_changes_nothing_where_the_loss_is_no_mean_over_packs(mode, expected):
+    unpacked, packed = expected(Case(mode, "none", 1)), expected(Case(mode, "packed", 1))
+    assert packed.loss == pytest.approx(unpacked.loss, rel=1e-12)
+
+
+def test_the_cases_hold_what_they_are_meant_to():
+    assert sorted(i for group in _GROUPS for i in group) == list(range(len(DOCUMENTS)))
+    lengths = [sum(len(DOCUMENTS[i].input_ids) for i in group) for group in _GROUPS]
+    assert max(lengths) == MAX_TOKENS and len(DOCUMENTS[0].input_ids) == MAX_TOKENS
+    assert any(n % 2 for n in lengths) and len(_GROUPS) % 2 == 1
+    assert any(m and not c for d in DOCUMENTS for m, c in zip(d.loss_mask, d.category_ids, strict=True))
+    assert DOCUMENTS[1].targets == DOCUMENTS[2].targets == 0
