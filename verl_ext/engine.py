@@ -8,18 +8,21 @@ Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V 
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
 import verl_ext.attention.packed  # noqa: F401  (registers the attention that the models of this engine name)
 from verl_ext.attention import document_layout
+from verl_ext.lora_export import export_merged
 from verl_ext.losses import token_nll
 
 # What only verl's reinforcement learning asks of prepare_model_outputs; its own code answers there.
@@ -31,6 +34,12 @@ _UPSTREAM_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi
 )
 class PackedEngine(FSDPEngineWithLMHead):
     """Runs micro-batches of packs; a pack's documents restart ``position_ids`` at 0."""
+
+    def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model_config, *args, **kwargs)
+        # verl also copies the override onto the config as a plain attribute, which an export would write to disk and
+        # which plain transformers then refuses; the implementation itself is kept elsewhere.
+        vars(self.model_config.hf_config).pop("attn_implementation", None)
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.
@@ -68,6 +77,19 @@ class PackedEngine(FSDPEngineWithLMHead):
                     model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
                 )
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's checkpoint; ``hf_model`` of a LoRA run has its adapters merged."""
+        manager = self.checkpoint_manager
+        if not (self._is_lora and manager.should_save_hf_model):
+            return super().save_checkpoint(local_path, *args, **kwargs)
+        contents = manager.checkpoint_save_contents
+        manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
+        try:
+            super().save_checkpoint(local_path, *args, **kwargs)
+        finally:
+            manager.checkpoint_save_contents = contents
+        export_merged(self.module, Path(local_path) / "huggingface", self.model_config.trust_remote_code)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
         """verl's inputs ``[1, T/n]`` plus the layout of all T tokens, for every attention layer to read."""

@@ -46,7 +46,9 @@ def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cp
     position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8    max_length 4
     ```
     """
-    assert position_ids.dim() == 1 and position_ids.numel() > 0 and position_ids.device.type == "cpu"
+    assert position_ids.dim() == 1
+    assert position_ids.numel() > 0
+    assert position_ids.device.type == "cpu"
     assert int(position_ids[0]) == 0, "a micro-batch begins with a document's first token"
     starts = (position_ids == 0).nonzero().flatten()
     edges = torch.cat([starts, starts.new_tensor([position_ids.numel()])])

@@ -12,7 +12,18 @@ from verl_ext.config.legacy import Item, names_own_class, translate
 from verl_ext.config.nearest import show
 
 # Hydra's flags that take the next argument as their value.
-_VALUED_FLAGS = tuple("--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd".split())
+_VALUED_FLAGS = (
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+)
 
 
 def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -51,29 +62,39 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(word: str, multirun: bool = False) -> Item:
+    if "=" in word and _parsed(word) is None:
+        word = _quoted(word)
     override = _parsed(word)
+    key, equals, value = word.partition("=")
+    if override is None:
+        hint = f"cannot read the value of {key}" if equals else "an override is written key=value"
+        raise ValueError(f"{hint}; got {value if equals else word}")
     if override.is_sweep_override() and not multirun:
-        key, _, value = word.partition("=")
         raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
-    key, _, value = word.partition("=")
     name = key.lstrip("+~")
-    return Item(key[: len(key) - len(name)], name, value if "=" in word else None)
+    return Item(key[: len(key) - len(name)], name, value if equals else None)
 
 
-def _parsed(word: str) -> Override:
+def _parsed(word: str) -> Override | None:
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"an override is written key=value; got {word}") from None
-        quoted = value.replace("'", "\\'")
-        raise ValueError(f"cannot read the override {word}; quote the value: \"{key}='{quoted}'\"") from None
+        return None
+
+
+def _quoted(word: str) -> str:
+    """A plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, as a quoted string."""
+    key, _, value = word.partition("=")
+    if value[:1] in ("[", "{", "'", '"') or "${" in value:
+        return word
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
+    return f"{key}='{escaped}'"
 
 
 def _known(item: Item, own_class: bool) -> tuple[Item | None, str | None]:
     """The override as Hydra takes it (None: nothing is to be said), and a notice when a needless plus was dropped."""
-    value = None if item.value is None else _parsed(str(item)).value()
+    parsed = None if item.value is None else _parsed(str(item))
+    value = parsed.value() if parsed else None
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)
     unknown = [key for key in _keys(item.key, value) if not is_choice and not schema.is_known(key)]

@@ -175,7 +175,7 @@ def _checked_override(text: str) -> str:
         raise UsageError(f"an override must be {hint}; got {text!r}") from error
     key = override.key_or_group
     known = known_keys()
-    is_open = key.startswith(tuple(f"{node}." for node in OPEN_NODES))
+    is_open = key.partition(".")[0] in OPEN_NODES
     if not is_open and key not in known and not key.startswith("hydra."):
         raise UsageError(f"unknown key {key!r}; {_nearest(key, known)}")
     return text if not is_open or text.startswith(("+", "~")) else f"++{text}"

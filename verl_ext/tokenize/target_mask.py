@@ -41,9 +41,7 @@ def _check_border(outside: str, at: int) -> None:
         raise BadRecord("template_mismatch", f"a token crosses the border of the assistant's turn at character {at}")
 
 
-def mask_from_prefixes(
-    ids: list[int], text: str, spans: list[Span], encode: Callable[[str], list[int]]
-) -> np.ndarray:
+def mask_from_prefixes(ids: list[int], text: str, spans: list[Span], encode: Callable[[str], list[int]]) -> np.ndarray:
     """mask[T] int8 for tokenizers that give no offsets: the text up to a border must give a prefix of the tokens."""
     mask = np.zeros(len(ids), dtype=np.int8)
     for start, end in spans:

@@ -1,0 +1,181 @@
+"""Cross-field checks before a model loads: every mistake a line, all lines at once. No GPU is needed: the accelerator
+is passed in."""
+
+import importlib.util
+
+import pytest
+from omegaconf import OmegaConf
+from transformers import LlamaConfig, Qwen3Config
+
+from verl_ext.config import compose
+from verl_ext.config.checks import check_categories, check_run
+from verl_ext.config.nodes import LossConfig
+from verl_ext.config.topology import check_positions, model_positions
+
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A config that passes on one CPU rank: its folders exist, its model is a config.json of 12 heads, 2 key/value."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "data").mkdir()
+    Qwen3Config(max_position_embeddings=512, **HEADS).save_pretrained(folder / "model")
+    return compose(
+        [
+            f"data.train_dir={folder / 'data'}",
+            f"model.path={folder / 'model'}",
+            f"trainer.default_local_dir={folder / 'out'}",
+            "parallel=cpu",
+        ]
+    )
+
+
+def changed(config, **updates):
+    config = config.copy()
+    for key, value in updates.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return config
+
+
+def lines(config, world_size=1, accelerator=None):
+    with pytest.raises(ValueError) as raised:
+        check_run(config, world_size, accelerator)
+    return str(raised.value).splitlines()
+
+
+def test_a_good_config_passes_and_gives_the_models_config(good):
+    assert check_run(good, 1).num_attention_heads == 12
+    check_run(changed(good, engine__ulysses_sequence_parallel_size=2), 4)
+    check_run(changed(good, engine__ulysses_sequence_parallel_size=4), 4)  # key/value heads repeat: 4 is 2 × 2
+    check_run(changed(good, trainer__device="auto"), 2)
+    check_run(changed(good, attention__backend="sdpa", data__val_dir=good.data.train_dir, trainer__test_freq=3), 2)
+    check_run(changed(good, trainer__device="auto", attention__backend="varlen"), 8, "cuda")
+    check_run(changed(good, engine__strategy="fsdp", trainer__device="cuda"), 8, "cuda")
+
+
+TABLE = [
+    # (updates, ranks, accelerator, line)
+    ({"data__train_dir": None}, 1, None, "data.train_dir is required"),
+    ({"data__train_dir": "/no/such"}, 1, None, "data.train_dir must be an existing folder; got /no/such"),
+    ({"data__val_dir": "/no/such"}, 1, None, "data.val_dir must be an existing folder; got /no/such"),
+    ({"model__path": None}, 1, None, "model.path is required: a folder or hub name of a model; got null"),
+    ({"model__path": "./no/such"}, 1, None, "model.path must be an existing folder or a hub name; got ./no/such"),
+    ({"data__custom_cls__path": "/no/x.py", "data__custom_cls__name": "X"}, 1, None, "data.custom_cls.path must be an"),
+    ({"data__custom_cls__path": "pkg://x"}, 1, None, "data.custom_cls.name is required with data.custom_cls.path"),
+    ({"trainer__resume_from_path": "/no/such"}, 1, None, "trainer.resume_from_path must be an existing global_step_N"),
+    (
+        {"data__train_batch_size": 6, "data__micro_batch_size_per_gpu": 2, "engine__ulysses_sequence_parallel_size": 2},
+        8,
+        None,
+        "data.train_batch_size must be a multiple of the data-parallel size × data.micro_batch_size_per_gpu = "
+        "4 × 2 = 8 (ranks 8, engine.ulysses_sequence_parallel_size 2); got 6",
+    ),
+    (
+        {"engine__ulysses_sequence_parallel_size": 3},
+        4,
+        None,
+        "engine.ulysses_sequence_parallel_size must divide the number of ranks; got 3 with 4 ranks",
+    ),
+    ({"engine__ulysses_sequence_parallel_size": 0}, 4, None, "must be at least 1; got 0"),
+    (
+        {"engine__ulysses_sequence_parallel_size": 8},
+        8,
+        None,
+        "engine.ulysses_sequence_parallel_size must divide the model's 12 attention heads; got 8",
+    ),
+    (
+        {"engine__ulysses_sequence_parallel_size": 3},
+        3,
+        None,
+        "must divide the model's 2 key/value heads or be a multiple of them; got 3",
+    ),
+    (
+        {"trainer__device": "cuda"},
+        1,
+        None,
+        "parallel=fsdp2 (trainer.device=cuda) needs a GPU; none is visible; use parallel=cpu",
+    ),
+    ({}, 1, "cuda", "start it with CUDA_VISIBLE_DEVICES="),
+    ({"engine__strategy": "megatron"}, 1, None, "engine.strategy must be one of fsdp, fsdp2; got megatron"),
+    ({"engine__strategy": "fsdp"}, 1, None, "engine.strategy must be fsdp2 on CPU"),
+    ({"attention__backend": "flash_attn"}, 1, None, "attention.backend=flash_attn needs a CUDA GPU"),
+    ({"attention__backend": "varlen"}, 1, None, "attention.backend=varlen needs a CUDA GPU"),
+    ({"attention__backend": "flash"}, 1, None, "attention.backend must be one of auto, flash_attn, varlen, sdpa"),
+    ({"model__use_fused_kernels": True}, 1, None, "model.use_fused_kernels must be false"),
+    ({"model__use_remove_padding": False}, 1, None, "model.use_remove_padding must be true"),
+    ({"model__lora_rank": -1}, 1, None, "model.lora_rank must be at least 0; got -1"),
+    ({"model__lora_rank": "many"}, 1, None, "model.lora_rank must be a whole number; got many"),
+    ({"data__max_tokens": "abc"}, 1, None, "data.max_tokens must be a whole number; got abc"),
+    ({"optim__lr": 0}, 1, None, "optim.lr must be above 0 and finite; got 0"),
+    ({"optim__lr": "abc"}, 1, None, "optim.lr must be a number; got abc"),
+    ({"optim__lr_scheduler_type": "wsd"}, 1, None, "optim.lr_scheduler_type must be one of constant, cosine; got wsd"),
+    ({"engine__param_offload": 3}, 1, None, "engine.param_offload must be true or false; got 3"),
+    ({"trainer__test_freq": 10}, 1, None, "data.val_dir is required with trainer.test_freq=10; got null"),
+    ({"trainer__test_freq": "after_each_epoch"}, 1, None, "data.val_dir is required with trainer.test_freq=after_each"),
+    ({"trainer__log_freq": 0}, 1, None, "trainer.log_freq must be at least 1; got 0"),
+    ({"loss__category_weights": {"code": -2}}, 1, None, "loss.category_weights.code must be finite and at least 0"),
+    ({"checkpoint__save_contents": ["hf_modle"]}, 1, None, "checkpoint.save_contents must be one of model, optimizer"),
+    ({"checkpoint__save_contents": ["hf_modle"]}, 1, None, "got hf_modle (nearest: hf_model)"),
+    ({"checkpoint__save_contents": "model"}, 1, None, "checkpoint.save_contents must be a list of model, optimizer"),
+]
+
+
+@pytest.mark.parametrize(("updates", "ranks", "accelerator", "line"), TABLE)
+def test_a_mistake_is_a_line_with_its_key(good, updates, ranks, accelerator, line):
+    found = lines(changed(good, **updates), ranks, accelerator)
+    assert any(line in one for one in found), found
+
+
+def test_all_mistakes_are_told_at_once(good):
+    found = lines(changed(good, data__max_tokens=0, optim__lr=-1, model__path=None, engine__strategy="x"))
+    assert len(found) == 4
+
+
+def test_everything_missing_is_told_together():
+    found = lines(compose([]))
+    assert found[0].startswith("data.train_dir is required")
+    assert found[1].startswith("model.path is required")
+
+
+def test_packages_that_are_not_installed_name_the_extra(good):
+    on_gpu = changed(good, trainer__device="cuda", attention__backend="flash_attn", model__use_liger=True)
+    missing = [name for name in ("flash_attn", "liger_kernel") if importlib.util.find_spec(name) is None]
+    if not missing:
+        pytest.skip("both are installed here")
+    found = lines(on_gpu, 1, "cuda")
+    assert len(found) == len(missing)
+    assert all("pip install 'verl-ext[gpu]'" in line for line in found)
+
+
+def test_a_model_folder_without_config_json_is_told(good, tmp_path):
+    found = lines(changed(good, model__path=str(tmp_path)))
+    assert found[0].startswith(f"model.path must hold a model's config.json; got {tmp_path}")
+
+
+def test_weights_of_categories_that_the_data_lacks_are_refused():
+    check_categories(LossConfig(), ("gsm8k", "code"))
+    check_categories(LossConfig(category_weights={"code": 0.0}), ("gsm8k", "code"))
+    with pytest.raises(ValueError, match=r"name categories of the data, gsm8k, code; got gsm8 \(nearest: gsm8k\)"):
+        check_categories(LossConfig(category_weights={"gsm8": 2.0}), ("gsm8k", "code"))
+    with pytest.raises(ValueError, match="must leave a category a weight above 0; got 0 for all of gsm8k, code"):
+        check_categories(LossConfig(category_weights={"gsm8k": 0.0, "code": 0.0}), ("gsm8k", "code"))
+
+
+def test_a_pack_may_be_longer_than_the_models_positions_but_a_document_may_not():
+    model = Qwen3Config(max_position_embeddings=512, **HEADS)
+    check_positions(512, 4096, model)
+    check_positions(4096, 512, model)
+    with pytest.raises(ValueError, match=r"^data\.max_tokens must be at most the model's 512 positions.*got 4096.*513"):
+        check_positions(513, 4096, model)
+    check_positions(513, 4096, model, {"max_position_embeddings": 1024})
+    check_positions(513, 4096, model, OmegaConf.create({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}))
+
+
+def test_positions_include_the_rope_scaling_however_the_model_writes_it():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert model_positions(Qwen3Config(max_position_embeddings=32768)) == 32768
+    assert model_positions(Qwen3Config(max_position_embeddings=32768, rope_parameters=yarn)) == 131072
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert model_positions(LlamaConfig(max_position_embeddings=131072, rope_parameters=llama3)) == 131072

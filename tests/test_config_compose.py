@@ -1,0 +1,115 @@
+"""Every shipped config composes into known keys, and a typo in YAML is told with the nearest key."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf, open_dict
+
+from verl_ext.config import compose, compose_run, nodes, schema
+from verl_ext.config.checks import upstream_type_problems
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUP_FILES = sorted(
+    path.relative_to(ROOT / "conf").as_posix()
+    for group in ("data", "loss", "model", "parallel")
+    for path in (ROOT / "conf" / group).glob("*.yaml")
+)
+RECIPE_FILES = sorted(path.relative_to(ROOT / "recipes").as_posix() for path in ROOT.glob("recipes/*/**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", ["sft.yaml", *GROUP_FILES])
+def test_every_config_of_conf_composes_into_known_keys(path):
+    group, _, name = path.removesuffix(".yaml").rpartition("/")
+    config = compose([f"{group}={name}"] if group else [])
+    keys = set(schema.leaves(config))
+    assert all(schema.is_known(key) for key in keys)
+    assert schema.composed_keys() <= schema._with_nodes(keys)
+    assert upstream_type_problems(config) == []
+    nodes.loss_config(config)
+    nodes.attention_config(config)
+    nodes.trainer_config(config)
+    OmegaConf.update(config, "data.train_dir", "folder")
+    nodes.data_config(config)
+
+
+@pytest.mark.parametrize("path", RECIPE_FILES)
+def test_every_recipe_composes_into_known_keys(path):
+    name = path.removesuffix(".yaml")
+    config = compose([f"recipe={name.removesuffix('/config')}"])
+    assert all(schema.is_known(key) for key in schema.leaves(config))
+    assert upstream_type_problems(config) == []
+    nodes.loss_config(config)
+    nodes.trainer_config(config)
+
+
+def test_the_config_is_verls_own_with_our_differences():
+    config = compose([])
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        upstream = hydra_compose("sft_trainer_engine")
+    assert set(schema.leaves(upstream)) - set(schema.leaves(config)) == {"model.override_config"}
+    assert config.model.path is None
+    assert OmegaConf.is_missing(config.data, "train_dir")
+    assert config.engine.strategy == "fsdp2"
+
+
+def test_composing_leaves_a_running_hydra_application_as_it_was():
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        running = GlobalHydra.instance().hydra
+        assert compose(["loss=sqrt"]).loss.mode == "sqrt"
+        assert GlobalHydra.instance().hydra is running
+    assert compose(["loss=pack"]).loss.mode == "pack"
+
+
+def test_a_recipe_chooses_groups_and_the_command_line_still_wins(tmp_path):
+    recipe = tmp_path / "recipe" / "mine"
+    recipe.mkdir(parents=True)
+    (recipe / "config.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: lora\n  - override /parallel: ulysses2\n"
+        "trainer:\n  experiment_name: mine\n"
+    )
+    path = f"hydra.searchpath=[pkg://verl.trainer.config,file://{tmp_path}]"
+    with initialize_config_module("verl_ext.conf", version_base=None):
+        config = hydra_compose("sft", overrides=[path, "recipe=mine/config"])
+        chosen = hydra_compose("sft", overrides=[path, "recipe=mine/config", "model=packed", "parallel=cpu"])
+    assert (config.model.lora_rank, config.engine.ulysses_sequence_parallel_size) == (32, 2)
+    assert config.trainer.experiment_name == "mine"
+    assert (chosen.model.lora_rank, chosen.engine.ulysses_sequence_parallel_size) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("data.max_tokenz", "unknown key data.max_tokenz; nearest: data.max_tokens"),
+        ("trainer.log_frq", "unknown key trainer.log_frq; nearest: trainer.log_freq"),
+        ("engine.ulysses_sequence_paralel_size", "nearest: engine.ulysses_sequence_parallel_size"),
+        ("model.partial_pretrain", "unknown key model.partial_pretrain; nearest: model.path"),
+        ("trainer.max_tokens", "unknown key trainer.max_tokens; nearest: data.max_tokens"),
+        ("attention.backends", "unknown key attention.backends; nearest: attention.backend"),
+    ],
+)
+def test_a_typo_in_yaml_names_the_nearest_key(key, line):
+    config = compose([])
+    with open_dict(config):
+        OmegaConf.update(config, key, 1, force_add=True)
+    with pytest.raises(ValueError) as raised:
+        schema.check_keys(config)
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_anything_may_stand_below_free_form_nodes():
+    config = compose([])
+    with open_dict(config):
+        for node in ("model.override_config", "loss.category_weights", "data.apply_chat_template_kwargs"):
+            OmegaConf.update(config, f"{node}.whatever", 1, force_add=True)
+    schema.check_keys(config)
+
+
+def test_recipes_are_chosen_by_their_folder():
+    for name in schema.options("recipe"):
+        config, _ = compose_run([f"recipe={name}"])
+        assert OmegaConf.is_config(config)
+    assert compose(["recipe=null"]).loss.mode == "token"

@@ -1,0 +1,118 @@
+"""The output folder: fresh, resumed or replaced, and never overwritten in silence."""
+
+import pytest
+
+from verl_ext.config import compose
+from verl_ext.config.output import OutputAction, OutputPlan, check_output
+
+
+@pytest.fixture
+def run(tmp_path):
+    """(folder of the run, a function that composes its config)."""
+    folder = tmp_path / "out"
+    return folder, lambda *more: compose([f"trainer.default_local_dir={folder}", *more])
+
+
+def write_checkpoint(folder, step=3, ranks=2, tracker=True, missing=()):
+    checkpoint = folder / f"global_step_{step}"
+    checkpoint.mkdir(parents=True)
+    for rank in range(ranks):
+        if rank not in missing:
+            (checkpoint / f"model_world_size_{ranks}_rank_{rank}.pt").touch()
+    if tracker:
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return checkpoint
+
+
+def test_a_new_or_empty_folder_is_fresh(run):
+    folder, config = run
+    assert check_output(config()) == OutputPlan(OutputAction.FRESH)
+    folder.mkdir()
+    assert check_output(config()) == OutputPlan(OutputAction.FRESH)
+
+
+def test_a_folder_with_files_needs_overwrite(run):
+    folder, config = run
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"^trainer\.default_local_dir must be empty.*trainer\.overwrite=true[^\n]*$"):
+        check_output(config())
+    assert check_output(config("trainer.overwrite=true")) == OutputPlan(OutputAction.REPLACE)
+    assert (folder / "notes.txt").exists()
+
+
+def test_a_complete_checkpoint_is_resumed(run):
+    folder, config = run
+    checkpoint = write_checkpoint(folder)
+    assert check_output(config(), 2) == OutputPlan(OutputAction.RESUME, str(checkpoint))
+    assert check_output(config("trainer.overwrite=true")).action is OutputAction.REPLACE
+
+
+@pytest.mark.parametrize("broken", [{"tracker": False}, {"missing": (1,)}])
+def test_an_incomplete_checkpoint_is_not_resumed(run, broken):
+    folder, config = run
+    write_checkpoint(folder, **broken)
+    with pytest.raises(ValueError, match="holds no checkpoint to resume from"):
+        check_output(config())
+
+
+def test_another_number_of_ranks_cannot_resume(run):
+    folder, config = run
+    write_checkpoint(folder)
+    with pytest.raises(ValueError, match=r"was saved by 2 rank\(s\).*got 4"):
+        check_output(config(), 4)
+
+
+def test_disabled_resume_does_not_write_into_an_old_run(run):
+    folder, config = run
+    write_checkpoint(folder)
+    with pytest.raises(ValueError, match=r"trainer\.resume_mode is disable.*trainer\.overwrite=true"):
+        check_output(config("trainer.resume_mode=disable"))
+
+
+def test_a_named_checkpoint_is_resumed_from_elsewhere_or_from_inside(run, tmp_path):
+    folder, config = run
+    elsewhere = write_checkpoint(tmp_path / "other", step=7)
+    named = (f"trainer.resume_from_path={elsewhere}", "trainer.resume_mode=resume_path")
+    assert check_output(config(*named)) == OutputPlan(OutputAction.RESUME, str(elsewhere))
+    inside = write_checkpoint(folder)
+    assert check_output(config(f"trainer.resume_from_path={inside}")).checkpoint == str(inside)
+    with pytest.raises(ValueError, match=r"must be empty or new, or hold trainer\.resume_from_path"):
+        check_output(config(*named))
+    assert check_output(config(*named, "trainer.overwrite=true")) == OutputPlan(OutputAction.REPLACE, str(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("null", "trainer.resume_from_path is required with trainer.resume_mode=resume_path; got null"),
+        ("/no/global_step_3", "trainer.resume_from_path must be an existing global_step_N folder"),
+        ("/tmp", "trainer.resume_from_path must be an existing global_step_N folder"),
+    ],
+)
+def test_resume_path_must_name_a_checkpoint(run, path, line):
+    _, config = run
+    with pytest.raises(ValueError, match=line):
+        check_output(config("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"))
+
+
+def test_overwrite_never_deletes_what_the_run_reads(run, tmp_path, monkeypatch):
+    folder, config = run
+    data = folder / "data"
+    data.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"must not hold data\.train_dir with trainer\.overwrite=true"):
+        check_output(config("trainer.overwrite=true", f"data.train_dir={data}"))
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match="must not hold the working directory"):
+        check_output(config("trainer.overwrite=true"))
+    monkeypatch.chdir(tmp_path)
+    inside = write_checkpoint(folder)
+    with pytest.raises(ValueError, match=r"must not hold trainer\.resume_from_path"):
+        check_output(config("trainer.overwrite=true", f"trainer.resume_from_path={inside}"))
+
+
+def test_a_file_is_no_output_folder(run):
+    folder, config = run
+    folder.touch()
+    with pytest.raises(ValueError, match=r"trainer\.default_local_dir must be a folder; got the file"):
+        check_output(config())

@@ -1,0 +1,196 @@
+"""The command line: old names translated, needless plus signs dropped, every typo one line with the nearest name."""
+
+import pytest
+
+from verl_ext.config import compose, compose_run
+from verl_ext.config.overrides import prepare_overrides
+
+# The seed's training script, its shell variables filled in.
+SEED_COMMAND = [
+    "+data.train_dir=/data/train",
+    "+data.max_tokens=131072",
+    "optim.lr=3e-5",
+    "data.train_batch_size=2",
+    "data.micro_batch_size=1",
+    "data.micro_batch_size_per_gpu=1",
+    "data.custom_cls.path=sft_data_packer.py",
+    "data.custom_cls.name=SFTDataSet",
+    "model.partial_pretrain=/models/qwen",
+    "model.use_liger=True",
+    "trainer.default_local_dir=/runs/out",
+    "trainer.project_name=task",
+    "trainer.experiment_name=task",
+    "trainer.logger=['console']",
+    "ulysses_sequence_parallel_size=8",
+    "use_remove_padding=true",
+]
+
+
+def test_the_seed_command_is_translated_word_for_word(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, notices = compose_run(SEED_COMMAND)
+    assert config.data.train_dir == "/data/train"
+    assert config.data.max_tokens == 131072
+    assert config.data.train_batch_size == 2
+    assert config.data.micro_batch_size_per_gpu == 1
+    assert config.data.custom_cls.path is None
+    assert config.optim.lr == 3e-5
+    assert config.model.path == "/models/qwen"
+    assert config.model.use_remove_padding is True
+    assert config.model.use_liger is True
+    assert config.engine.ulysses_sequence_parallel_size == 8
+    assert config.trainer.logger == ["console"]
+    assert config.trainer.default_local_dir == "/runs/out"
+    said = "\n".join(notices)
+    assert len(notices) == len(set(notices)) == 7
+    assert "model.partial_pretrain (verl ≤ 0.6) is read as model.path" in said
+    assert "ulysses_sequence_parallel_size (verl ≤ 0.6) is read as engine.ulysses_sequence_parallel_size" in said
+    assert "use_remove_padding (verl ≤ 0.6) is read as model.use_remove_padding" in said
+    assert "data.micro_batch_size (verl ≤ 0.6) is left out: data.micro_batch_size_per_gpu is given" in said
+    assert "+data.train_dir: the key exists" in said
+    assert "+data.max_tokens: the key exists" in said
+    assert "data.custom_cls.path=sft_data_packer.py does not exist: verl_ext.data.SFTDataSet is used" in said
+
+
+def test_a_dataset_file_that_exists_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft_data_packer.py").write_text("class SFTDataSet: pass\n")
+    config, _ = compose_run(SEED_COMMAND)
+    assert config.data.custom_cls.path == "sft_data_packer.py"
+    assert config.data.custom_cls.name == "SFTDataSet"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("data.micro_batch_size=4", "data.micro_batch_size_per_gpu=4"),
+        ("model.strategy=fsdp2", "engine.strategy=fsdp2"),
+        ("model.fsdp_config.model_dtype=bf16", "engine.model_dtype=bf16"),
+        ("model.fsdp_config.wrap_policy.min_num_params=5", "++engine.wrap_policy.min_num_params=5"),
+        ("model.fsdp_config.cpu_offload=true", "engine.offload_policy=true"),
+        ("optim.warmup_steps_ratio=0.1", "optim.lr_warmup_steps_ratio=0.1"),
+        ("optim.lr_scheduler=cosine", "optim.lr_scheduler_type=cosine"),
+        ("trainer.resume_path=/x", "trainer.resume_from_path=/x"),
+        ("trainer.checkpoint.save_contents=[model]", "checkpoint.save_contents=[model]"),
+        ("+use_remove_padding=true", "model.use_remove_padding=true"),
+    ],
+)
+def test_names_of_verl_0_6_become_todays(old, new):
+    overrides, notices = prepare_overrides([old])
+    assert overrides == [new]
+    assert any("verl ≤ 0.6" in notice for notice in notices)
+
+
+@pytest.mark.parametrize(
+    ("override", "kept", "said"),
+    [
+        ("data.prompt_key=question", False, "python -m verl_ext.tokenize"),
+        ("data.multiturn.enable=true", False, "python -m verl_ext.tokenize"),
+        ("data.chat_template=x", False, "chat template"),
+        ("trainer.val_freq=1", False, "trainer.test_freq"),
+        ("model.fsdp_config.offload_params=true", False, "engine.offload_policy"),
+        ("data.micro_batch_size=null", False, "is left out: it is null"),
+        ("data.max_length=1024", True, "data.max_tokens"),
+        ("data.balance_dp_token=true", True, "no effect on packs"),
+        ("data.train_files=x.parquet", True, "data.train_dir"),
+        ("data.truncation=left", True, "data.over_length"),
+    ],
+)
+def test_keys_without_a_counterpart_name_what_replaces_them(override, kept, said):
+    overrides, notices = prepare_overrides([override])
+    assert overrides == ([override] if kept else [])
+    assert len(notices) == 1
+    assert said in notices[0]
+
+
+def test_a_dataset_class_of_the_users_may_have_keys_of_its_own():
+    own = ["data.custom_cls.path=pkg://mine", "data.custom_cls.name=Mine", "+data.mine=3", "data.max_length=7"]
+    config, notices = compose_run(own)
+    assert config.data.mine == 3
+    assert config.data.custom_cls.path == "pkg://mine"
+    assert notices == []
+    with pytest.raises(ValueError, match=r"unknown key data\.mine"):
+        compose(["+data.mine=3"])
+
+
+@pytest.mark.parametrize("prefix", ["+", "++", ""])
+def test_plus_signs_on_known_keys_work(prefix):
+    config, notices = compose_run([f"{prefix}data.max_tokens=77", f"{prefix}parallel=cpu"])
+    assert config.data.max_tokens == 77
+    assert config.trainer.device == "cpu"
+    assert len(notices) == (2 if prefix == "+" else 0)
+
+
+def test_keys_that_only_a_dataclass_or_a_free_form_node_has_need_no_plus():
+    config = compose(
+        [
+            "engine.mixed_precision.param_dtype=fp32",
+            "checkpoint.async_save=true",
+            "loss.category_weights.code=2",
+            "model.override_config.rope_theta=5",
+            "optim.override_optimizer_config={eps: 1e-6}",
+        ]
+    )
+    assert config.engine.mixed_precision == {"param_dtype": "fp32"}
+    assert config.checkpoint.async_save is True
+    assert config.loss.category_weights == {"code": 2}
+    assert config.model.override_config.rope_theta == 5
+    assert config.model.override_config.attn_implementation == "verl_ext_packed"
+    assert config.optim.override_optimizer_config.eps == 1e-6
+
+
+@pytest.mark.parametrize("path", ["/part=1/data (2)", "/it's/here", "/a b/c", "/x:y/z@2", "/λ/data"])
+def test_a_path_needs_no_quotes_for_hydras_grammar(path):
+    config = compose([f"data.train_dir={path}", f"model.partial_pretrain={path}"])
+    assert config.data.train_dir == path
+    assert config.model.path == path
+
+
+def test_flags_pass_untouched_and_bare_compose_refuses_them():
+    overrides, _ = prepare_overrides(["--cfg", "job", "data.max_tokens=5", "-m", "--config-dir=x"])
+    assert overrides == ["--cfg", "job", "-m", "--config-dir=x", "data.max_tokens=5"]
+    with pytest.raises(ValueError, match="an override is written key=value; got --cfg"):
+        compose(["--cfg", "job"])
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("data.max_tokenz=5", "unknown key data.max_tokenz; nearest: data.max_tokens"),
+        ("data.max_token=5", "unknown key data.max_token; nearest: data.max_tokens"),
+        ("lr=1", "unknown key lr; nearest: optim.lr"),
+        ("paralel=cpu", "unknown key paralel; nearest: parallel"),
+        ("loss={moed: sqrt}", "unknown key loss.moed; nearest: loss.mode"),
+        ("model.partial_pretrian=x", "unknown key model.partial_pretrian; nearest: model.path"),
+        ("engine.ulysses_parallel_size=2", "nearest: engine.ulysses_sequence_parallel_size"),
+        ("engine.mixed_precision.parm_dtype=fp32", "nearest: engine.mixed_precision.param_dtype"),
+        ("checkpoint.save_content=[model]", "nearest: checkpoint.save_contents"),
+        ("model.tokenizer=x", "nearest: model.tokenizer_path"),
+        ("zzz=1", "unknown key zzz"),
+        (
+            "parallel=ulyses2",
+            "unknown choice parallel=ulyses2; nearest: ulysses2; "
+            "available: auto, cpu, fsdp2, ulysses2, ulysses4, ulysses8",
+        ),
+        ("loss=squareroot", "available: longwriter, pack, sequence, sqrt, token"),
+        ("model=hf_model", "unknown choice model=hf_model"),
+        ("engine=megatron", "unknown choice engine=megatron; available: fsdp"),
+        ("recipe=no_such_recipe", "unknown choice recipe=no_such_recipe"),
+        ("foo", "an override is written key=value; got foo"),
+        ("data.train_dir=[a", "cannot read the value of data.train_dir; got [a"),
+        ("data train_dir=a", "cannot read the value of data train_dir; got a"),
+        ("data.max_tokens=1,2", "data.max_tokens takes one value; got 1,2"),
+        ("~data.max_tokens", "data.max_tokens cannot be removed"),
+        ("data.train_dir=${nope}", "data.train_dir cannot be read: Interpolation key 'nope' not found"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(override, line):
+    with pytest.raises(ValueError) as raised:
+        compose([override])
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_all_unknown_keys_of_a_command_line_are_told_together():
+    with pytest.raises(ValueError, match=r"data\.max_tokenz.*\n.*optim\.lrr"):
+        compose(["data.max_tokenz=5", "optim.lrr=1"])

@@ -1,0 +1,73 @@
+"""What a config leaves open is settled by the machine it runs on, and said."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_ext.config import compose, compose_run
+from verl_ext.config.resolution import BF16, FP32, resolve_device
+
+
+@pytest.mark.parametrize(
+    ("asked", "accelerator", "device", "precision"),
+    [
+        ("auto", None, "cpu", FP32),
+        ("auto", "cuda", "cuda", BF16),
+        ("auto", "npu", "npu", BF16),
+        ("cpu", None, "cpu", FP32),
+        ("cuda", "cuda", "cuda", BF16),
+        ("cuda", "npu", "npu", BF16),
+        ("cuda", None, "cuda", BF16),  # refused by check_run
+    ],
+)
+def test_device_and_precision_follow_the_accelerator(asked, accelerator, device, precision):
+    config = compose([f"trainer.device={asked}"])
+    resolve_device(config, accelerator)
+    assert config.trainer.device == device
+    assert config.engine.mixed_precision == precision
+
+
+def test_a_precision_that_is_given_is_kept():
+    config = compose(["engine.mixed_precision.param_dtype=fp16"])
+    assert resolve_device(config, "cuda") == []
+    assert config.engine.mixed_precision == {"param_dtype": "fp16"}
+
+
+def test_liger_is_switched_off_without_a_gpu_and_said():
+    config = compose(["model.use_liger=True"])
+    notices = resolve_device(config, None)
+    assert config.model.use_liger is False
+    assert notices == ["model.use_liger=true is off here: liger's kernels need a GPU, and trainer.device is cpu"]
+    config = compose(["model.use_liger=True"])
+    assert resolve_device(config, "cuda") == []
+    assert config.model.use_liger is True
+
+
+def test_flash_attention_2_becomes_the_packed_backend():
+    config, notices = compose_run(["model.override_config.attn_implementation=flash_attention_2"])
+    assert config.attention.backend == "flash_attn"
+    assert config.model.override_config.attn_implementation == "verl_ext_packed"
+    assert len(notices) == 1
+    assert "attention.backend=flash_attn" in notices[0]
+
+
+@pytest.mark.parametrize("name", ["flash_attention_3", "sdpa", "eager", "verl_ext_pakced"])
+def test_attention_that_would_mix_documents_is_refused(name):
+    with pytest.raises(ValueError, match=rf"attention\.backend=auto, flash_attn, varlen or sdpa; got {name}$"):
+        compose([f"model.override_config.attn_implementation={name}"])
+
+
+def test_two_attentions_at_once_are_refused():
+    with pytest.raises(ValueError, match=r"got flash_attention_2 and attention\.backend=sdpa"):
+        compose(["model.override_config.attn_implementation=flash_attention_2", "attention.backend=sdpa"])
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match=r"trainer\.device must be one of auto, cpu, cuda, npu; got gpu"):
+        resolve_device(compose(["trainer.device=gpu"]), None)
+
+
+def test_the_home_directory_is_written_out():
+    config = compose(["data.train_dir=~/data", "model.path=~/model"])
+    assert config.data.train_dir == str(Path.home() / "data")
+    assert config.model.path == str(Path.home() / "model")

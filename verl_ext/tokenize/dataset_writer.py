@@ -1,0 +1,148 @@
+"""The tokenised dataset on disk: Arrow shards as `datasets.load_from_disk` maps them, written as a stream."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from verl_ext.tokenize.worker import ChunkResult
+
+SHARD_BYTES = 500 * 1000 * 1000
+COLUMNS = {
+    "input_ids": pa.list_(pa.int32()),
+    "loss_mask": pa.list_(pa.int8()),
+    "category_ids": pa.list_(pa.int32()),
+    "length": pa.int32(),
+}
+WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
+
+
+class DatasetWriter:
+    """Appends results to the shards of `folder`; nothing there loads before `close()`.
+
+    The column `loss_weight` exists only when some record has a weight, which may be known late: shards written before the first such
+    record get the column, filled with 1, at the end.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder = folder
+        self.shard_bytes = shard_bytes
+        self.weighted = False
+        self._shards: list[tuple[Path, bool]] = []  # path, has loss_weight
+        self._sink: Any = None
+        self._stream: Any = None
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def add(self, result: ChunkResult) -> None:
+        """Write a chunk's documents."""
+        if not len(result.lengths):
+            return
+        if result.weights is not None and not self.weighted:
+            self.weighted = True
+            self._end_shard()
+        batch = self._batch(result)
+        if self._stream is None:
+            self._begin_shard()
+        self._stream.write_batch(batch)
+        if self._sink.tell() >= self.shard_bytes:
+            self._end_shard()
+
+    def close(self) -> None:
+        """Finish the shards and write the two files that make the folder a dataset."""
+        self._end_shard()
+        files = []
+        for number, (path, has_weights) in enumerate(self._shards):
+            if self.weighted and not has_weights:
+                _add_weights(path, self._schema(True))
+            files.append(f"data-{number:05d}-of-{len(self._shards):05d}.arrow")
+            os.replace(path, self.folder / files[-1])
+        self._write_metadata(files)
+
+    def abandon(self) -> None:
+        """Let go of the open shard, after an error."""
+        for stream in (self._stream, self._sink):
+            if stream is not None:
+                stream.close()
+        self._stream = self._sink = None
+
+    def _batch(self, result: ChunkResult) -> pa.RecordBatch:
+        mask = result.loss_mask
+        categories = np.where(mask == 1, np.int32(result.category_id), np.int32(0))
+        offsets = np.concatenate([[0], np.cumsum(result.lengths, dtype=np.int64)])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise OverflowError("a chunk of records must have fewer than 2^31 tokens")
+        flat = [result.input_ids, mask, categories]
+        if self.weighted:
+            weights = np.ones(len(result.lengths), np.float32) if result.weights is None else result.weights
+            flat.append(np.repeat(weights, result.lengths))
+        for array in (*flat, result.lengths):
+            self._hash.update(np.ascontiguousarray(array))
+        rows = pa.array(offsets.astype(np.int32))
+        columns = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in flat]
+        columns.insert(3, pa.array(result.lengths))
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema(self.weighted))
+
+    def _schema(self, weighted: bool) -> pa.Schema:
+        from datasets import Features
+
+        plain = pa.schema({**COLUMNS, **WEIGHT_COLUMN} if weighted else COLUMNS)
+        return Features.from_arrow_schema(plain).arrow_schema
+
+    def _begin_shard(self) -> None:
+        path = self.folder / f"part-{len(self._shards):05d}.arrow"
+        self._shards.append((path, self.weighted))
+        self._sink = pa.OSFile(str(path), "wb")
+        self._stream = pa.ipc.new_stream(self._sink, self._schema(self.weighted))
+
+    def _end_shard(self) -> None:
+        self.abandon()
+
+    def _write_metadata(self, files: list[str]) -> None:
+        """dataset_info.json and state.json as `datasets` itself writes them for these columns, naming our shards."""
+        import datasets
+
+        schema = self._schema(self.weighted)
+        empty = datasets.Dataset(schema.empty_table())
+        template = self.folder / "metadata"
+        with _no_progress_bars():
+            empty.save_to_disk(template)
+        os.replace(template / "dataset_info.json", self.folder / "dataset_info.json")
+        state = json.loads((template / "state.json").read_text(encoding="utf-8"))
+        state["_data_files"] = [{"filename": name} for name in files]
+        state["_fingerprint"] = self._hash.hexdigest()
+        shutil.rmtree(template)
+        (self.folder / "state.json").write_text(json.dumps(state, indent=2, sort_keys=True), encoding="utf-8")
+
+
+class _no_progress_bars:
+    """No bar of `datasets` for a file of no rows; the user's own setting afterwards."""
+
+    def __enter__(self) -> None:
+        import datasets
+
+        self.were_on = datasets.are_progress_bars_disabled() is False
+        datasets.disable_progress_bars()
+
+    def __exit__(self, *error: object) -> None:
+        import datasets
+
+        if self.were_on:
+            datasets.enable_progress_bars()
+
+
+def _add_weights(path: Path, schema: pa.Schema) -> None:
+    """Rewrite a shard with loss_weight = 1, batch by batch."""
+    target = path.with_suffix(".weighted")
+    with pa.memory_map(str(path)) as source, pa.OSFile(str(target), "wb") as sink:
+        with pa.ipc.open_stream(source) as reader, pa.ipc.new_stream(sink, schema) as writer:
+            for batch in reader:
+                ids = batch.column("input_ids")
+                ones = pa.array(np.ones(len(ids.values), np.float32))
+                weights = pa.ListArray.from_arrays(ids.offsets, ones)
+                writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
+    os.replace(target, path)

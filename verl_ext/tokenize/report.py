@@ -1,0 +1,101 @@
+"""The closing table and report.json: what was written, and everything that was not, by category."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verl_ext.tokenize.config import TokenizeConfig
+from verl_ext.tokenize.tally import Tally
+
+# Options that change neither tokens nor counts: left out, so that equal data has equal reports.
+NOT_REPORTED = ("num_workers", "overwrite")
+
+
+class Report:
+    """One tally per category, in the order of `sources`."""
+
+    def __init__(self, config: TokenizeConfig) -> None:
+        self.config = config
+        self.tallies = {name: Tally() for name in config.sources}
+
+    def tally(self, category_id: int) -> Tally:
+        """The tally of a category by its number, from 1."""
+        return list(self.tallies.values())[category_id - 1]
+
+    @property
+    def total(self) -> Tally:
+        """All categories together."""
+        total = Tally()
+        for tally in self.tallies.values():
+            total.add(tally)
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of report.json; it names no time, so that equal runs give equal files."""
+        options = {key: value for key, value in asdict(self.config).items() if key not in NOT_REPORTED}
+        total = self.total.as_dict()
+        del total["examples"]
+        return {
+            "tokenizer": self.config.tokenizer_path,
+            "options": options,
+            "categories": {name: tally.as_dict() for name, tally in self.tallies.items()},
+            "total": total,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write report.json and categories.json into the dataset's folder."""
+        names = {str(number): name for number, name in enumerate(self.tallies, start=1)}
+        for file, content in (("report.json", self.as_dict()), ("categories.json", names)):
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            (folder / file).write_text(text, encoding="utf-8")
+
+    def table(self) -> str:
+        """The closing table, and one of the bad records where there are any."""
+        rows = [_row(name, tally) for name, tally in self.tallies.items()]
+        if len(rows) > 1:
+            rows.append(_row("all", self.total))
+        parts = [_aligned(rows)]
+        bad = [
+            {"category": name, "bad record": reason, "records": f"{count:,}", "first": tally.examples[reason][0]}
+            for name, tally in self.tallies.items()
+            for reason, count in sorted(tally.bad.items())
+        ]
+        if bad:
+            parts.append(_aligned(bad))
+        return "\n\n".join(parts)
+
+
+def _row(name: str, tally: Tally) -> dict[str, str]:
+    over = tally.over_length
+    row = {
+        "category": name,
+        "records": tally.records,
+        "bad": tally.bad.total(),
+        "dropped": _with_tokens(over["dropped_documents"], over["dropped_tokens"]),
+        "truncated": _with_tokens(over["truncated_documents"], over["truncated_tokens"]),
+        "split": _with_tokens(over["split_documents"], over["split_tokens"]),
+        "documents": tally.documents,
+        "tokens": tally.tokens,
+        "targets": tally.target_tokens,
+        "median": tally.length_quantile(0.5),
+        "p95": tally.length_quantile(0.95),
+        "max": max(tally.lengths, default=0),
+    }
+    return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
+
+
+def _with_tokens(documents: int, tokens: int) -> str:
+    return f"{documents:,} ({tokens:,} tokens)" if documents else "0"
+
+
+def _aligned(rows: list[dict[str, str]]) -> str:
+    """Rows as a table: text to the left, numbers to the right."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    left = ("category", "bad record", "first")
+
+    def line(cells: dict[str, str]) -> str:
+        padded = (cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items())
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line({key: key for key in widths}), *map(line, rows)])

@@ -1,0 +1,71 @@
+"""What became of a category's records: counts that add up over chunks."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+EXAMPLES = 3  # places named per reason in the report
+
+
+@dataclass
+class Tally:
+    """Counts of one category. `lengths` maps a document's length to how many have it."""
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    over_length: Counter[str] = field(default_factory=Counter)
+    bad: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add_bad(self, reason: str, example: str) -> None:
+        """Count a record that cannot be used; `example` says where and why."""
+        self.bad[reason] += 1
+        known = self.examples.setdefault(reason, [])
+        if len(known) < EXAMPLES:
+            known.append(example)
+
+    def add_document(self, length: int, targets: int) -> None:
+        """Count a document that is written."""
+        self.documents += 1
+        self.tokens += length
+        self.target_tokens += targets
+        self.lengths[length] += 1
+
+    def add(self, other: "Tally") -> None:
+        """Add another tally's counts; its examples come after those here."""
+        for name in ("records", "documents", "tokens", "target_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("lengths", "over_length", "bad"):
+            getattr(self, name).update(getattr(other, name))
+        for reason, examples in other.examples.items():
+            known = self.examples.setdefault(reason, [])
+            known += examples[: EXAMPLES - len(known)]
+
+    def length_quantile(self, fraction: float) -> int:
+        """The shortest length that at least `fraction` of the documents do not exceed (nearest rank); 0 of none."""
+        seen = 0
+        for length in sorted(self.lengths):
+            seen += self.lengths[length]
+            if seen >= fraction * self.documents:
+                return length
+        return 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tally as the report has it; the order of keys does not depend on that of the records."""
+        return {
+            "records": self.records,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "target_tokens": self.target_tokens,
+            "length": {
+                "median": self.length_quantile(0.5),
+                "p95": self.length_quantile(0.95),
+                "max": max(self.lengths, default=0),
+            },
+            "bad_records": dict(sorted(self.bad.items())),
+            "over_length": dict(sorted(self.over_length.items())),
+            "examples": {reason: self.examples[reason] for reason in sorted(self.examples)},
+        }

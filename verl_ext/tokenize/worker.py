@@ -1,0 +1,217 @@
+"""Chunks of records tokenised: the part that runs in every worker process."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_ext.tokenize.chat_spans import ChatTemplate, Span
+from verl_ext.tokenize.chunks import Chunk, parse_line
+from verl_ext.tokenize.config import TokenizeConfig
+from verl_ext.tokenize.errors import BadRecord, DataError, UsageError, first_line
+from verl_ext.tokenize.over_length import Document, fit
+from verl_ext.tokenize.records import Chat, parse_record
+from verl_ext.tokenize.tally import Tally
+from verl_ext.tokenize.target_mask import mask_from_offsets, mask_from_prefixes
+
+
+@dataclass
+class ChunkResult:
+    """input_ids[ΣT] int32, loss_mask[ΣT] int8, lengths[D] int32 and, where a record gave one, weights[D] float32."""
+
+    category_id: int
+    num_bytes: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    tally: Tally
+
+
+@dataclass
+class _Prepared:
+    number: int
+    text: str
+    spans: list[Span] | None  # None: plain text
+    weight: float | None
+
+
+@dataclass
+class _Bad:
+    number: int
+    reason: str
+    message: str
+
+
+@dataclass
+class _Outcome:
+    documents: list[Document] = field(default_factory=list)
+    bad: list[_Bad] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+
+
+class ChunkTokenizer:
+    """Turns chunks into token arrays with one tokenizer and one configuration."""
+
+    def __init__(self, config: TokenizeConfig) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config)
+        self._template: ChatTemplate | None = None
+
+    def tokenise(self, chunk: Chunk) -> ChunkResult:
+        """Tokenise a chunk; `DataError` for the first bad record under `on_bad_record=error`."""
+        outcome = _Outcome(tally=Tally(records=len(chunk.records)))
+        prepared = list(self._prepared(chunk, outcome))
+        for item, ids, mask in self._encoded(prepared, outcome):
+            document = Document(np.asarray(ids, dtype=np.int32), mask, item.weight)
+            self._keep(document, item, chunk.path, outcome)
+        for bad in sorted(outcome.bad, key=lambda bad: bad.number):
+            line = f"{chunk.path}:{bad.number}: {bad.message}"
+            # A target lost to truncation is a consequence of the policy asked for, not of bad data: counted, never fatal.
+            if self.config.on_bad_record == "error" and not bad.reason.startswith("no_target_after"):
+                raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
+            outcome.tally.add_bad(bad.reason, line)
+        return _result(chunk, outcome)
+
+    def _prepared(self, chunk: Chunk, outcome: _Outcome) -> Iterator[_Prepared]:
+        for number, raw in chunk.records:
+            try:
+                record = parse_record(parse_line(raw) if isinstance(raw, bytes) else raw)
+                text, spans = self._text(record.content, f"{chunk.path}:{number}")
+                yield _Prepared(number, text, spans, record.weight)
+            except BadRecord as error:
+                outcome.bad.append(_Bad(number, error.reason, str(error)))
+
+    def _text(self, content: Any, place: str) -> tuple[str, list[Span] | None]:
+        if isinstance(content, Chat):
+            if self.config.last_turn_only:
+                content.keep_last_target()
+            if not content.targets:
+                raise BadRecord("no_target", "the last assistant turn is no target")
+            text, spans = self._chat_template(place).spans(content)
+            if not spans:
+                raise BadRecord("no_target", "the chat template marks no assistant turn")
+        else:
+            text, spans = content.text, None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+        return text, spans
+
+    def _chat_template(self, place: str) -> ChatTemplate:
+        if self._template is None:
+            template = _template_text(self.config.chat_template)
+            if template is None and not self.tokenizer.chat_template:
+                path = self.config.tokenizer_path
+                raise UsageError(
+                    f"chat_template must be given for chat records such as {place}: the tokenizer of {path} has none"
+                )
+            self._template = ChatTemplate(self.tokenizer, template, self.config.apply_chat_template_kwargs)
+        return self._template
+
+    def _encoded(
+        self, prepared: list[_Prepared], outcome: _Outcome
+    ) -> Iterator[tuple[_Prepared, list[int], np.ndarray]]:
+        """The tokens and mask of every text, in order."""
+        chats = self._encode([item.text for item in prepared if item.spans is not None], special=False)
+        texts = self._encode([item.text for item in prepared if item.spans is None], special=True)
+        for item in prepared:
+            if item.spans is None:
+                ids = self._with_eos(next(texts)[0])
+                mask = np.ones(len(ids), dtype=np.int8)
+            else:
+                ids, offsets = next(chats)
+                try:
+                    mask = self._chat_mask(ids, offsets, item)
+                except BadRecord as error:
+                    outcome.bad.append(_Bad(item.number, error.reason, str(error)))
+                    continue
+            mask[:1] = 0
+            if not mask.any():
+                outcome.bad.append(_Bad(item.number, "no_target", "no token is left to learn after the first"))
+                continue
+            yield item, ids, mask
+
+    def _encode(self, texts: list[str], special: bool) -> Iterator[tuple[list[int], list[Span] | None]]:
+        if not texts:
+            return iter(())
+        fast = self.tokenizer.is_fast
+        out = self.tokenizer(
+            texts,
+            add_special_tokens=special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=fast and not special,
+        )
+        offsets = out["offset_mapping"] if "offset_mapping" in out else [None] * len(texts)
+        return zip(out["input_ids"], offsets, strict=True)
+
+    def _chat_mask(self, ids: list[int], offsets: list[Span] | None, item: _Prepared) -> np.ndarray:
+        assert item.spans is not None
+        if offsets is not None:
+            return mask_from_offsets(item.text, offsets, item.spans)
+        return mask_from_prefixes(ids, item.text, item.spans, lambda text: next(self._encode([text], False))[0])
+
+    def _with_eos(self, ids: list[int]) -> list[int]:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise UsageError(f"the tokenizer of {self.config.tokenizer_path} must have an eos_token for text records")
+        return ids if ids[-1:] == [eos] else [*ids, eos]
+
+    def _keep(self, document: Document, item: _Prepared, path: str, outcome: _Outcome) -> None:
+        try:
+            pieces = fit(document, self.config.max_tokens, self.config.over_length, outcome.tally.over_length)
+        except BadRecord as error:
+            outcome.bad.append(_Bad(item.number, error.reason, str(error)))
+            return
+        except DataError as error:
+            raise DataError(f"{path}:{item.number}: {error}") from error
+        for piece in pieces:
+            outcome.documents.append(piece)
+            outcome.tally.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+
+
+def _result(chunk: Chunk, outcome: _Outcome) -> ChunkResult:
+    documents = outcome.documents
+    weighted = any(document.weight is not None for document in documents)
+    weights = [1.0 if document.weight is None else document.weight for document in documents]
+    return ChunkResult(
+        category_id=chunk.category_id,
+        num_bytes=chunk.num_bytes,
+        input_ids=np.concatenate([d.input_ids for d in documents]) if documents else np.empty(0, np.int32),
+        loss_mask=np.concatenate([d.loss_mask for d in documents]) if documents else np.empty(0, np.int8),
+        lengths=np.array([len(d.input_ids) for d in documents], dtype=np.int32),
+        weights=np.array(weights, dtype=np.float32) if weighted else None,
+        tally=outcome.tally,
+    )
+
+
+def load_tokenizer(config: TokenizeConfig) -> Any:
+    """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
+    # The processes are the parallelism; threads inside each would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from transformers import AutoTokenizer
+
+    path = config.tokenizer_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # files that are no tokenizer fail in many ways
+        raise UsageError(f"model.path must hold a tokenizer; got {path}: {first_line(error)}") from error
+    tokenizer.model_max_length = int(1e30)  # lengths are max_tokens' business: no warning per document
+    return tokenizer
+
+
+def _template_text(chat_template: str | None) -> str | None:
+    """The override: the file of that name, or the text itself."""
+    if chat_template is None or "{" in chat_template or "\n" in chat_template:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"chat_template must be a Jinja template or a file that exists; got {chat_template}"
+        ) from error
