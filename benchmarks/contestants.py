@@ -18,7 +18,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,7 +76,6 @@ class Forwards:
 
     tokens: int = 0
     calls: int = 0
-    sizes: list[int] = field(default_factory=list)
 
     def watch(self, module: torch.nn.Module) -> None:
         """Count every forward of ``module`` from now on."""

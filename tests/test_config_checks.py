@@ -39,7 +39,7 @@ def changed(config, **updates):
 
 
 def lines(config, world_size=1, accelerator=None):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=r"\S") as raised:
         check_run(config, world_size, accelerator)
     return str(raised.value).splitlines()
 

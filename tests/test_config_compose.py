@@ -94,7 +94,7 @@ def test_a_typo_in_yaml_names_the_nearest_key(key, line):
     config = compose([])
     with open_dict(config):
         OmegaConf.update(config, key, 1, force_add=True)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=r"\S") as raised:
         schema.check_keys(config)
     assert line in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -113,3 +113,10 @@ def test_recipes_are_chosen_by_their_folder():
         config, _ = compose_run([f"recipe={name}"])
         assert OmegaConf.is_config(config)
     assert compose(["recipe=null"]).loss.mode == "token"
+
+
+def test_a_reference_that_leads_nowhere_is_one_line():
+    config = compose([])
+    config.trainer.project_name = "${no.such.key}"
+    with pytest.raises(ValueError, match=r"^trainer\.\w+ cannot be read: [^\n]*no\.such\.key[^\n]*$"):
+        schema.check_keys(config)

@@ -56,7 +56,7 @@ from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, Train
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_key_and_value(build, line):
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=r"\S") as raised:
         build()
     assert line in str(raised.value)
     assert "\n" not in str(raised.value)

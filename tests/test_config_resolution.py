@@ -71,3 +71,7 @@ def test_the_home_directory_is_written_out():
     config = compose(["data.train_dir=~/data", "model.path=~/model"])
     assert config.data.train_dir == str(Path.home() / "data")
     assert config.model.path == str(Path.home() / "model")
+
+
+def test_an_empty_path_is_no_path():
+    assert compose(["data.val_dir="]).data.val_dir is None

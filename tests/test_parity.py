@@ -54,9 +54,17 @@ class Measured:
     gradients: dict[str, torch.Tensor]
 
 
-LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 2), Layout(4, 4)]
-PACKINGS = ("none", "packed", "padded")
-CASES = [Case(mode, packing, k) for mode in MODES for packing in PACKINGS for k in (1, 4)]
+CASES = [Case(mode, packing, k) for mode in MODES for packing in ("none", "packed") for k in (1, 4)]
+CASES += [Case(mode, "padded", 4) for mode in MODES]
+FEW_CASES = [case for case in CASES if case.mode in ("token", "longwriter") and case.accumulation == 4]
+LAYOUTS = {  # the last has more ranks than key/value heads, and packs shorter than it has ranks
+    Layout(1, 1): CASES,
+    Layout(2, 1): CASES,
+    Layout(2, 2): CASES,
+    Layout(4, 2): CASES,
+    Layout(4, 4): FEW_CASES,
+}
+RUNS = [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in LAYOUTS.items() for case in cases]
 
 
 def _documents() -> list[Document]:
@@ -96,12 +104,12 @@ def _packs(packing: str) -> list[list[Document]]:
     return [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
 
 
-def _train(model: str, sequence_parallel: int) -> list[Measured]:
-    """Every case on this rank, one engine for all of them; gradients come from rank 0 alone."""
+def _train(model: str, layout: Layout) -> dict[Case, Measured]:
+    """A layout's cases on this rank, one engine for all of them; gradients come from rank 0 alone."""
     from tests.packed_engine import build_worker
 
-    engine = build_worker(model, sequence_parallel).engine
-    return [_train_step(engine, case) for case in CASES]
+    engine = build_worker(model, layout.sequence_parallel).engine
+    return {case: _train_step(engine, case) for case in LAYOUTS[layout]}
 
 
 def _train_step(engine, case: Case) -> Measured:
@@ -158,12 +166,12 @@ def expected(tiny_model):
 @pytest.fixture(scope="module")
 def measured(tiny_model):
     """Every rank's answer to a case on a layout; a layout's ranks start once."""
-    runs: dict[Layout, list[list[Measured]]] = {}
+    runs: dict[Layout, list[dict[Case, Measured]]] = {}
 
     def of(layout: Layout, case: Case) -> list[Measured]:
         if layout not in runs:
-            runs[layout] = run_ranks(_train, layout.ranks, str(tiny_model), layout.sequence_parallel)
-        return [answers[CASES.index(case)] for answers in runs[layout]]
+            runs[layout] = run_ranks(_train, layout.ranks, str(tiny_model), layout)
+        return [answers[case] for answers in runs[layout]]
 
     return of
 
@@ -172,8 +180,7 @@ def _deviation(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float((value.double() - reference).norm() / reference.norm())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "case"), RUNS)
 def test_a_step_equals_single_documents_in_plain_hugging_face(layout, case, expected, measured):
     want, ranks = expected(case), measured(layout, case)
     report = ranks[0].report
@@ -188,21 +195,20 @@ def test_a_step_equals_single_documents_in_plain_hugging_face(layout, case, expe
     assert ranks[0].gradients.keys() == want.gradients.keys()
     deviations = {name: _deviation(ranks[0].gradients[name], gradient) for name, gradient in want.gradients.items()}
     worst = max(deviations, key=deviations.get)
-    assert deviations[worst] < TOLERANCE, worst
+    assert deviations[worst] < TOLERANCE, f"{worst} is off by {deviations[worst]:.1e} of its norm"
     assert ranks[0].grad_norm == pytest.approx(want.grad_norm, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_counts_and_losses_are_the_same_at_any_world_size(case, measured):
-    one = measured(LAYOUTS[0], case)[0].report
+@pytest.mark.parametrize(("layout", "case"), RUNS)
+def test_counts_and_losses_are_the_same_on_every_rank_and_at_any_world_size(layout, case, measured):
+    one = measured(Layout(1, 1), case)[0].report
     packs = _packs(case.packing)
     assert one["train/tokens"] == sum(len(d.input_ids) for pack in packs for d in pack)
     assert one["train/target_tokens"] == sum(d.targets for pack in packs for d in pack)
     assert one["train/packs"] == len(packs)
-    for layout in LAYOUTS:
-        ranks = measured(layout, case)
-        assert all(answer.report == ranks[0].report for answer in ranks)
-        assert ranks[0].report == pytest.approx(one, rel=1e-6)
+    ranks = measured(layout, case)
+    assert all(answer.report == ranks[0].report for answer in ranks)
+    assert ranks[0].report == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence", "sqrt"])

@@ -21,10 +21,18 @@ def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
     try:
         with _without_hydra(), initialize_config_module(module, version_base=None):
             config = compose(primary, overrides=list(overrides))
-        OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_one_line(error)) from None
+    check_interpolations(config)
     return config
+
+
+def check_interpolations(config: DictConfig) -> None:
+    """Raises ValueError, in one line, when a value refers to a key that does not exist."""
+    try:
+        OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        raise ValueError(_one_line(error)) from None
 
 
 @contextmanager

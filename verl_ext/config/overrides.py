@@ -62,13 +62,11 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(word: str, multirun: bool = False) -> Item:
-    if "=" in word and _parsed(word) is None:
-        word = _quoted(word)
-    override = _parsed(word)
-    key, equals, value = word.partition("=")
+    readable = word if "=" not in word or _parsed(word) else _quoted(word)
+    override = _parsed(readable)
     if override is None:
-        hint = f"cannot read the value of {key}" if equals else "an override is written key=value"
-        raise ValueError(f"{hint}; got {value if equals else word}")
+        raise ValueError(f"an override is written key=value; got {word}")
+    key, equals, value = readable.partition("=")
     if override.is_sweep_override() and not multirun:
         raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
     name = key.lstrip("+~")

@@ -27,11 +27,11 @@ _PATHS = (
 
 
 def resolve_config(config: DictConfig) -> list[str]:
-    """Settles what does not depend on the machine: `~` in paths, the attention, the dataset class. In place."""
+    """Settles what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place."""
     for key in _PATHS:
         value = OmegaConf.select(config, key)
-        if isinstance(value, str) and value.startswith("~"):
-            OmegaConf.update(config, key, os.path.expanduser(value))
+        if isinstance(value, str) and (value == "" or value.startswith("~")):
+            OmegaConf.update(config, key, os.path.expanduser(value) or None)
     return resolve_attention(config) + resolve_dataset(config)
 
 

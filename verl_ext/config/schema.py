@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config import legacy
-from verl_ext.config.composition import CONF, composed
+from verl_ext.config.composition import CONF, check_interpolations, composed
 from verl_ext.config.nearest import nearest_key, nearest_name
 
 UPSTREAM_CONF = "verl.trainer.config"
@@ -91,12 +91,15 @@ def unknown_key(key: str) -> str:
 def check_keys(config: DictConfig) -> None:
     """Raises ValueError with a line for each key of a composed config that the schema lacks (a typo in YAML).
 
+    A value that refers to a key that does not exist is told likewise.
+
     Keys below data belong to the user's own dataset class where data.custom_cls names one.
     """
     own_class = OmegaConf.select(config, "data.custom_cls.name") not in legacy.NOT_OWN_CLASS
     unknown = [key for key in leaves(config) if not is_known(key) and not (own_class and key.startswith("data."))]
     if unknown:
         raise ValueError("\n".join(unknown_key(key) for key in unknown))
+    check_interpolations(config)
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Where the assistant's turns lie in a rendered chat.
 
-A chat is rendered once, whole, and that text is what is tokenised. A target span runs from the end of the generation prompt (what the
-model is given at inference) to the end of the end-of-turn token:
+A chat is rendered once, whole, and that text is what is tokenised. A target span runs from the end of the generation
+prompt (what the model is given at inference) to the end of the end-of-turn token:
 
     <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
                                                           ^^^^^^^^^^^^^^^
@@ -9,9 +9,12 @@ model is given at inference) to the end of the end-of-turn token:
 Three ways to find it, in this order:
 
 1. templates with `{% generation %}` say so themselves;
-2. the chat up to the turn, with generation prompt, is a prefix of the chat up to and with the turn, which is a prefix of the whole;
-3. templates that rewrite earlier turns (thinking removed, other endings) have no such prefixes. There the turn's content is swapped for
-   a marker, the chat rendered again, and the text that changed is the content: also right for what the template made of it.
+2. the chat up to the turn, with generation prompt, is a prefix of the chat up to and with the turn, which is a prefix
+   of the whole;
+3. templates that rewrite earlier turns (thinking removed, other endings) have no such prefixes. There the turn's
+   content is swapped for a marker, the chat rendered again, and the text that changed is the content, whatever the
+   template made of it. Where the generation prompt goes on otherwise than the turn (an empty thinking block), what both
+   share is no target.
 """
 
 import re
@@ -28,7 +31,7 @@ Span = tuple[int, int]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, and what a plain chat shows of it: its generation prompt and its end-of-turn tokens."""
+    """A tokenizer's chat template, and what a plain chat shows of it: generation prompt and end-of-turn tokens."""
 
     def __init__(self, tokenizer: Any, template: str | None, template_kwargs: dict[str, Any]) -> None:
         self.tokenizer = tokenizer
@@ -134,9 +137,8 @@ class ChatTemplate:
         if len(spans) == len(turns):
             spans = [span for span, turn in zip(spans, turns, strict=True) if turn in chat.targets]
         elif chat.targets != turns:
-            raise _mismatch(
-                chat.targets[0], f"cannot be told apart: {len(turns)} turns, {len(spans)} generation blocks"
-            )
+            counts = f"{len(turns)} turns, {len(spans)} generation blocks"
+            raise _mismatch(chat.targets[0], f"cannot be told from the others: {counts}")
         return text, [span for span in spans if span[0] < span[1]]
 
     def _render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
@@ -144,7 +146,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[chat.messages],
                 tools=chat.tools,
                 chat_template=self.tokenizer.get_chat_template(self.template, chat.tools),
@@ -154,6 +156,7 @@ class ChatTemplate:
             )
         except Exception as error:  # as in render()
             raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
+        texts, spans = rendered
         return texts[0], spans[0]
 
     def _trimmed(self, text: str, span: Span) -> Span:

@@ -1,7 +1,7 @@
 """Source files cut into chunks of records, read as a stream.
 
-The cuts depend on the files alone, never on the number of workers, so that the output does not either. JSONL lines travel
-as bytes and are parsed by the worker that tokenises them; the other formats are decoded here.
+The cuts depend on the files alone, never on the number of workers, so that the output does not either. JSONL lines
+travel as bytes and are parsed by the worker that tokenises them; the other formats are decoded here.
 """
 
 import csv
@@ -9,7 +9,7 @@ import gzip
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ Batches = Iterator[tuple[list[NumberedRecord], int]]
 
 def _jsonl(source: SourceFile) -> Batches:
     with open(source.path, "rb") as raw:
-        stream = gzip.open(raw) if source.path.endswith(".gz") else raw
+        stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if source.path.endswith(".gz") else raw
         records: list[NumberedRecord] = []
         size = position = 0
         for number, line in enumerate(stream, start=1):

@@ -25,8 +25,8 @@ WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
 class DatasetWriter:
     """Appends results to the shards of `folder`; nothing there loads before `close()`.
 
-    The column `loss_weight` exists only when some record has a weight, which may be known late: shards written before the first such
-    record get the column, filled with 1, at the end.
+    The column `loss_weight` exists only when some record has a weight, which may be known late: shards written before
+    the first such record get the column, filled with 1, at the end.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -81,7 +81,7 @@ class DatasetWriter:
             weights = np.ones(len(result.lengths), np.float32) if result.weights is None else result.weights
             flat.append(np.repeat(weights, result.lengths))
         for array in (*flat, result.lengths):
-            self._hash.update(np.ascontiguousarray(array))
+            self._hash.update(np.ascontiguousarray(array).data)
         rows = pa.array(offsets.astype(np.int32))
         columns = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in flat]
         columns.insert(3, pa.array(result.lengths))
@@ -138,11 +138,15 @@ class _no_progress_bars:
 def _add_weights(path: Path, schema: pa.Schema) -> None:
     """Rewrite a shard with loss_weight = 1, batch by batch."""
     target = path.with_suffix(".weighted")
-    with pa.memory_map(str(path)) as source, pa.OSFile(str(target), "wb") as sink:
-        with pa.ipc.open_stream(source) as reader, pa.ipc.new_stream(sink, schema) as writer:
-            for batch in reader:
-                ids = batch.column("input_ids")
-                ones = pa.array(np.ones(len(ids.values), np.float32))
-                weights = pa.ListArray.from_arrays(ids.offsets, ones)
-                writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
+    with (
+        pa.memory_map(str(path)) as source,
+        pa.ipc.open_stream(source) as reader,
+        pa.OSFile(str(target), "wb") as sink,
+        pa.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in reader:
+            ids = batch.column("input_ids")
+            ones = pa.array(np.ones(len(ids.values), np.float32))
+            weights = pa.ListArray.from_arrays(ids.offsets, ones)
+            writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))
     os.replace(target, path)

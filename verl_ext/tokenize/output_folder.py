@@ -12,8 +12,8 @@ from verl_ext.tokenize.errors import DataError
 class OutputFolder:
     """A context whose `path` is a hidden sibling of `output_dir`, renamed to it by `publish()` and removed otherwise.
 
-    A run that is killed leaves only the hidden folder, `.NAME.tokenize-HOST-PID`; the next run for the same `output_dir` on that
-    host removes it.
+    A run that is killed leaves only the hidden folder, `.NAME.tokenize-HOST-PID`; the next run for the same
+    `output_dir` on that host removes it.
     """
 
     def __init__(self, output_dir: str, overwrite: bool) -> None:

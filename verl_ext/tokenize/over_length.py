@@ -1,7 +1,7 @@
 """Documents longer than `max_tokens`: dropped, truncated or split, and counted.
 
-`truncate` keeps the first `max_tokens` tokens. `split` keeps every token, in pieces of at most `max_tokens`; a piece's first token
-is no target, and a piece without any target is kept, as context that a user may want to see, and counted.
+`truncate` keeps the first `max_tokens` tokens. `split` keeps every token, in pieces of at most `max_tokens`; a piece's
+first token is no target, and a piece without any target is kept and counted.
 """
 
 from collections import Counter

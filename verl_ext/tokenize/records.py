@@ -4,16 +4,16 @@ The shape is read off the fields. Where several fit, the first of this table win
 
 | fields | becomes |
 |---|---|
-| `messages` (or a list under `prompt` with a list or string under `completion`/`response`) | the chat as it stands |
+| `messages` | the chat as it stands |
 | `conversations` | ShareGPT: `from`/`value` or `role`/`content` |
-| `instruction` + `output` (or `response`, `completion`) [+ `input`] | one user turn `instruction\\ninput`, one assistant turn |
-| `prompt` + `response` (or `completion`) | one user turn, one assistant turn |
+| `instruction` [+ `input`] + `output` (or `response`, `completion`) | user turn `instruction\\ninput`, assistant turn |
+| `prompt` + `response` (or `completion`), strings or messages | a user turn, an assistant turn; or the chat of both |
 | `question` + `answer` | one user turn, one assistant turn |
 | `text` | plain text, no template |
 
-An alpaca record that has `output` and `response` is answered by `output`. `system`, `tools` and `history` (pairs of earlier turns)
-are taken along where they stand beside a shape; other fields are left alone. A `prompt` given as messages is context: its
-assistant turns are no targets.
+An alpaca record that has `output` and `response` is answered by `output`. `system`, `tools` and `history` (pairs of
+earlier turns) are taken along where they stand beside a shape; other fields are left alone. A `prompt` given as
+messages is context: its assistant turns are no targets.
 """
 
 import json

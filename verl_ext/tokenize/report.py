@@ -68,7 +68,7 @@ class Report:
 
 def _row(name: str, tally: Tally) -> dict[str, str]:
     over = tally.over_length
-    row = {
+    row: dict[str, str | int] = {
         "category": name,
         "records": tally.records,
         "bad": tally.bad.total(),

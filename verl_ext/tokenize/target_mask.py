@@ -11,9 +11,9 @@ from verl_ext.tokenize.errors import BadRecord
 def mask_from_offsets(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarray:
     """mask[T] int8: 1 for the tokens that lie in a span. `offsets` are the tokens' characters.
 
-    A token across a span's border whose outer part is white space belongs to the span: the template's own text ends in a space
-    that the tokenizer binds to the first word. Any other such token would be unlike what the model is given at inference:
-    `BadRecord`, `template_mismatch`.
+    A token across a span's border whose outer part is white space belongs to the span: the template's own text ends in
+    a space that the tokenizer binds to the first word. Any other such token would be unlike what the model is given at
+    inference: `BadRecord`, `template_mismatch`.
     """
     raw = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     mask = np.zeros(len(raw), dtype=np.int8)
@@ -46,6 +46,8 @@ def mask_from_prefixes(ids: list[int], text: str, spans: list[Span], encode: Cal
     mask = np.zeros(len(ids), dtype=np.int8)
     for start, end in spans:
         before, through = encode(text[:start]), encode(text[:end])
+        if ids[: len(before)] != before:  # a space before the turn may be bound to its first word, as above
+            before = encode(text[:start].rstrip())
         if ids[: len(before)] != before or ids[: len(through)] != through:
             raise BadRecord("template_mismatch", f"tokens change at the border of the turn at character {start}")
         mask[len(before) : len(through)] = 1

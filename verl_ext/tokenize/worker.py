@@ -70,7 +70,7 @@ class ChunkTokenizer:
             self._keep(document, item, chunk.path, outcome)
         for bad in sorted(outcome.bad, key=lambda bad: bad.number):
             line = f"{chunk.path}:{bad.number}: {bad.message}"
-            # A target lost to truncation is a consequence of the policy asked for, not of bad data: counted, never fatal.
+            # A target lost to truncation follows from the policy asked for, not from bad data: counted, never fatal.
             if self.config.on_bad_record == "error" and not bad.reason.startswith("no_target_after"):
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
             outcome.tally.add_bad(bad.reason, line)

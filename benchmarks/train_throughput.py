@@ -1,0 +1,170 @@
+"""Target tokens per second of ours, next-fit packs, and stock verl with padded and with dynamic batches.
+
+    python benchmarks/train_throughput.py --output throughput.json
+
+One process, one rank, one thread on a CPU. Contestants take turns on the same documents, step by step, and must report
+the same loss. README.md beside this file says what is compared; contestants.py how, lengths.py on which lengths.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+
+import torch
+from tqdm import tqdm
+
+from verl_ext.trainer.process_group import process_group
+
+ROW = "{:<13} {:>6} {:>9} {:>8} {:>6} {:>8} {:>9}"
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--documents", type=int, default=48, help="documents per optimizer step")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a pack, limit of a dynamic batch")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="documents of a padded micro-batch")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5, help="measured steps per contestant, each on new documents")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    parser.add_argument("--contestants", default="padded,dynamic,next_fit,ours", help="also: dynamic_ours, single")
+    parser.add_argument("--cost-pairs", type=int, default=5, help="steps with and without category loss; 0: leave out")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args(argv)
+    for name in ("documents", "micro_batch_size", "layers", "repeats", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
+    if options.documents % options.micro_batch_size:
+        parser.error(f"--documents must be a multiple of --micro-batch-size; got {options.documents}")
+    if options.budget < 256:
+        parser.error(f"--budget must be at least 256; got {options.budget}")
+    options.contestants = tuple(options.contestants.split(","))
+    return options
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The contest and the cost of category loss, in a process group; writes below ``folder``."""
+    import datasets
+    import transformers
+
+    from benchmarks import contest
+    from benchmarks.contestants import NAMES, build_contestants
+    from benchmarks.model import VOCABULARY, write_model
+
+    if unknown := set(options.contestants) - set(NAMES):
+        raise ValueError(f"--contestants must be of {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    write_model(folder / "model", options.hidden, options.layers, options.budget, options.seed)
+    group = options.micro_batch_size
+    warm_up = max(options.documents // 4 // group, 1) * group
+    sizes = [warm_up] + [options.documents] * options.repeats
+    steps = contest.make_steps(sizes, options.budget, VOCABULARY, folder, options.seed)
+    total = len(steps) + 2 * options.cost_pairs
+    contestants = build_contestants(
+        options.contestants, steps[0], folder / "model", folder, options.budget, options.micro_batch_size, total
+    )
+    with tqdm(total=len(steps) * len(contestants), unit="step") as bar:
+        records = contest.compete(contestants, steps, 1, bar)
+    baselines = {name: records[name] for name in ("padded", "dynamic") if name in records}
+    return {
+        "settings": {**vars(options), "output": None},
+        "machine": _machine(),
+        "documents_per_step": options.documents,
+        "tokens_per_step": [step.tokens for step in steps[1:]],
+        "target_tokens_per_step": [step.target_tokens for step in steps[1:]],
+        "contestants": {
+            name: {**contest.summary(record, steps[1:], options.budget, baselines), "steps": vars(record)}
+            for name, record in records.items()
+        },
+        "category_loss_cost": _category_loss_cost(options, contestants, steps[-1], records),
+    }
+
+
+def _category_loss_cost(options: argparse.Namespace, contestants: dict, step: Any, records: dict) -> dict | None:
+    from benchmarks import collection_cost
+
+    if not options.cost_pairs or "ours" not in contestants:
+        return None
+    ours = contestants["ours"]
+    batch = ours.load(step)
+    in_place = collection_cost.in_place(ours, batch, records["ours"].cpu[-1])
+    return {"in_place": in_place, "whole_steps": collection_cost.whole_steps(ours, batch, options.cost_pairs)}
+
+
+def _machine() -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The table that is printed."""
+    tokens, targets = (result[f"{kind}_per_step"] for kind in ("tokens", "target_tokens"))
+    lines = [
+        f"{result['documents_per_step']} documents, {sum(tokens) / len(tokens):,.0f} tokens, "
+        f"{sum(targets) / len(targets):,.0f} targets a step; {len(tokens)} steps; {result['machine']}",
+    ]
+    for clock in ("wall", "cpu"):
+        if clock not in next(iter(result["contestants"].values())):
+            continue
+        lines += ["", f"{clock} time", ROW.format("", "calls", "tokens", "padding", "fill", "s/step", "targets/s")]
+        lines[-1] += "   × padded [range]      × dynamic [range]"
+        lines += [_row(name, row, clock) for name, row in result["contestants"].items()]
+    if cost := result["category_loss_cost"]:
+        place, whole = cost["in_place"], cost["whole_steps"]
+        low, high = whole["range"]
+        lines += ["", f"category loss and report: {place['percent']:.2f} % of a step ({place['seconds'] * 1e3:.1f} ms)"]
+        lines[-1] += f"; whole steps with against without: {whole['percent']:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    return "\n".join(lines)
+
+
+def _row(name: str, row: dict[str, Any], clock: str) -> str:
+    fill = "–" if name in ("padded", "single") else f"{row['fill']:.0%}"
+    text = ROW.format(
+        name,
+        f"{row['micro_batches']:.0f}",
+        f"{row['tokens_through_model']:,.0f}",
+        f"{row['padding_share']:.0%}",
+        fill,
+        f"{row[clock]['seconds']:.2f}",
+        f"{row[clock]['target_tokens_per_second']:,.0f}",
+    )
+    for other in ("padded", "dynamic"):
+        if ratio := row[clock].get(f"ratio_to_{other}"):
+            low, high = ratio["range"]
+            text += f"   {ratio['median']:5.2f} [{low:5.2f}, {high:5.2f}]"
+    return text
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = arguments()
+    with process_group(), tempfile.TemporaryDirectory() as folder:
+        if torch.distributed.get_world_size() > 1:
+            raise SystemExit("the contest is between single ranks; start it without torchrun")
+        result = measure(options, Path(folder))
+    result["settings"]["output"] = None
+    print(report(result))
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=2, default=float) + "\n")
+
+
+if __name__ == "__main__":
+    main()

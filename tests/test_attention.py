@@ -1,0 +1,308 @@
+"""Attention inside documents: isolation to the last bit, windows, grouped heads, Ulysses, and what is refused."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config, Qwen3ForCausalLM
+
+from tests.ranks import run_ranks
+from verl_ext.attention import choose_backend, document_layout, has_flash_attn
+from verl_ext.attention.packed import NAME, packed_attention
+
+LENGTHS = (11, 1, 7, 18)
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SHAPE),
+    "qwen3_one_kv_head": Qwen3Config(**{**SHAPE, "num_key_value_heads": 1}),
+    "qwen3_no_gqa": Qwen3Config(**{**SHAPE, "num_key_value_heads": 4}),
+    "qwen3_window": Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "mistral_window": MistralConfig(**SHAPE, sliding_window=5),
+    "mistral_window_of_a_document": MistralConfig(**SHAPE, sliding_window=18),
+}
+
+
+def _pair(config) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """One model twice: with packed attention, and with transformers' own eager attention."""
+    models = []
+    for attention in (NAME, "eager"):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
+    return models[0], models[1]
+
+
+def _pack(lengths=LENGTHS, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input_ids[T]`` and ``position_ids[T]`` of documents of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(64, (sum(lengths),), generator=generator)
+    return ids, torch.cat([torch.arange(n) for n in lengths])
+
+
+def _logits(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``[T, V]`` of a pack."""
+    layout = document_layout(positions)
+    output = model(
+        input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, document_layout=layout
+    )
+    return output.logits[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_pack_gives_what_each_document_gives_alone(name):
+    packed, eager = _pair(CONFIGS[name])
+    ids, positions = _pack()
+    logits = _logits(packed, ids, positions)
+    alone = torch.cat([eager(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(LENGTHS)])
+    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
+
+    weights = torch.randn_like(logits)
+    (logits * weights).sum().backward()
+    (alone * weights).sum().backward()
+    for (parameter, own), plain in zip(packed.named_parameters(), eager.parameters(), strict=True):
+        assert (own.grad - plain.grad).norm() <= 1e-5 * plain.grad.norm(), parameter
+
+
+@pytest.mark.parametrize("changed", range(len(LENGTHS)))
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_window"])
+def test_changing_a_document_changes_no_other_documents_logits_at_all(name, changed):
+    model, _ = _pair(CONFIGS[name])
+    ids, positions = _pack()
+    with torch.no_grad():
+        before = _logits(model, ids, positions).split(LENGTHS)
+        other = ids.clone()
+        for part in (other.split(LENGTHS)[changed],):
+            part += 1
+            part %= 64
+        after = _logits(model, other, positions).split(LENGTHS)
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(old, new) is (index != changed)
+
+
+def test_no_gradient_flows_from_one_document_to_another():
+    model, _ = _pair(CONFIGS["qwen3"])
+    ids, positions = _pack()
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    output = model(
+        inputs_embeds=embedded[None],
+        position_ids=positions[None],
+        attention_mask=None,
+        use_cache=False,
+        document_layout=document_layout(positions),
+    ).logits[0]
+    output.split(LENGTHS)[2].square().sum().backward()
+    reached = [bool(part.any()) for part in embedded.grad.split(LENGTHS)]
+    assert reached == [False, False, True, False]
+
+
+def test_neighbours_do_not_matter_to_the_last_bit():
+    model, _ = _pair(CONFIGS["qwen3"])
+    ids, positions = _pack()
+    part, own = ids.split(LENGTHS)[2], torch.arange(LENGTHS[2])
+    with torch.no_grad():
+        attention = [_first_attention(model, i, p) for i, p in ((ids, positions), (part, own))]
+    assert torch.equal(attention[0].split(LENGTHS)[2], attention[1])
+
+
+def _first_attention(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Packed attention ``[T, H·E]`` of projections that are computed token by token, so that only it can mix them."""
+    layer = model.model.layers[0].self_attn
+    hidden = model.get_input_embeddings()(ids)
+    query, key, value = (
+        torch.stack([projection(token) for token in hidden]).unflatten(-1, (-1, 8)).transpose(0, 1)[None]
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    output, _ = packed_attention(layer, query, key, value, document_layout=document_layout(positions))
+    return output[0].flatten(1)
+
+
+def test_without_a_layout_each_row_is_one_document():
+    packed, eager = _pair(CONFIGS["qwen3"])
+    ids = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            packed(input_ids=ids, use_cache=False).logits,
+            eager(input_ids=ids, use_cache=False).logits,
+            rtol=1e-5,
+            atol=1e-5,
+        )
+
+
+def test_a_mask_without_a_layout_is_refused():
+    model, _ = _pair(CONFIGS["qwen3"])
+    query = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match="attn_implementation=sdpa"):
+        packed_attention(model, query, query, query, attention_mask=torch.ones(1, 1, 5, 5))
+
+
+# position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 7))
+def test_a_layout_gives_back_the_lengths_it_was_made_from(lengths, pad):
+    layout = document_layout(torch.cat([torch.arange(n) for n in lengths]))
+    padded = layout.padded(pad)
+    for found, expected in ((layout, lengths), (padded, [*lengths, pad] if pad else lengths)):
+        sizes = [end - start for start, end in zip(found.offsets[:-1], found.offsets[1:], strict=True)]
+        assert sizes == expected
+        assert found.offsets[0] == 0
+        assert found.total == sum(expected)
+        assert found.max_length == max(expected)
+        assert found.cu_seqlens.dtype == torch.int32
+        assert tuple(found.cu_seqlens.tolist()) == found.offsets
+
+
+def test_a_micro_batch_that_begins_inside_a_document_is_a_broken_one():
+    with pytest.raises(AssertionError, match="begins with a document's first token"):
+        document_layout(torch.tensor([1, 2, 0, 1]))
+
+
+def test_the_fastest_backend_of_a_device_is_chosen():
+    assert choose_backend("auto", "cpu") == "sdpa"
+    assert choose_backend("auto", "cuda") == ("flash_attn" if has_flash_attn() else "varlen")
+    assert choose_backend("sdpa", "cuda") == "sdpa"
+    assert choose_backend("varlen", "cuda") == "varlen"
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+def test_a_gpu_backend_is_refused_on_cpu(backend):
+    with pytest.raises(ValueError, match=rf"^attention\.backend={backend} needs a CUDA GPU; this run is on cpu$"):
+        choose_backend(backend, "cpu")
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"^attention\.backend must be auto, flash_attn, varlen, sdpa; got eager$"):
+        choose_backend("eager", "cpu")
+
+
+@pytest.mark.skipif(has_flash_attn(), reason="the flash-attn package is installed")
+def test_flash_attn_without_its_package_is_refused():
+    with pytest.raises(ValueError, match=r"^attention\.backend=flash_attn needs the flash-attn package"):
+        choose_backend("flash_attn", "cuda")
+
+
+def test_a_model_with_soft_capped_attention_is_refused():
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**SHAPE), attn_implementation=NAME)
+    ids, positions = _pack()
+    with pytest.raises(ValueError, match=r"^model\.path: Gemma2Attention needs softcap, which .* does not compute"):
+        _logits(model, ids, positions)
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [({"s_aux": torch.zeros(4)}, "s_aux"), ({"is_causal": False}, "bidirectional attention"), ({"softcap": 30.0}, "")],
+)
+def test_what_no_backend_computes_is_refused(extra, named):
+    query = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match=rf"^model\.path: Linear needs .*{named}"):
+        packed_attention(torch.nn.Linear(1, 1), query, query, query, **extra)
+
+
+def test_a_module_that_says_it_is_not_causal_is_refused():
+    module = torch.nn.Linear(1, 1)
+    module.is_causal = False
+    query = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ValueError, match="bidirectional"):
+        packed_attention(module, query, query, query)
+
+
+# --- on ranks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What one forward pass gave on a rank."""
+
+    log_probs: torch.Tensor
+    collectives: list[tuple[str, bool]]
+    layouts: int
+
+
+def _counting(module, name: str, record) -> None:
+    """Put a wrapper around ``module.name`` that calls ``record(args, kwargs)`` first."""
+    original = getattr(module, name)
+
+    def wrapper(*args, **kwargs):
+        record(args, kwargs)
+        return original(*args, **kwargs)
+
+    setattr(module, name, wrapper)
+
+
+def _forward(model: str, sequence_parallel: int, lengths: tuple[int, ...]) -> Seen:
+    """One micro-batch through the engine, with every collective of Python's torch.distributed on record."""
+    import torch.distributed as dist
+
+    import verl_ext.engine
+    from tests.packed_engine import build_worker
+    from verl_ext.data import CategoryTable
+    from verl_ext.losses import LossSpec
+    from verl_ext.trainer.step_batch import StepCollator
+
+    engine = build_worker(model, sequence_parallel, ["model.enable_gradient_checkpointing=false"]).engine
+    ids, positions = _pack(lengths)
+    zeros = torch.zeros_like(ids)
+    pack = {"input_ids": ids, "position_ids": positions, "loss_mask": zeros, "category_ids": zeros}
+    (micro_batch,) = StepCollator(LossSpec(), CategoryTable((), ()))([pack]).micro_batches(1)
+
+    seen = Seen(torch.empty(0), [], 0)
+    mesh = engine.ulysses_device_mesh
+    group = None if mesh is None else mesh.get_group("sp")
+    for name in ("all_to_all", "all_to_all_single", "all_gather", "all_gather_into_tensor", "all_reduce", "broadcast"):
+        _counting(
+            dist, name, lambda args, kwargs, name=name: seen.collectives.append((name, _is_over(group, args, kwargs)))
+        )
+
+    def count_layout(args, kwargs) -> None:
+        seen.layouts += 1
+
+    _counting(verl_ext.engine, "document_layout", count_layout)
+    with engine.eval_mode(), torch.no_grad():
+        _, answer = engine.forward_step(micro_batch, None, forward_only=True)
+    seen.log_probs = answer["model_output"]["log_probs"].values()
+    return seen
+
+
+def _is_over(group, args, kwargs) -> bool:
+    return group is not None and any(value is group for value in (*args, *kwargs.values()))
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
+    """Eight heads, two key/value heads: fewer than four ranks."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_attention_heads": 8})).save_pretrained(folder)
+    return str(folder)
+
+
+# 4 ranks: each has two query heads and a copy of one key/value head. 37 tokens: padded to 40 and to 38.
+@pytest.mark.parametrize(("ranks", "lengths"), [(1, LENGTHS), (2, LENGTHS), (4, LENGTHS), (4, (1, 1))])
+def test_ulysses_gives_what_documents_give_alone_and_asks_for_nothing_but_its_own_exchanges(
+    ranks, lengths, wide_model
+):
+    model = AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32, attn_implementation="eager")
+    ids, _ = _pack(lengths)
+    expected = []
+    with torch.no_grad():
+        for part in ids.split(lengths):
+            logits = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+            expected.append(logits[:-1].gather(-1, part[1:, None]).squeeze(-1))
+    for seen in run_ranks(_forward, ranks, wide_model, ranks, lengths):
+        found = seen.log_probs.split(lengths)
+        for own, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(own[:-1], alone, rtol=1e-5, atol=1e-5)
+        assert seen.layouts == 1
+        exchanges = [name for name, over_sequence in seen.collectives if name.startswith("all_to_all")]
+        assert len(exchanges) == (4 * SHAPE["num_hidden_layers"] if ranks > 1 else 0)
+        # The one gather is of the log-probabilities, after the last layer.
+        others = [name for name, over_sequence in seen.collectives if over_sequence and name not in exchanges]
+        assert len(others) == (1 if ranks > 1 else 0), others

@@ -1,0 +1,262 @@
+"""Which tokens of a chat are targets, for the kinds of chat template that exist."""
+
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from verl_ext.tokenize.chat_spans import ChatTemplate
+from verl_ext.tokenize.errors import BadRecord
+from verl_ext.tokenize.records import parse_record
+from verl_ext.tokenize.target_mask import mask_from_offsets, mask_from_prefixes
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|end|>", "<|assistant|>"]
+CORPUS = ["user assistant system tool the cat sat on the mat and said hello to the world\n\n<think>\n</think>"] * 4
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GENERATION_WITHOUT_END = GENERATION.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n", 1)
+# As Qwen3's: thinking is taken out of every turn but those after the last user's; the last always shows some.
+STRIPS_THINKING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n{% endif %}{{ said }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# As minimind's: the generation prompt itself holds an empty thinking block.
+PREFILLED_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}"
+    "<think>\n{{ parts[0].split('<think>')[-1].strip('\n') if parts|length > 1 }}\n</think>\n\n"
+    "{{ parts[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
+WITH_BOS = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+NO_GENERATION_PROMPT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "{% if not loop.last %}\n{% endif %}{% endfor %}"
+)
+# As Phi-3's: the document's end follows the last turn's.
+ENDS_DOCUMENT = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+# As Llama 2's: no header token, spaces around, one end token.
+INSTRUCT = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"
+)
+# As gpt-oss's: the last turn ends otherwise than the earlier ones.
+OTHER_LAST_END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def tiny_tokenizer(template: str | None = CHATML, bos_token: str = "<s>") -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of a few hundred tokens, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token=bos_token, pad_token="<|endoftext|>"
+    )
+    wrapped.chat_template = template
+    return wrapped
+
+
+def target_texts(
+    template: str, record: dict[str, Any], last_turn_only: bool = False, **template_kwargs: Any
+) -> list[str]:
+    """The decoded runs of target tokens of a record."""
+    tokenizer = tiny_tokenizer(template)
+    chat = parse_record(record).content
+    if last_turn_only:
+        chat.keep_last_target()
+    text, spans = ChatTemplate(tokenizer, None, template_kwargs).spans(chat)
+    at_once = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True, **template_kwargs)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert encoded["input_ids"] == at_once["input_ids"]
+    mask = mask_from_offsets(text, encoded["offset_mapping"], spans)
+    without_offsets = mask_from_prefixes(
+        encoded["input_ids"], text, spans, lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]
+    )
+    assert mask.tolist() == without_offsets.tolist()
+    runs: list[list[int]] = []
+    previous = 0
+    for token, target in zip(encoded["input_ids"], mask, strict=True):
+        if target and not previous:
+            runs.append([])
+        if target:
+            runs[-1].append(token)
+        previous = target
+    return [tokenizer.decode(run) for run in runs]
+
+
+def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
+    """A record of alternating user and assistant turns."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return {"messages": ([{"role": "system", "content": system}] if system else []) + messages}
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (GENERATION, "<|im_end|>"),
+        (GENERATION_WITHOUT_END, "<|im_end|>"),
+        (PREFILLED_THINKING, "<|im_end|>"),
+        (WITH_BOS, "<|im_end|>"),
+        (NO_GENERATION_PROMPT, "<|im_end|>"),
+        (ENDS_DOCUMENT, "<|end|>"),
+        (WITH_TOOLS, "<|im_end|>"),
+    ],
+)
+def test_every_assistant_turn_with_its_end_token_and_nothing_else_is_a_target(template: str, end: str) -> None:
+    record = chat("hello", "the cat", "and then", "sat on the mat", system="be kind")
+    assert target_texts(template, record) == [f"the cat{end}", f"sat on the mat{end}"]
+    assert target_texts(template, record, last_turn_only=True) == [f"sat on the mat{end}"]
+
+
+def test_thinking_removed_from_earlier_turns_is_no_target_and_the_last_turn_keeps_it() -> None:
+    record = chat("hello", "<think>\nfirst\n</think>\n\nthe cat", "more", "<think>\nsecond\n</think>\n\nsat")
+    last = "<think>\nsecond\n</think>\n\nsat<|im_end|>"
+    assert target_texts(STRIPS_THINKING, record) == ["the cat<|im_end|>", last]
+
+
+def test_turns_without_thinking_learn_the_block_that_the_template_writes_for_the_model() -> None:
+    turns = target_texts(STRIPS_THINKING, chat("hello", "the cat", "more", "sat"))
+    assert turns == ["the cat<|im_end|>", "<think>\n\n</think>\n\nsat<|im_end|>"]
+
+
+def test_what_the_generation_prompt_holds_is_no_target() -> None:
+    turns = target_texts(STRIPS_THINKING, chat("hello", "the cat", "more", "sat"), enable_thinking=False)
+    assert turns == ["the cat<|im_end|>", "sat<|im_end|>"]
+    thinking = chat("hello", "<think>\nfirst\n</think>\n\nthe cat")
+    assert target_texts(PREFILLED_THINKING, thinking) == ["first\n</think>\n\nthe cat<|im_end|>"]
+
+
+def test_last_and_earlier_turns_may_end_with_different_tokens() -> None:
+    turns = target_texts(OTHER_LAST_END, chat("hello", "the cat", "more", "sat"))
+    assert turns == ["the cat<|im_end|>", "sat<|endoftext|>"]
+
+
+def test_template_without_header_or_generation_prompt_starts_at_the_content() -> None:
+    turns = target_texts(INSTRUCT, chat("hello", "the cat", "more", "sat"))
+    assert [turn.strip() for turn in turns] == ["the cat </s>", "sat </s>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPS_THINKING, NO_GENERATION_PROMPT, ENDS_DOCUMENT])
+def test_user_text_that_looks_like_the_template_does_not_move_a_target(template: str) -> None:
+    record = chat("say <|im_start|>assistant\nhello<|im_end|>\nthe cat", "the cat", "the cat", "the cat")
+    turns = target_texts(template, record, enable_thinking=False)
+    assert len(turns) == 2
+    assert all(turn.startswith("the cat<|") for turn in turns)
+
+
+def test_turns_in_a_row_are_targets_without_the_header_between_them() -> None:
+    record = {
+        "messages": [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("assistant", "c"))]
+    }
+    for template in (CHATML, STRIPS_THINKING, NO_GENERATION_PROMPT):
+        found = target_texts(template, record, enable_thinking=False)
+        assert [turn[-11:] for turn in found] == ["b<|im_end|>", "c<|im_end|>"]
+
+
+def test_assistant_that_speaks_first_is_a_target() -> None:
+    record = {"messages": [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "the cat"}]}
+    assert target_texts(CHATML, record) == ["hello<|im_end|>"]
+
+
+def test_tool_calls_are_targets_and_tool_answers_are_not() -> None:
+    call = {"type": "function", "function": {"name": "sit", "arguments": '{"on": "mat"}'}}
+    messages = [
+        {"role": "user", "content": "sit"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant", "content": "sat"},
+    ]
+    turns = target_texts(WITH_TOOLS, {"messages": messages, "tools": '[{"name": "sit"}]'})
+    called = '<tool_call>\n{"name": "sit", "arguments": {"on": "mat"}}\n</tool_call><|im_end|>'
+    assert turns == [called, "sat<|im_end|>"]
+    assert target_texts(WITH_TOOLS.replace("add_generation_prompt", "never"), {"messages": messages}) == turns
+
+
+def test_weight_zero_makes_a_turn_no_target() -> None:
+    record = chat("hello", "the cat", "more", "sat")
+    record["messages"][1]["weight"] = 0
+    for template in (CHATML, GENERATION, STRIPS_THINKING):
+        turns = target_texts(template, record, enable_thinking=False)
+        assert turns == ["sat<|im_end|>"]
+
+
+def test_template_that_refuses_a_chat_is_reported() -> None:
+    refuses = CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    with pytest.raises(BadRecord, match="no system turns") as error:
+        target_texts(refuses, chat("a", "b", system="c"))
+    assert error.value.reason == "template_error"
+
+
+def test_template_that_leaves_a_turn_out_is_a_mismatch() -> None:
+    forgets = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.content != 'd' %}")
+    with pytest.raises(BadRecord) as error:
+        target_texts(forgets, chat("a", "b", "c", "d"))
+    assert error.value.reason == "template_mismatch"
+
+
+words = st.text(st.sampled_from("abz .,\n\t\"'<>/{}é你😀0"), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    turns=st.lists(st.tuples(words, words.filter(str.strip)), min_size=1, max_size=4),
+    template=st.sampled_from([CHATML, GENERATION, GENERATION_WITHOUT_END, NO_GENERATION_PROMPT]),
+)
+def test_targets_decode_to_the_assistant_contents_and_their_end_tokens(turns: list, template: str) -> None:
+    record = chat(*(text for pair in turns for text in pair))
+    expected = [f"{answer}<|im_end|>" for _, answer in turns]
+    found = target_texts_or_straddled(template, record)
+    assert [text.lstrip("\n") for text in found] == [text.lstrip("\n") for text in expected]
+
+
+def target_texts_or_straddled(template: str, record: dict[str, Any]) -> list[str]:
+    """As target_texts, without the prefix check, which a newline bound to the header's own rightly fails."""
+    tokenizer = tiny_tokenizer(template)
+    text, spans = ChatTemplate(tokenizer, None, {}).spans(parse_record(record).content)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = mask_from_offsets(text, encoded["offset_mapping"], spans)
+    targets = [token for token, target in zip(encoded["input_ids"], mask, strict=True) if target]
+    return [turn + "<|im_end|>" for turn in tokenizer.decode(targets).split("<|im_end|>")[:-1]]
