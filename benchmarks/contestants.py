@@ -118,8 +118,8 @@ class StockContestant:
         self.forwards = Forwards()
         self.forwards.watch(self.engine.module)
         self._collate = SFTTensorCollator(DatasetPadMode.NO_PADDING)
-        self._loss = partial(sft_loss, config=None)
-        self._meta = {
+        self.loss = partial(sft_loss, config=None)
+        self.meta = {
             "use_remove_padding": padded is None,
             "use_dynamic_bsz": padded is None,
             "max_token_len_per_gpu": config.data.max_tokens,
@@ -139,9 +139,9 @@ class StockContestant:
 
     def train(self, batch: dict[str, Any]) -> float:
         """verl's ``train_batch`` and schedule; the micro-batches' shares of the loss add up to the step's."""
-        data = tu.get_tensordict(tensor_dict=batch, non_tensor_dict=dict(self._meta))
+        data = tu.get_tensordict(tensor_dict=batch, non_tensor_dict=dict(self.meta))
         with self.engine.train_mode():
-            output = self.engine.train_batch(data, loss_function=self._loss)
+            output = self.engine.train_batch(data, loss_function=self.loss)
         self.engine.lr_scheduler_step()
         return float(sum(float(loss) for loss in output["loss"]))
 

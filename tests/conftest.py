@@ -1,6 +1,7 @@
 """What every test needs: verl on CPU, quiet progress bars, small models written once."""
 
 import os
+import socket
 
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,3 +16,11 @@ from tests.tiny_model import write_tiny_model
 def tiny_model(tmp_path_factory):
     """Folder of a two-layer Qwen3 with a tokenizer of 128 tokens; 4 heads, 2 key/value heads."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture
+def free_port():
+    """A TCP port of this machine that nobody listens on, as a string."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

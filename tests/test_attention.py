@@ -1,5 +1,6 @@
 """Attention inside documents: isolation to the last bit, windows, grouped heads, Ulysses, and what is refused."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -81,9 +82,7 @@ def test_changing_a_document_changes_no_other_documents_logits_at_all(name, chan
     with torch.no_grad():
         before = _logits(model, ids, positions).split(LENGTHS)
         other = ids.clone()
-        for part in (other.split(LENGTHS)[changed],):
-            part += 1
-            part %= 64
+        other.split(LENGTHS)[changed].add_(1).remainder_(64)
         after = _logits(model, other, positions).split(LENGTHS)
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         assert torch.equal(old, new) is (index != changed)
@@ -217,62 +216,63 @@ def test_a_module_that_says_it_is_not_causal_is_refused():
 # --- on ranks -------------------------------------------------------------------------------------------------------
 
 
+_COLLECTIVES = ("all_to_all", "all_to_all_single", "all_gather", "all_gather_into_tensor", "all_reduce", "broadcast")
+
+
 @dataclass
 class Seen:
-    """What one forward pass gave on a rank."""
+    """What one forward pass gave on a rank: its collectives over the sequence-parallel group, by name in order."""
 
     log_probs: torch.Tensor
-    collectives: list[tuple[str, bool]]
+    collectives: list[str]
     layouts: int
 
 
-def _counting(module, name: str, record) -> None:
-    """Put a wrapper around ``module.name`` that calls ``record(args, kwargs)`` first."""
+def _count(module: object, name: str, record: Callable[[tuple], None]) -> None:
+    """Put a wrapper around ``module.name`` that calls ``record`` with its arguments first."""
     original = getattr(module, name)
 
     def wrapper(*args, **kwargs):
-        record(args, kwargs)
+        record((*args, *kwargs.values()))
         return original(*args, **kwargs)
 
     setattr(module, name, wrapper)
 
 
-def _forward(model: str, sequence_parallel: int, lengths: tuple[int, ...]) -> Seen:
-    """One micro-batch through the engine, with every collective of Python's torch.distributed on record."""
+def _forward(model: str, sequence_parallel: int, packs: list[tuple[int, ...]]) -> list[Seen]:
+    """A micro-batch of each pack through one engine, with every collective of torch.distributed on record."""
     import torch.distributed as dist
 
     import verl_ext.engine
     from tests.packed_engine import build_worker
+
+    engine = build_worker(model, sequence_parallel, ["model.enable_gradient_checkpointing=false"]).engine
+    group = engine.ulysses_device_mesh.get_group("sp") if sequence_parallel > 1 else dist.group.WORLD
+    collectives: list[str] = []
+    layouts: list[tuple] = []
+    for name in _COLLECTIVES:
+        _count(dist, name, lambda used, name=name: collectives.append(name) if group in used else None)
+    _count(verl_ext.engine, "document_layout", layouts.append)
+    answers = []
+    for lengths in packs:
+        collectives.clear()
+        layouts.clear()
+        with engine.eval_mode(), torch.no_grad():
+            _, answer = engine.forward_step(_micro_batch(lengths), None, forward_only=True)
+        log_probs = answer["model_output"]["log_probs"].values()
+        answers.append(Seen(log_probs, list(collectives), len(layouts)))
+    return answers
+
+
+def _micro_batch(lengths: tuple[int, ...]):
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
     from verl_ext.trainer.step_batch import StepCollator
 
-    engine = build_worker(model, sequence_parallel, ["model.enable_gradient_checkpointing=false"]).engine
     ids, positions = _pack(lengths)
     zeros = torch.zeros_like(ids)
     pack = {"input_ids": ids, "position_ids": positions, "loss_mask": zeros, "category_ids": zeros}
-    (micro_batch,) = StepCollator(LossSpec(), CategoryTable((), ()))([pack]).micro_batches(1)
-
-    seen = Seen(torch.empty(0), [], 0)
-    mesh = engine.ulysses_device_mesh
-    group = None if mesh is None else mesh.get_group("sp")
-    for name in ("all_to_all", "all_to_all_single", "all_gather", "all_gather_into_tensor", "all_reduce", "broadcast"):
-        _counting(
-            dist, name, lambda args, kwargs, name=name: seen.collectives.append((name, _is_over(group, args, kwargs)))
-        )
-
-    def count_layout(args, kwargs) -> None:
-        seen.layouts += 1
-
-    _counting(verl_ext.engine, "document_layout", count_layout)
-    with engine.eval_mode(), torch.no_grad():
-        _, answer = engine.forward_step(micro_batch, None, forward_only=True)
-    seen.log_probs = answer["model_output"]["log_probs"].values()
-    return seen
-
-
-def _is_over(group, args, kwargs) -> bool:
-    return group is not None and any(value is group for value in (*args, *kwargs.values()))
+    return next(StepCollator(LossSpec(), CategoryTable((), ()))([pack]).micro_batches(1))
 
 
 @pytest.fixture(scope="module")
@@ -284,25 +284,29 @@ def wide_model(tmp_path_factory):
     return str(folder)
 
 
-# 4 ranks: each has two query heads and a copy of one key/value head. 37 tokens: padded to 40 and to 38.
-@pytest.mark.parametrize(("ranks", "lengths"), [(1, LENGTHS), (2, LENGTHS), (4, LENGTHS), (4, (1, 1))])
-def test_ulysses_gives_what_documents_give_alone_and_asks_for_nothing_but_its_own_exchanges(
-    ranks, lengths, wide_model
-):
-    model = AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32, attn_implementation="eager")
-    ids, _ = _pack(lengths)
-    expected = []
-    with torch.no_grad():
-        for part in ids.split(lengths):
-            logits = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
-            expected.append(logits[:-1].gather(-1, part[1:, None]).squeeze(-1))
-    for seen in run_ranks(_forward, ranks, wide_model, ranks, lengths):
-        found = seen.log_probs.split(lengths)
-        for own, alone in zip(found, expected, strict=True):
-            torch.testing.assert_close(own[:-1], alone, rtol=1e-5, atol=1e-5)
-        assert seen.layouts == 1
-        exchanges = [name for name, over_sequence in seen.collectives if name.startswith("all_to_all")]
-        assert len(exchanges) == (4 * SHAPE["num_hidden_layers"] if ranks > 1 else 0)
-        # The one gather is of the log-probabilities, after the last layer.
-        others = [name for name, over_sequence in seen.collectives if over_sequence and name not in exchanges]
-        assert len(others) == (1 if ranks > 1 else 0), others
+def _log_probs_alone(model: torch.nn.Module, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Each document's log-probabilities of its next tokens from transformers' eager attention."""
+    alone = []
+    for ids in _pack(lengths)[0].split(lengths):
+        log_softmax = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        alone.append(log_softmax[:-1].gather(-1, ids[1:, None]).squeeze(-1))
+    return alone
+
+
+# 37 tokens are padded to 38 and 40; two tokens are fewer than four ranks; on four, each rank has two query heads and
+# a copy of one key/value head.
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ulysses_gives_what_documents_give_alone_with_no_exchange_but_its_own(ranks, wide_model):
+    eager = AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32, attn_implementation="eager")
+    packs = [LENGTHS, (1, 1), (8,)]
+    for answers in run_ranks(_forward, ranks, wide_model, ranks, packs):
+        for lengths, seen in zip(packs, answers, strict=True):
+            with torch.no_grad():
+                expected = _log_probs_alone(eager, lengths)
+            for own, alone in zip(seen.log_probs.split(lengths), expected, strict=True):
+                torch.testing.assert_close(own[:-1], alone, rtol=1e-5, atol=1e-5)
+            assert seen.layouts == 1
+            # Four a layer (query, key, value, output), and one gather of log-probabilities after the last.
+            in_layers = ["all_to_all"] * 4 * SHAPE["num_hidden_layers"]
+            assert seen.collectives[: len(in_layers)] == (in_layers if ranks > 1 else [])
+            assert len(seen.collectives) == (len(in_layers) + 1 if ranks > 1 else 0)

@@ -258,7 +258,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
     [
         (["max_tokns=3"], "unknown key 'max_tokns'; did you mean 'max_tokens'?"),
         (["model.pat=x"], "did you mean 'model.path'?"),
-        (["+foo_bar_baz=1"], "known keys: sources"),
+        (["+zzzzzz=1"], "known keys: sources"),
         (["max_tokens=1"], "max_tokens must be at least 2; got 1"),
         (["max_tokens=many"], "max_tokens"),
         (["over_length=cut"], "over_length must be one of error, drop, truncate, split; got cut"),

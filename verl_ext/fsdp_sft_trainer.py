@@ -18,14 +18,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl_ext.config.overrides import prepare_overrides
-from verl_ext.trainer.process_group import errors_told_once, process_group
+from verl_ext.trainer.process_group import TRAINING_FAILED, errors_told_once, leave_together, process_group
 
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 def train(config: DictConfig) -> None:
     """Validate the composed configuration, build the run and fit it."""
     from verl_ext.trainer.preparation import prepare
-    from verl_ext.trainer.sft_trainer import SFTTrainer
+    from verl_ext.trainer.sft_trainer import NonFiniteGradients, SFTTrainer
 
     run = prepare(config)
     say(run.notices)
@@ -33,7 +33,10 @@ def train(config: DictConfig) -> None:
     trainer = SFTTrainer(run)
     with errors_told_once():
         trainer.resume()
-    trainer.fit()
+    try:
+        trainer.fit()
+    except NonFiniteGradients as error:  # every rank sees the same norms
+        leave_together(str(error), TRAINING_FAILED)
 
 
 def say(notices: Sequence[str]) -> None:

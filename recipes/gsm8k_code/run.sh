@@ -53,5 +53,5 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=gsm8k_code \
 
 say "5/5  What came of it."
 python "$here/../quickstart/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --checkpoints "$run/checkpoints" \
-    --output "$run" --ask "$run/data/question.jsonl"
+    --output "$run" --ask "$data/gsm8k.val.jsonl" --max-new-tokens 96
 say "Done. Everything is in $run"

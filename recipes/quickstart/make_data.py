@@ -19,22 +19,27 @@ from pathlib import Path
 
 Conversation = list[tuple[str, str]]  # (question, answer) turns
 
-PEOPLE = (
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+PEOPLE = words(
     "Ada Bela Cora Dario Edda Fritz Greta Hugo Ines Jonas Karla Lev Mara Nils Olga Pavel Quinn Rosa Sven Tilda Udo Vera"
-).split()
-THINGS = "apples books coins stamps shells marbles pens cards lamps seeds buttons candles tickets bottles".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-WORDS = (
-    "anchor apple basket bread candle cloud desert drum eagle engine feather flute garden grape hammer horse island iron"
-    " jacket jewel kettle kite ladder lemon mirror moon needle nest ocean orchard pearl pillow quill river rope saddle"
-    " silver table thunder umbrella valley velvet window winter yellow zebra"
-).split()
-PLACES = (
+)
+THINGS = words("apples books coins stamps shells marbles pens cards lamps seeds buttons candles tickets bottles")
+DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+WORDS = words(
+    "anchor apple basket bread candle cloud desert drum eagle engine feather flute garden grape hammer horse island"
+    " iron jacket jewel kettle kite ladder lemon mirror moon needle nest ocean orchard pearl pillow quill river rope"
+    " saddle silver table thunder umbrella valley velvet window winter yellow zebra"
+)
+PLACES = words(
     "Arden Brook Calder Dunmore Elstow Farley Galton Holme Ivel Kelso Lorne Marden Norwell Oakham Penrith Ripley Selby"
     " Tarrant Ulver Wexham"
-).split()
-POSTS = "mill bridge school harbour library market tower bakery garden chapel theatre lighthouse".split()
-SEASONS = "spring summer autumn winter".split()
+)
+POSTS = words("mill bridge school harbour library market tower bakery garden chapel theatre lighthouse")
+SEASONS = words("spring summer autumn winter")
 ROUTINE = (
     "In {season} the road to {place} was repaired, and the carts went round by the river.",
     "The council of {place} met in {season} and spoke for a long time about the price of bread.",
@@ -85,11 +90,11 @@ def ordering(rng: random.Random) -> Conversation:
         later = DAYS[(day + days) % 7]
         return [(f"Which day is {days} days after {DAYS[day]}?", f"{days} days after {DAYS[day]} is {later}.")]
     if task == 1:
-        words = rng.sample(WORDS, 3)
-        return [(f"Put these words in the order of the alphabet: {', '.join(words)}.", f"{', '.join(sorted(words))}.")]
+        named = rng.sample(WORDS, 3)
+        return [(f"Put these words in the order of the alphabet: {', '.join(named)}.", f"{', '.join(sorted(named))}.")]
     if task == 2:
-        words = rng.sample(WORDS, 4)
-        return [(f"Say these words backwards: {', '.join(words)}.", f"{', '.join(reversed(words))}.")]
+        named = rng.sample(WORDS, 4)
+        return [(f"Say these words backwards: {', '.join(named)}.", f"{', '.join(reversed(named))}.")]
     numbers = rng.sample(range(1, 40), 4)
     name, pick = rng.choice([("largest", max), ("smallest", min)])
     question = f"Which number is the {name}: {', '.join(map(str, numbers))}?"
@@ -112,7 +117,7 @@ def chronicle(rng: random.Random, sentences: int) -> list[str]:
 
 
 def documents(rng: random.Random, shortest: int = 4, longest: int = 80) -> Conversation:
-    """A chronicle of `shortest` to `longest` sentences (log-uniform) with three facts hidden in it, and a question each."""
+    """A chronicle of `shortest` to `longest` sentences (log-uniform) that hides three facts, and a question on each."""
     sentences = chronicle(rng, round(math.exp(rng.uniform(math.log(shortest), math.log(longest)))))
     turns = [
         ("Who is the keeper?", f"The keeper is {rng.choice(PEOPLE)}."),

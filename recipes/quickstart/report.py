@@ -117,12 +117,22 @@ def last_export(checkpoints: Path) -> Path:
     return found[max(found)]
 
 
-def ask(model_folder: Path, messages: list[dict[str, str]], max_new_tokens: int) -> str:
-    """The model's greedy answer to a conversation that ends with a question."""
+def first_question(path: Path) -> tuple[str, str]:
+    """The first question of a jsonl file and its expected answer, from `messages` or `question` and `answer`."""
+    with path.open(encoding="utf-8") as file:
+        record = json.loads(file.readline())
+    if "messages" in record:
+        return record["messages"][0]["content"], record["messages"][1]["content"]
+    return record["question"], record["answer"]
+
+
+def ask(model_folder: Path, question: str, max_new_tokens: int) -> str:
+    """The model's greedy answer, by plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
+    messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
     return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
@@ -133,7 +143,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--metrics", type=Path, required=True, help="what verl's file logger wrote")
     parser.add_argument("--checkpoints", type=Path, required=True, help="trainer.default_local_dir of the run")
     parser.add_argument("--output", type=Path, required=True, help="folder for the loss curves")
-    parser.add_argument("--ask", type=Path, required=True, help="jsonl of conversations; the first question is asked")
+    parser.add_argument("--ask", type=Path, required=True, help="jsonl; its first question is asked")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     return parser.parse_args()
 
@@ -147,12 +157,11 @@ def main() -> None:
         draw(name, curve, COLOURS[i % len(COLOURS)], path)
         print(f"  curve   {path}")
     model_folder = last_export(arguments.checkpoints)
-    with arguments.ask.open(encoding="utf-8") as file:
-        question, expected = json.loads(file.readline())["messages"][:2]
     print(f"  model   {model_folder}")
-    shown = question["content"] if len(question["content"]) < 300 else "… " + question["content"][-200:]
-    print(f"\n  Asked     {shown!r}\n  Expected  {expected['content']!r}")
-    print(f"  Answered  {ask(model_folder, [question], arguments.max_new_tokens)!r}", flush=True)
+    question, expected = first_question(arguments.ask)
+    shown = question if len(question) < 300 else "… " + question[-200:]
+    print(f"\n  Asked     {shown!r}\n  Expected  {expected!r}")
+    print(f"  Answered  {ask(model_folder, question, arguments.max_new_tokens)!r}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The cuts depend on the files alone, never on the number of workers, so that the 
 travel as bytes and are parsed by the worker that tokenises them; the other formats are decoded here.
 """
 
+import codecs
 import csv
 import gzip
 import json
@@ -57,7 +58,7 @@ def _jsonl(source: SourceFile) -> Batches:
         size = position = 0
         for number, line in enumerate(stream, start=1):
             size += len(line)
-            if line.strip():
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 records.append((number, line))
             if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
                 yield records, raw.tell() - position

@@ -166,11 +166,11 @@ def load_config(overrides: Sequence[str]) -> TokenizeConfig:
 def _checked_override(text: str) -> str:
     """One override whose key is known, with `+` added where it opens a key of the user's own."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     try:
         override = OverridesParser.create().parse_override(text)
-    except OverrideParseException as error:
+    except HydraException as error:
         hint = "key=value, with quotes around a value that holds spaces or '='"
         raise UsageError(f"an override must be {hint}; got {text!r}") from error
     key = override.key_or_group

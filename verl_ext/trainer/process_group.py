@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 USER_ERROR = 2
+TRAINING_FAILED = 3
 _TIMEOUT = timedelta(hours=10)  # verl's own: rank 0 may write a large checkpoint while the others wait
 
 
@@ -63,12 +65,16 @@ def errors_told_once() -> Iterator[None]:
     mistakes: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(mistakes, mistake)
     told = next((m for m in mistakes if m is not None), None)
-    if told is None:
-        return
+    if told is not None:
+        leave_together(told, USER_ERROR)
+
+
+def leave_together(message: str, code: int) -> NoReturn:
+    """End the run on every rank, which must all call this: rank 0 says why, all exit with ``code``."""
     if dist.get_rank() == 0:
-        print(f"error: {told}", file=sys.stderr, flush=True)
+        print(f"error: {message}", file=sys.stderr, flush=True)
     dist.barrier()  # no rank leaves, and has torchrun stop the others, before the line is out
-    raise SystemExit(USER_ERROR)
+    raise SystemExit(code)
 
 
 def _default_to_one_rank() -> None:

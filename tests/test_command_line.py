@@ -1,0 +1,97 @@
+"""The commands as a user types them: the seed's own line, a mistake, and a wheel in an empty folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import verl_ext
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The training script of the document that asked for this project, word for word but for the sequence-parallel size.
+SEED_COMMAND = r"""
+PYTHONUNBUFFERED=1 torchrun --nnodes=$nnodes --nproc_per_node=$nproc_per_node --node_rank=$NODE_RANK --master_addr=$master_ip --master_port=$master_port  \
+    fsdp_sft_trainer.py \
+    +data.train_dir=$train_files \
+    +data.max_tokens=131072 \
+    optim.lr=3e-5 \
+    data.train_batch_size=$nnodes \
+    data.micro_batch_size=1 \
+    data.micro_batch_size_per_gpu=1 \
+    data.custom_cls.path=sft_data_packer.py \
+    data.custom_cls.name=SFTDataSet \
+    model.partial_pretrain=$model_path \
+    model.use_liger=True \
+    trainer.default_local_dir=$save_path \
+    trainer.project_name=$task_name \
+    trainer.experiment_name=$task_name \
+    trainer.logger=['console'] \
+    ulysses_sequence_parallel_size=2 \
+    use_remove_padding=true
+"""  # noqa: E501
+
+
+@pytest.fixture
+def folder(tmp_path):
+    documents = random_documents(np.random.default_rng(0), [9, 17, 30, 4], VOCABULARY, 2)
+    return write_tokenised(tmp_path / "data", documents, {1: "maths", 2: "code"})
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "VERL_ENGINE_VENDOR")}
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def run(command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=240
+    )
+
+
+def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free_port):
+    seed = {"nnodes": "1", "nproc_per_node": "2", "NODE_RANK": "0", "master_ip": "127.0.0.1", "master_port": free_port}
+    paths = {"train_files": folder, "model_path": str(tiny_model), "save_path": str(tmp_path / "out"), "task_name": "t"}
+    done = run(SEED_COMMAND, ROOT / "verl_ext", **seed, **paths)  # by file path, where the file lies
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "train/maths_loss:" in done.stdout
+    assert "note: model.partial_pretrain (verl ≤ 0.6) is read as model.path" in done.stderr
+    assert (tmp_path / "out" / "global_step_1").is_dir()
+
+
+def test_a_mistake_is_one_line_from_one_rank(folder, tiny_model, tmp_path, free_port):
+    done = run(
+        f"torchrun --nproc_per_node=2 --master_port={free_port} -m verl_ext.fsdp_sft_trainer "
+        f"data.train_dir={folder} model.path={tiny_model} data.max_tokenz=64",
+        tmp_path,
+    )
+    assert done.returncode != 0
+    told = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
+    assert told == ["error: unknown key data.max_tokenz; nearest: data.max_tokens"]
+
+
+def test_the_trainer_starts_from_an_installed_wheel_in_an_empty_folder(folder, tiny_model, tmp_path):
+    pip = f"{sys.executable} -m pip"
+    built = run(f"{pip} wheel -q --no-deps --no-build-isolation -w {tmp_path / 'wheel'} {ROOT}", tmp_path)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = (tmp_path / "wheel").glob(f"verl_ext-{verl_ext.__version__}-*.whl")
+    installed = run(f"{pip} install -q --no-deps --target {tmp_path / 'site'} {wheel}", tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = run(
+        "python -c 'import verl_ext; print(verl_ext.__file__)' && python -m verl_ext.fsdp_sft_trainer "
+        f"recipe=token_aware_pack data.train_dir={folder} model.path={tiny_model} data.max_tokens=64 "
+        "data.train_batch_size=1 engine.ulysses_sequence_parallel_size=1 trainer.total_training_steps=1",
+        empty,
+        PYTHONPATH=str(tmp_path / "site"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(str(tmp_path / "site"))
+    assert "train/loss:" in done.stdout

@@ -1,0 +1,180 @@
+"""launch/: the torchrun line for every topology, and the slurm script around it."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+MODULE = ["-m", "verl_ext.fsdp_sft_trainer"]
+ONE_NODE = ["torchrun", "--standalone", "--local_addr=127.0.0.1"]
+
+
+def launch(*overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run node.sh with DRY_RUN and nothing of this process's topology."""
+    clean = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "DRY_RUN": "1"}
+    command = ["bash", str(LAUNCH / "node.sh"), *overrides]
+    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=False)
+
+
+def line(*overrides: str, **environment: str) -> list[str]:
+    """The words of the line that node.sh would run."""
+    result = launch(*overrides, **environment)
+    assert result.returncode == 0, result.stderr
+    return shlex.split(result.stdout)
+
+
+def test_one_host_without_gpus_gets_one_process_and_a_free_port():
+    assert line() == [*ONE_NODE, "--nproc_per_node=1", *MODULE]
+
+
+def test_overrides_go_through_unchanged():
+    overrides = [
+        "data.train_dir=/a folder/x",
+        "loss.category_weights={code: 2.0, gsm8k: 1}",
+        "trainer.logger=['console']",
+    ]
+    assert line(*overrides)[-3:] == overrides
+
+
+@pytest.mark.parametrize("devices", ["0", "0,1,3", "GPU-ab12,GPU-cd34"])
+def test_processes_follow_the_visible_devices(devices):
+    assert f"--nproc_per_node={len(devices.split(','))}" in line(CUDA_VISIBLE_DEVICES=devices)
+
+
+def test_processes_follow_nvidia_smi_where_no_device_list_is_set(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
+    program.chmod(0o755)
+    result = subprocess.run(
+        ["bash", str(LAUNCH / "node.sh")],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--nproc_per_node=2" in shlex.split(result.stdout)
+
+
+def test_a_named_port_on_one_node_is_used():
+    assert line(MASTER_PORT="12345", NPROC_PER_NODE="2") == [
+        "torchrun",
+        "--nnodes=1",
+        "--node_rank=0",
+        "--master_addr=127.0.0.1",
+        "--master_port=12345",
+        "--nproc_per_node=2",
+        *MODULE,
+    ]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"NNODES": "4", "NODE_RANK": "3", "NPROC_PER_NODE": "8", "MASTER_ADDR": "host0", "MASTER_PORT": "6000"},
+        {"nnodes": "4", "NODE_RANK": "3", "nproc_per_node": "8", "master_ip": "host0", "master_port": "6000"},
+        {
+            "PET_NNODES": "4",
+            "PET_NODE_RANK": "3",
+            "PET_NPROC_PER_NODE": "8",
+            "PET_MASTER_ADDR": "host0",
+            "PET_MASTER_PORT": "6000",
+        },
+    ],
+    ids=["ours", "the seed's", "torchrun's"],
+)
+def test_several_nodes_meet_at_the_first_under_every_set_of_names(environment):
+    assert line("a=1", **environment) == [
+        "torchrun",
+        "--nnodes=4",
+        "--node_rank=3",
+        "--master_addr=host0",
+        "--master_port=6000",
+        "--nproc_per_node=8",
+        *MODULE,
+        "a=1",
+    ]
+
+
+def test_several_nodes_have_a_default_port():
+    assert "--master_port=29500" in line(NNODES="2", NODE_RANK="0", MASTER_ADDR="host0")
+
+
+def test_ambiguous_world_size_and_rank_are_not_read():
+    assert line(WORLD_SIZE="16", RANK="3") == line()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NNODES": "two"}, "NNODES must be a whole number of at least 1; got 'two'"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE must be a whole number of at least 1; got '0'"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR (or master_ip) must name the first node"),
+        ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NODE_RANK must be 0 to 1 when NNODES=2; got ''"),
+        ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK must be 0 to 1 when NNODES=2; got '2'"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused_in_one_line(environment, message):
+    result = launch(**environment)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCH.iterdir() if path.is_file()))
+def test_every_launcher_is_valid_bash_and_executable(script):
+    subprocess.run(["bash", "-n", str(LAUNCH / script)], check=True)
+    assert os.access(LAUNCH / script, os.X_OK)
+
+
+def slurm(tmp_path: Path, restarts: str) -> subprocess.CompletedProcess[str]:
+    """Run slurm.sbatch on two nodes whose scontrol and srun are small scripts: srun runs its command once a node."""
+    programs = {
+        "scontrol": 'printf "%s\\n" node-a node-b',
+        "srun": "\n".join(
+            [
+                'echo "$*" >"$SRUN_ARGUMENTS"',
+                "while [[ $1 == --* ]]; do shift; done",
+                'for i in 0 1; do SLURM_NODEID=$i "$@"; done',
+            ]
+        ),
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\nset -e\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    submit = tmp_path / "repo"
+    submit.mkdir(exist_ok=True)
+    if not (submit / "launch").exists():
+        (submit / "launch").symlink_to(LAUNCH)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "DRY_RUN": "1",
+        "SLURM_SUBMIT_DIR": str(submit),
+        "SLURM_JOB_ID": "40007",
+        "SLURM_JOB_NAME": "job",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_RESTART_COUNT": restarts,
+        "SRUN_ARGUMENTS": str(tmp_path / "srun_arguments"),
+    }
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), "recipe=token_aware_pack", "data.train_dir=/a folder/x"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+
+def test_slurm_runs_the_line_once_a_node_and_passes_overrides_through(tmp_path):
+    first, second = (shlex.split(text) for text in slurm(tmp_path, "0").stdout.splitlines()[-2:])
+    shared = ["--master_addr=node-a", "--master_port=20007", "--nproc_per_node=8", *MODULE]
+    overrides = ["recipe=token_aware_pack", "data.train_dir=/a folder/x"]
+    assert first == ["torchrun", "--nnodes=2", "--node_rank=0", *shared, *overrides]
+    assert second == ["torchrun", "--nnodes=2", "--node_rank=1", *shared, *overrides]
+    assert "--kill-on-bad-exit=1" in (tmp_path / "srun_arguments").read_text()
+
+
+def test_a_requeued_slurm_job_logs_into_a_folder_of_its_own(tmp_path):
+    for restarts in ("0", "1"):
+        slurm(tmp_path, restarts)
+        assert f"job-40007/attempt-{restarts}/node-%n.log" in (tmp_path / "srun_arguments").read_text()
+    logs = tmp_path / "repo" / "logs" / "job-40007"
+    assert sorted(path.name for path in logs.iterdir()) == ["attempt-0", "attempt-1"]

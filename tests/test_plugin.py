@@ -1,0 +1,133 @@
+"""Installing the package changes nothing for other verl programs; asking for it by name is what selects it.
+
+Each program is a process of its own, because what is asked is what `import verl` does in a fresh one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# On a GPU host: torch sees a device and nvidia-smi answers, before verl is imported; then the GPU is gone.
+_OTHER_PROGRAM = """
+import json, os, sys
+import torch
+torch.cuda.is_available = lambda: True
+import verl
+from verl.plugin.platform import get_platform
+from verl.plugin.platform.platform_manager import PlatformRegistry, _detect_platform_name
+seen = {
+    "modules": sorted(sys.modules),
+    "platform": type(get_platform()).__name__,
+    "platforms": {name: str(PlatformRegistry.get(name)) for name in PlatformRegistry.registered_names()},
+}
+torch.cuda.is_available = lambda: False
+os.environ["PATH"] = ""
+seen["platform without a GPU"] = _detect_platform_name()
+from verl.workers.engine import EngineRegistry
+seen["engines"] = {
+    f"{model}/{backend}/{key}": f"{cls.__module__}.{cls.__qualname__}"
+    for model, backends in EngineRegistry._engines.items()
+    for backend, keys in backends.items()
+    for key, cls in keys.items()
+}
+from transformers import AttentionInterface
+seen["attentions"] = sorted(AttentionInterface().valid_keys())
+print("SEEN" + json.dumps(seen))
+"""
+
+_SELECTING_PROGRAM = """
+import json, sys
+import verl
+registered = "verl_ext.engine" in sys.modules
+from verl.plugin.platform import get_platform
+from verl.workers.engine import EngineRegistry
+from transformers import AttentionInterface
+import verl_ext.plugin
+verl_ext.plugin.register_engine()  # again: idempotent
+seen = {
+    "registered by importing verl": registered,
+    "platform": type(get_platform()).__name__,
+    "engines": {
+        backend: EngineRegistry.get_engine_cls("language_model", backend).__name__ for backend in ("fsdp", "fsdp2")
+    },
+    "attention": "verl_ext_packed" in AttentionInterface().valid_keys(),
+}
+print("SEEN" + json.dumps(seen))
+"""
+
+
+def _start(program: str, path: str, **environment: str) -> subprocess.Popen:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
+    kept |= {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=kept,
+        cwd=path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """What three programs see: verl without plugins, verl with this package installed, and one that asks for it."""
+    folder = tmp_path_factory.mktemp("gpu_host")
+    smi = folder / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexit 0\n")
+    smi.chmod(0o755)
+    started = {
+        "stock": _start(_OTHER_PROGRAM, str(folder), VERL_USE_EXTERNAL_PLUGINS="none"),
+        "installed": _start(_OTHER_PROGRAM, str(folder)),
+        "selecting": _start(_SELECTING_PROGRAM, str(folder), VERL_PLATFORM="cpu", VERL_ENGINE_VENDOR="verl_ext"),
+    }
+    seen = {}
+    for name, process in started.items():
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        (line,) = [line for line in out.splitlines() if line.startswith("SEEN")]
+        seen[name] = json.loads(line.removeprefix("SEEN"))
+    return seen
+
+
+def test_verl_loads_the_plugin_and_nothing_more_of_the_package(programs):
+    more = set(programs["installed"]["modules"]) - set(programs["stock"]["modules"])
+    assert more == {"verl_ext", "verl_ext.plugin", "verl_ext.cpu_platform"}
+    assert set(programs["stock"]["modules"]) <= set(programs["installed"]["modules"])
+
+
+def test_verls_own_engines_are_as_before(programs):
+    assert programs["stock"]["engines"], "verl registers engines of its own"
+    assert programs["installed"]["engines"] == programs["stock"]["engines"]
+
+
+def test_verls_own_platforms_are_as_before_and_one_is_added(programs):
+    added = dict(programs["installed"]["platforms"])
+    assert "CPUPlatform" in added.pop("cpu")
+    assert added == programs["stock"]["platforms"]
+
+
+def test_transformers_attentions_are_as_before(programs):
+    assert programs["installed"]["attentions"] == programs["stock"]["attentions"]
+
+
+def test_a_gpu_host_keeps_its_platform(programs):
+    assert programs["stock"]["platform"] == "PlatformCUDA"
+    assert programs["installed"]["platform"] == "PlatformCUDA"
+
+
+def test_a_host_without_a_gpu_keeps_what_verl_falls_back_to(programs):
+    # A CPU-only driver of a GPU cluster must not turn into a CPU run.
+    assert programs["installed"]["platform without a GPU"] == programs["stock"]["platform without a GPU"] == "nvidia"
+
+
+def test_two_environment_variables_select_the_platform_and_the_engine(programs):
+    assert programs["selecting"] == {
+        "registered by importing verl": True,
+        "platform": "CPUPlatform",
+        "engines": {"fsdp": "PackedEngine", "fsdp2": "PackedEngine"},
+        "attention": True,
+    }

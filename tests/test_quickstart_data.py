@@ -1,0 +1,181 @@
+"""recipes/quickstart and recipes/gsm8k_code: their data, tokenizer, model and report steps."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+CATEGORIES = ("arithmetic", "ordering", "documents")
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(RECIPES / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    result = run("quickstart/make_data.py", "--output", folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    result = run("quickstart/make_model.py", "--output", folder, "--train-on", *data.glob("*.train.jsonl"))
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def conversations(path: Path) -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_category_has_both_files_and_every_conversation_alternates(data):
+    for category in CATEGORIES:
+        for split in ("train", "val"):
+            chats = conversations(data / f"{category}.{split}.jsonl")
+            assert chats
+            for messages in chats:
+                assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+                assert all(message["content"] for message in messages)
+
+
+def test_no_validation_question_occurs_in_training(data):
+    for category in CATEGORIES:
+        training = {chat[0]["content"] for chat in conversations(data / f"{category}.train.jsonl")}
+        held_out = {chat[0]["content"] for chat in conversations(data / f"{category}.val.jsonl")}
+        assert not training & held_out
+
+
+def test_the_same_seed_writes_the_same_bytes_and_another_does_not(data, tmp_path):
+    run("quickstart/make_data.py", "--output", tmp_path / "again")
+    run("quickstart/make_data.py", "--output", tmp_path / "other", "--seed", 1)
+    for path in data.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+        assert path.read_bytes() != (tmp_path / "other" / path.name).read_bytes()
+
+
+def test_answers_are_right(data):
+    for split in ("train", "val"):
+        for chat in conversations(data / f"arithmetic.{split}.jsonl"):
+            left, sign, right, _, result = chat[1]["content"].split(".")[0].split()
+            expected = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}
+            assert int(result) == expected[sign]
+        for chat in conversations(data / f"documents.{split}.jsonl"):
+            assert all(answer["content"] in chat[0]["content"] for answer in chat[1::2])
+
+
+def test_lengths_in_tokens_vary_by_more_than_twenty_times(data, model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for split in ("train", "val"):
+        chats = [chat for category in CATEGORIES for chat in conversations(data / f"{category}.{split}.jsonl")]
+        texts = tokenizer.apply_chat_template(chats, tokenize=False)
+        lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+        assert max(lengths) >= 20 * min(lengths)
+        assert max(lengths) <= 2048  # the recipe's data.max_tokens
+
+
+def test_the_tokenizer_gives_back_any_text_and_writes_chatml(model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = "Ada has 12 apples.\n\tUnseen: ñ, 漢字, 🙂 <|im_start|>"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == (
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
+    )
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_the_model_is_a_small_qwen3_that_the_tokenizer_fits(model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    assert loaded.config.architectures == ["Qwen3ForCausalLM"]
+    assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(model))
+    assert loaded.config.num_attention_heads % 2 == 0  # two sequence-parallel ranks
+    assert 1.5e6 < loaded.num_parameters() < 5e6
+
+
+def test_the_same_seed_makes_the_same_weights_with_a_named_tokenizer(model, tmp_path):
+    result = run("quickstart/make_model.py", "--output", tmp_path, "--tokenizer", model)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_both_recipes_refuse_a_folder_that_is_not_theirs(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    for command in (["quickstart/run.sh", tmp_path], ["gsm8k_code/run.sh", "a", "b", "c", tmp_path]):
+        script, *arguments = command
+        result = subprocess.run(
+            ["bash", str(RECIPES / script), *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 2
+        assert "FOLDER must be new, empty or of an earlier" in result.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_hold_out_splits_both_file_kinds_without_loss(tmp_path):
+    records = [{"question": f"q{i}", "answer": str(i)} for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    sources = [f"first={tmp_path / 'a.jsonl'}", f"second={tmp_path / 'b.json'}"]
+    result = run("gsm8k_code/hold_out.py", "--output", tmp_path / "out", "--val", 10, *sources)
+    assert result.returncode == 0, result.stderr
+    for category in ("first", "second"):
+        parts = [
+            [json.loads(line) for line in (tmp_path / "out" / f"{category}.{split}.jsonl").read_text().splitlines()]
+            for split in ("train", "val")
+        ]
+        assert [len(part) for part in parts] == [40, 10]
+        assert sorted((*parts[0], *parts[1]), key=lambda record: int(record["answer"])) == records
+    too_many = run("gsm8k_code/hold_out.py", "--output", tmp_path / "out", "--val", 50, *sources)
+    assert too_many.returncode == 1
+    assert "--val must be at least 1 and less than the 50 records" in too_many.stderr
+
+
+def metrics_file(folder: Path) -> Path:
+    """Three steps: `rare` has a target in the second alone, and validation is logged with the third."""
+    steps = [
+        {"train/loss": 4.0, "train/common_loss": 4.0, "train/common_tokens": 10, "train/rare_tokens": 0},
+        {"train/common_loss": 3.0, "train/common_tokens": 30, "train/rare_loss": 5.0, "train/rare_tokens": 2},
+        {"train/common_loss": 1.0, "train/common_tokens": 10, "val/loss": 2.0, "val/common_loss": 2.5},
+    ]
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "data": data}) + "\n" for i, data in enumerate(steps, 1)))
+    return path
+
+
+def test_the_report_reads_categories_with_missing_steps(tmp_path):
+    report = runpy.run_path(str(RECIPES / "quickstart" / "report.py"))
+    curves = report["read_curves"](metrics_file(tmp_path))
+    assert set(curves) == {"common", "rare"}
+    assert curves["rare"].steps == [2]
+    assert curves["common"].mean(slice(None)) == pytest.approx((40 + 90 + 10) / 50)
+    assert curves["common"].val_steps == [3]
+    common, rare = report["table"](curves).splitlines()[2:]
+    assert common.split() == ["common", "50", "4.000", "2.800", "2.500", "2.500"]
+    assert rare.split() == ["rare", "2", "5.000", "5.000", "-", "-"]
+    for name, curve in curves.items():
+        report["draw"](name, curve, "#2a6f97", tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_takes_the_last_export(tmp_path):
+    report = runpy.run_path(str(RECIPES / "quickstart" / "report.py"))
+    for step in (5, 40, 100):
+        (tmp_path / f"global_step_{step}" / "huggingface").mkdir(parents=True)
+    assert report["last_export"](tmp_path) == tmp_path / "global_step_100" / "huggingface"
+    with pytest.raises(ValueError, match="must hold global_step_N/huggingface"):
+        report["last_export"](tmp_path / "none")

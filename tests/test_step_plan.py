@@ -1,0 +1,86 @@
+"""Which packs each rank runs in each step: every pack once an epoch, the same steps whatever the ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.trainer.step_plan import StepPlan
+
+sizes = {"num_packs": st.integers(1, 60), "batch_size": st.integers(1, 20), "seed": st.integers(0, 5)}
+plans = st.builds(StepPlan, **sizes)
+ranks_of_a_run = st.integers(1, 6)
+
+
+def _epoch(plan: StepPlan, epoch: int) -> list[np.ndarray]:
+    first = epoch * plan.steps_per_epoch
+    return [plan.packs(first + step) for step in range(plan.steps_per_epoch)]
+
+
+@given(plans, st.integers(0, 3))
+def test_an_epoch_has_every_pack_once(plan, epoch):
+    assert sorted(np.concatenate(_epoch(plan, epoch))) == list(range(plan.num_packs))
+
+
+@given(plans)
+def test_every_step_but_the_last_of_an_epoch_is_full(plan):
+    sizes = [len(packs) for packs in _epoch(plan, 0)]
+    assert sizes[:-1] == [plan.batch_size] * (len(sizes) - 1)
+    assert 1 <= sizes[-1] <= plan.batch_size
+
+
+@given(st.builds(StepPlan, **sizes, drop_last=st.just(True)))
+def test_drop_last_leaves_out_only_what_fills_no_step(plan):
+    assert plan.steps_per_epoch == plan.num_packs // plan.batch_size
+    assert all(len(packs) == plan.batch_size for packs in _epoch(plan, 1) if plan.steps_per_epoch)
+
+
+@given(plans, ranks_of_a_run, st.integers(0, 40))
+def test_the_ranks_of_a_step_share_its_packs_and_hold_equally_many_slots(plan, ranks, step):
+    shares = [plan.rank_packs(step, rank, ranks) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    packs = [pack for share in shares for pack in share if pack is not None]
+    assert sorted(packs) == sorted(plan.packs(step))
+    idle = [share.count(None) for share in shares]
+    assert max(idle) <= 1, "no rank idles twice, or there would be a slot too many"
+
+
+@given(plans, st.integers(0, 40))
+def test_one_rank_runs_the_packs_in_the_order_of_the_step(plan, step):
+    assert plan.rank_packs(step, 0, 1) == plan.packs(step).tolist()
+
+
+def test_two_ranks_share_five_packs_as_drawn():
+    plan = StepPlan(5, 5, seed=0, shuffle=False)
+    assert plan.rank_packs(0, 0, 2) == [0, 2, 4]
+    assert plan.rank_packs(0, 1, 2) == [1, 3, None]
+
+
+def test_more_ranks_than_packs_leaves_ranks_idle():
+    plan = StepPlan(2, 2, seed=0, shuffle=False)
+    assert [plan.rank_packs(0, rank, 4) for rank in range(4)] == [[0], [1], [None], [None]]
+
+
+def test_epochs_differ_in_order_and_a_seed_repeats_them():
+    plan = StepPlan(50, 50, seed=1)
+    assert plan.packs(0).tolist() != plan.packs(1).tolist()
+    assert plan.packs(1).tolist() == StepPlan(50, 50, seed=1).packs(1).tolist()
+    assert plan.packs(0).tolist() != StepPlan(50, 50, seed=2).packs(0).tolist()
+    assert plan.packs(0).tolist() != list(range(50))
+
+
+def test_without_shuffle_packs_keep_the_datasets_order():
+    plan = StepPlan(7, 3, seed=0, shuffle=False)
+    assert [packs.tolist() for packs in _epoch(plan, 1)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@given(plans, st.integers(0, 2), st.data())
+def test_steps_without_a_target_are_those_whose_packs_have_none(plan, epoch, data):
+    targets = np.array(data.draw(st.lists(st.integers(0, 1), min_size=plan.num_packs, max_size=plan.num_packs)))
+    expected = [step for step, packs in enumerate(_epoch(plan, epoch)) if not targets[packs].sum()]
+    assert plan.steps_without_target(targets, epoch) == expected
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(False, 3), (True, 2)])
+def test_steps_per_epoch(drop_last, steps):
+    assert StepPlan(7, 3, seed=0, drop_last=drop_last).steps_per_epoch == steps

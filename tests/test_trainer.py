@@ -1,0 +1,226 @@
+"""Whole runs on gloo ranks: validation, metrics, checkpoints, exports, and steps that go wrong."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+from tests.training import metrics, plain_losses, train, train_alone
+
+NAMES = {1: "maths", 2: "code"}
+LENGTHS = (2, 3, 64, 17, 9, 30, 31, 5, 48, 12, 7, 22, 40, 11, 19, 26, 33, 8, 14, 61, 4, 27)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Training and validation folders, and the validation documents; 13 of them, so that no rank count divides."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    validation = random_documents(rng, LENGTHS[:13], VOCABULARY, 2)
+    write_tokenised(folder / "train", random_documents(rng, LENGTHS, VOCABULARY, 2), NAMES)
+    write_tokenised(folder / "val", validation, NAMES)
+    return folder, validation
+
+
+def run_of(data, model: Path, output: Path, *overrides: str) -> list[str]:
+    folder, _ = data
+    return [
+        f"data.train_dir={folder / 'train'}",
+        f"model.path={model}",
+        f"trainer.default_local_dir={output}",
+        *overrides,
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (2, 1), (2, 2)])
+def test_validation_is_exact_over_the_whole_set(data, tiny_model, tmp_path, ranks, sequence_parallel):
+    folder, documents = data
+    overrides = run_of(
+        data,
+        tiny_model,
+        tmp_path / "run",
+        f"data.val_dir={folder / 'val'}",
+        f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
+        "trainer.total_epochs=2",
+        "checkpoint.save_contents=[hf_model]",
+    )
+    run_ranks(train_alone, ranks, overrides)
+    logged = metrics(tmp_path / "run")
+    last = max(step for step, _ in logged)
+    export = tmp_path / "run" / f"global_step_{last}" / "huggingface"
+    expected = plain_losses(export, documents)
+    assert logged[last, "val/loss"] == pytest.approx(expected[0], rel=1e-5)
+    assert logged[last, "val/maths_loss"] == pytest.approx(expected[1], rel=1e-5)
+    assert logged[last, "val/code_loss"] == pytest.approx(expected[2], rel=1e-5)
+    assert logged[last, "train/loss"] < logged[1, "train/loss"]
+
+
+def test_the_export_generates_with_plain_transformers(data, tiny_model, tmp_path):
+    run_ranks(train_alone, 1, run_of(data, tiny_model, tmp_path / "run", "checkpoint.save_contents=[hf_model]"))
+    (export,) = (tmp_path / "run").glob("global_step_*/huggingface")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "w1 w2"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_a_lora_export_holds_the_merged_weights(data, tiny_model, tmp_path):
+    folder, documents = data
+    overrides = run_of(
+        data,
+        tiny_model,
+        tmp_path / "run",
+        f"data.val_dir={folder / 'val'}",
+        "model=lora",
+        "model.lora_rank=4",
+        "checkpoint.save_contents=[model,hf_model]",
+    )
+    run_ranks(train_alone, 2, overrides)
+    logged = metrics(tmp_path / "run")
+    last = max(step for step, _ in logged)
+    expected = plain_losses(tmp_path / "run" / f"global_step_{last}" / "huggingface", documents)
+    assert logged[last, "val/loss"] == pytest.approx(expected[0], rel=1e-5)
+    assert logged[last, "val/loss"] != pytest.approx(plain_losses(tiny_model, documents)[0], rel=1e-3)
+
+
+def test_a_run_resumed_at_an_epoch_boundary_equals_an_uninterrupted_one(data, tiny_model, tmp_path):
+    run_ranks(train_alone, 2, run_of(data, tiny_model, tmp_path / "whole", "trainer.total_epochs=3"))
+    for epochs in (1, 3):
+        overrides = run_of(data, tiny_model, tmp_path / "resumed", f"trainer.total_epochs={epochs}")
+        run_ranks(train_alone, 2, [*overrides, "trainer.max_ckpt_to_keep=1"])
+    whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
+    exact = {key: value for key, value in whole.items() if not key[1].endswith("per_second")}
+    assert {key: resumed.get(key) for key in exact} == exact
+    last = max(step for step, _ in whole)
+    kept = [path.name for path in (tmp_path / "resumed").glob("global_step_*")]
+    assert kept == [f"global_step_{last}"]  # the checkpoint from before the resume counts towards what is kept
+
+
+def test_a_resume_on_other_packs_is_refused(data, tiny_model, tmp_path):
+    overrides = run_of(data, tiny_model, tmp_path / "run")
+    run_ranks(train_alone, 1, overrides)
+    with pytest.raises(AssertionError, match="data.train_batch_size is 2 but the checkpoint was trained with 4"):
+        run_ranks(train_alone, 1, [*overrides, "trainer.total_epochs=2", "data.train_batch_size=2"])
+
+
+def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:
+    """The tiny model with a NaN embedding for one token: any step that reads it has no finite gradient."""
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def poisoned_data(folder: Path, poisoned: set[int], count: int = 6) -> str:
+    """``count`` documents, one a step in their order; those in ``poisoned`` hold token 5, no other does."""
+    rng = np.random.default_rng(1)
+    documents = random_documents(rng, [10] * count, VOCABULARY, 1)
+    for index, document in enumerate(documents):
+        document["input_ids"][document["input_ids"] == 5] = 6
+        if index in poisoned:
+            document["input_ids"][2] = 5
+    return write_tokenised(folder, documents, {1: "maths"})
+
+
+ONE_DOCUMENT_A_STEP = ("data.strategy=none", "data.train_batch_size=1", "trainer.max_skipped_steps=2")
+
+
+
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(tiny_model, tmp_path):
+    model = poison_of(tiny_model, tmp_path / "model", 5)
+    folder = poisoned_data(tmp_path / "data", {2})
+    overrides = [f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    run_ranks(train_alone, 1, [*overrides, *ONE_DOCUMENT_A_STEP])
+    logged = metrics(tmp_path / "run")
+    skipped = [logged[step, "train/skipped_steps"] for step in range(1, 7)]
+    assert skipped[-1] == 1
+    finite = [np.isfinite(logged[step, "train/loss"] or np.nan) for step in range(1, 7)]
+    assert finite.count(False) == 1  # the steps after it train on sound parameters
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_model, tmp_path):
+    model = poison_of(tiny_model, tmp_path / "model", 5)
+    folder = poisoned_data(tmp_path / "data", set(range(6)))
+    overrides = [f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    with pytest.raises(AssertionError, match="3 steps in a row had no finite gradient, up to step 3"):
+        run_ranks(train_alone, 2, [*overrides, *ONE_DOCUMENT_A_STEP, "data.train_batch_size=2"])
+
+
+def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(data, tiny_model, tmp_path):
+    overrides = run_of(data, tiny_model, tmp_path / "run", "trainer.total_epochs=2", "trainer.log_freq=2")
+    run_ranks(train_alone, 1, overrides)
+    logged = metrics(tmp_path / "run")
+    steps = {step for step, _ in logged}
+    assert steps == {step for step in range(1, max(steps) + 1) if step % 2 == 0}
+    promised = {"loss", "grad_norm", "lr", "tokens_per_second", "target_tokens", "pack_fill"}
+    promised |= {f"{name}_{what}" for name in NAMES.values() for what in ("loss", "tokens")}
+    assert {f"train/{name}" for name in promised} <= {name for _, name in logged}
+
+
+def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
+    """Reductions and host reads of one training step, after the first; a counting wrapper around the real calls."""
+    import torch.distributed as dist
+
+    from verl_ext.trainer.loader import pack_loader
+    from verl_ext.trainer.step_batch import StepCollator
+
+    trainer = train(overrides)
+    collate = StepCollator(trainer.run.loss, trainer.run.train_set.categories)
+    batch = next(iter(pack_loader(trainer.run.train_set, trainer.run.plan, 0, 1, 0, 1, collate, 0)))
+    counts = {"all_reduce": 0, "reads": 0}
+    reduce, item, to_list = dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    dist.all_reduce = counted("all_reduce", reduce)
+    torch.Tensor.item, torch.Tensor.tolist = counted("reads", item), counted("reads", to_list)
+    try:
+        outcome = trainer.train_step(batch, logged=logged)
+        if logged:
+            trainer._log_step(1, outcome)
+    finally:
+        dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist = reduce, item, to_list
+    return counts["all_reduce"], counts["reads"]
+
+
+def test_a_logged_step_costs_one_reduction_and_one_read_whatever_the_categories(data, tiny_model, tmp_path):
+    few = run_of(data, tiny_model, tmp_path / "few", "trainer.logger=[console]")
+    rng = np.random.default_rng(0)
+    folder = write_tokenised(tmp_path / "many", random_documents(rng, LENGTHS, VOCABULARY, 20))
+    many = [
+        f"data.train_dir={folder}",
+        f"model.path={tiny_model}",
+        f"trainer.default_local_dir={tmp_path / 'many_run'}",
+        "trainer.logger=[console]",
+    ]
+    ((silent_reductions, silent_reads),) = run_ranks(count_waits, 1, few, False)
+    few_output = [*few, "trainer.overwrite=true"]
+    ((few_reductions, few_reads),) = run_ranks(count_waits, 1, few_output, True)
+    ((many_reductions, many_reads),) = run_ranks(count_waits, 1, many, True)
+    assert few_reductions == many_reductions == silent_reductions + 1
+    assert few_reads == many_reads == silent_reads + 1
+
+
+def test_a_step_without_a_target_is_refused_before_the_model_loads(tiny_model, tmp_path):
+    documents = random_documents(np.random.default_rng(0), [10] * 4, VOCABULARY, 1)
+    for document in documents[1:]:
+        document["loss_mask"][:] = document["category_ids"][:] = 0
+    folder = write_tokenised(tmp_path / "data", documents)
+    overrides = [f"data.train_dir={folder}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    with pytest.raises(AssertionError, match="SystemExit: 2"):
+        run_ranks(train_alone, 1, [*overrides, *ONE_DOCUMENT_A_STEP])
+    assert not (tmp_path / "run").exists()

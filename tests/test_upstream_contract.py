@@ -1,0 +1,192 @@
+"""What this package relies on in verl, transformers and torch, so that an upgrade names what moved.
+
+Each line is one name and the parameters that are used; tests elsewhere show what they do.
+"""
+
+import importlib
+import importlib.resources
+import inspect
+from dataclasses import fields
+from importlib.metadata import version
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+
+# Callable, and the parameters that are passed to it or that an override of ours takes.
+CALLABLES = {
+    # attention
+    "transformers:AttentionInterface.register": ("key", "value"),
+    "verl.utils.ulysses:gather_seq_scatter_heads": ("x", "seq_dim", "head_dim"),
+    "verl.utils.ulysses:gather_heads_scatter_seq": ("x", "head_dim", "seq_dim"),
+    "verl.utils.ulysses:get_ulysses_sequence_parallel_world_size": (),
+    "torch.nn.attention.varlen:varlen_attn": (
+        ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa")
+    ),
+    # engine
+    "verl.workers.engine.base:EngineRegistry.register": ("model_type", "backend", "device", "vendor"),
+    "verl.workers.engine.base:EngineRegistry.get_engine_cls": ("model_type", "backend"),
+    f"{ENGINE}.__init__": ("model_config", "engine_config", "optimizer_config", "checkpoint_config"),
+    f"{ENGINE}.initialize": (),
+    f"{ENGINE}.forward_step": ("micro_batch", "loss_function", "forward_only"),
+    f"{ENGINE}.prepare_model_inputs": ("micro_batch",),
+    f"{ENGINE}.prepare_model_outputs": ("output", "output_args", "micro_batch", "logits_processor_func"),
+    f"{ENGINE}._gather_and_unpad_packed": ("tensor", "pad_size"),
+    f"{ENGINE}._gradient_sync_context": ("is_last_micro_batch",),
+    f"{ENGINE}.train_mode": (),
+    f"{ENGINE}.eval_mode": (),
+    f"{ENGINE}.optimizer_zero_grad": (),
+    f"{ENGINE}.optimizer_step": (),
+    f"{ENGINE}.lr_scheduler_step": (),
+    f"{ENGINE}.get_data_parallel_rank": (),
+    f"{ENGINE}.get_data_parallel_size": (),
+    f"{ENGINE}.get_data_parallel_group": (),
+    f"{ENGINE}.is_mp_src_rank_with_outputs": (),
+    f"{ENGINE}.save_checkpoint": ("local_path", "global_step", "max_ckpt_to_keep"),
+    f"{ENGINE}.load_checkpoint": ("local_path",),
+    "verl.workers.engine.utils:detach_tree": ("obj",),
+    "verl.workers.utils.losses:sft_loss": ("model_output", "data", "dp_group"),  # how verl calls any loss
+    # batches and configuration
+    "verl.utils.tensordict_utils:get_tensordict": ("tensor_dict", "non_tensor_dict"),
+    "verl.utils.tensordict_utils:get_non_tensor_data": ("data", "key", "default"),
+    "verl.utils.config:omega_conf_to_dataclass": ("config",),
+    "verl.utils.import_utils:load_extern_object": ("module_path", "object_name"),
+    "verl.utils.device:get_device_id": (),
+    "verl.utils.device:get_device_name": (),
+    "verl.utils.distributed:initialize_global_process_group": ("timeout_second",),
+    # worker
+    "verl.workers.engine_workers:TrainingWorker.__init__": ("config",),
+    "verl.workers.engine_workers:TrainingWorker.reset": (),
+    "verl.workers.engine_workers:TrainingWorker.set_loss_fn": ("loss_fn",),
+    "verl.workers.engine_workers:TrainingWorker.start_profile": (),
+    "verl.workers.engine_workers:TrainingWorker.step_profile": (),
+    "verl.workers.engine_workers:TrainingWorker.stop_profile": (),
+    # checkpoints and tracking
+    "verl.utils.checkpoint:CheckpointHandler.__init__": (
+        ("engine", "train_dataloader", "default_local_dir", "max_ckpt_to_keep", "default_hdfs_dir")
+        + ("resume_mode", "resume_from_path", "lora_train_meta")
+    ),
+    "verl.utils.checkpoint:CheckpointHandler.load_checkpoint": (),
+    "verl.utils.checkpoint:CheckpointHandler.save_checkpoint": ("step",),
+    "verl.utils.tracking:Tracking.__init__": ("project_name", "experiment_name", "default_backend", "config"),
+    "verl.utils.tracking:Tracking.log": ("data", "step"),
+    "verl.utils.fsdp_utils:merged_lora_context": ("actor", "backup_adapters"),
+    "verl.utils.fsdp_utils:normalize_peft_param_name": ("params",),
+    "verl.utils.transformers_compat:drop_tied_target_keys": (),
+    # platform
+    "verl.plugin.platform:PlatformRegistry.register": ("platform",),
+    "verl.plugin.platform:get_platform": (),
+}
+
+
+def _resolve(name: str):
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_a_name_that_is_used_is_there_with_its_parameters(name):
+    accepted = inspect.signature(_resolve(name)).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return
+    assert set(CALLABLES[name]) <= set(accepted)
+
+
+def test_versions_are_those_that_were_tried():
+    assert version("verl").startswith("0.9.")
+    assert (2, 11) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
+
+
+def test_the_workers_configuration_has_the_fields_that_are_filled():
+    from verl.workers.engine_workers import TrainingWorkerConfig
+
+    filled = {"model_type", "model_config", "engine_config", "optimizer_config", "checkpoint_config", "profiler_config"}
+    assert filled <= {field.name for field in fields(TrainingWorkerConfig)}
+
+
+def test_the_cpu_platform_has_everything_that_verl_asks_of_a_platform():
+    from verl.plugin.platform import PlatformBase
+
+    from verl_ext.cpu_platform import CPUPlatform
+
+    assert not CPUPlatform.__abstractmethods__
+    for name in PlatformBase.__abstractmethods__:
+        theirs, ours = inspect.getattr_static(PlatformBase, name), inspect.getattr_static(CPUPlatform, name)
+        assert isinstance(theirs, property) is isinstance(ours, property), name
+
+
+def test_device_calls_that_the_cpu_answers_are_those_of_a_gpu():
+    from verl_ext.cpu_platform import CPUDevice
+
+    ours = {name for name in vars(CPUDevice) if not name.startswith("_")}
+    assert ours <= set(dir(torch.cuda))
+
+
+def test_verls_training_configuration_is_there_to_inherit():
+    from verl.utils.dataset.dataset_utils import DatasetPadMode
+
+    folder = importlib.resources.files("verl.trainer.config")
+    assert (folder / "sft_trainer_engine.yaml").is_file()
+    assert DatasetPadMode.NO_PADDING
+
+
+def test_the_file_logger_has_a_file_to_write_to(tmp_path, monkeypatch):
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    tracking = Tracking("project", "experiment", default_backend=["file"], config={})
+    tracking.logger["file"].fp.write(b"a line of an earlier run\n")
+    tracking.log({"loss": 1.0}, 3)
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines()[1] == b'{"step":3,"data":{"loss":1.0}}'
+
+
+def _what_an_engine_has(model: str) -> dict[str, object]:
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    from tests.packed_engine import build_worker
+    from verl_ext.trainer.step_batch import _ENGINE_FLAGS
+
+    engine = build_worker(model).engine
+    ids = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 5]))
+    micro_batch = tu.get_tensordict({"input_ids": ids, "position_ids": ids}, dict(_ENGINE_FLAGS))
+    inputs, outputs = FSDPEngineWithLMHead.prepare_model_inputs(engine, micro_batch)
+    manager = engine.checkpoint_manager
+    return {
+        "inputs": {name: None if value is None else tuple(value.shape) for name, value in inputs.items()},
+        "labels": outputs["input_ids_rmpad_rolled"].tolist(),
+        "pad_size": outputs["pad_size"],
+        "scaler": engine.scaler,
+        "autocast": engine._autocast_dtype,
+        "mesh": engine.ulysses_device_mesh,
+        "lora": engine._is_lora,
+        "schedule": engine.lr_scheduler.get_last_lr(),
+        "saved": manager.previous_saved_paths,
+        "contents": list(manager.checkpoint_save_contents),
+        "exports": manager.should_save_hf_model,
+        "attention": engine.module.config._attn_implementation,
+    }
+
+
+def test_an_engine_has_the_attributes_that_are_read(tiny_model):
+    (seen,) = run_ranks(_what_an_engine_has, 1, str(tiny_model))
+    assert seen == {
+        "inputs": {"input_ids": (1, 5), "attention_mask": None, "position_ids": (1, 5)},
+        "labels": [1, 2, 3, 4, 0],  # rolled over the whole micro-batch: why coefficients are shifted by document
+        "pad_size": 0,
+        "scaler": None,
+        "autocast": torch.float32,
+        "mesh": None,
+        "lora": False,
+        "schedule": [0.0],
+        "saved": [],
+        "contents": ["model", "optimizer", "extra"],
+        "exports": False,
+        "attention": "verl_ext_packed",
+    }
