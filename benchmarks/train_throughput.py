@@ -156,11 +156,13 @@ def _row(name: str, row: dict[str, Any], clock: str) -> str:
 def main() -> None:
     """Measure, print, write."""
     options = arguments()
-    with process_group(), tempfile.TemporaryDirectory() as folder:
-        if torch.distributed.get_world_size() > 1:
-            raise SystemExit("the contest is between single ranks; start it without torchrun")
-        result = measure(options, Path(folder))
-    result["settings"]["output"] = None
+    try:
+        with process_group(), tempfile.TemporaryDirectory() as folder:
+            if torch.distributed.get_world_size() > 1:
+                raise ValueError("the contest is between single ranks; start it without torchrun")
+            result = measure(options, Path(folder))
+    except ValueError as mistake:
+        raise SystemExit(f"error: {mistake}") from None
     print(report(result))
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=2, default=float) + "\n")

@@ -1,4 +1,4 @@
-"""What a step must give, computed the slow way: plain Hugging Face, one forward pass a document, the formula as written.
+"""What a step must give, computed the slow way: plain Hugging Face, a forward pass a document, the formula as written.
 
     L = Σ_t a_t·ℓ_t / Z        a_t = loss_mask_t · loss_weight_t · c[category_t] · g
 

@@ -14,6 +14,8 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.reference import Document, Expected, Reference, load_eager, pack_row
+from tests.tokenised_data import write_tokenised
+from verl_ext.data import CategoryTable, SFTDataSet
 from verl_ext.losses import MODES, LossSpec, category_weight_table
 
 TOLERANCE = 1e-5
@@ -94,8 +96,8 @@ def _documents() -> list[Document]:
 
 
 DOCUMENTS = _documents()
-# Seven packs, an odd number: with two data-parallel ranks one idles in the last slot. Their lengths, 24 16 20 21 19 8 4,
-# are not all divisible by 2 or 4.
+# Seven packs, an odd number: with two data-parallel ranks one idles in the last slot. Their lengths are 24 16 20 21 19
+# 8 4, not all divisible by 2 or 4.
 _GROUPS = [[0], [1, 3, 4], [6, 7], [8, 12], [10, 5], [2, 11], [9]]
 GROUPS = {"none": [[i] for i in range(13)], "packed": _GROUPS, "padded": _GROUPS}
 
@@ -115,7 +117,6 @@ def _train(model: str, layout: Layout) -> dict[Case, Measured]:
 def _train_step(engine, case: Case) -> Measured:
     import torch.distributed as dist
 
-    from verl_ext.data import CategoryTable
     from verl_ext.metrics import StepSums
     from verl_ext.trainer.step_batch import StepCollator
     from verl_ext.trainer.step_loss import StepLoss
@@ -220,7 +221,22 @@ def test_packing_changes_nothing_where_the_loss_is_no_mean_over_packs(mode, expe
 def test_the_cases_hold_what_they_are_meant_to():
     assert sorted(i for group in _GROUPS for i in group) == list(range(len(DOCUMENTS)))
     lengths = [sum(len(DOCUMENTS[i].input_ids) for i in group) for group in _GROUPS]
-    assert max(lengths) == MAX_TOKENS and len(DOCUMENTS[0].input_ids) == MAX_TOKENS
-    assert any(n % 2 for n in lengths) and len(_GROUPS) % 2 == 1
+    assert max(lengths) == len(DOCUMENTS[0].input_ids) == MAX_TOKENS
+    assert any(n % 2 for n in lengths)
+    assert len(_GROUPS) % 2 == 1
     assert any(m and not c for d in DOCUMENTS for m, c in zip(d.loss_mask, d.category_ids, strict=True))
     assert DOCUMENTS[1].targets == DOCUMENTS[2].targets == 0
+
+
+@pytest.mark.parametrize("pad_mode", ["no_padding", "right"])
+def test_a_dataset_yields_the_rows_that_are_trained_on_here(pad_mode, tmp_path):
+    columns = [vars(document) for document in DOCUMENTS]
+    folder = write_tokenised(tmp_path / "data", columns, categories=CATEGORIES, loss_weight=True)
+    dataset = SFTDataSet(train_dir=folder, max_tokens=MAX_TOKENS, pad_mode=pad_mode)
+    rows, offsets = dataset.spans.row[dataset.plan.document_index], dataset.plan.pack_offsets
+    assert sorted(rows) == list(range(len(DOCUMENTS)))
+    for k, (first, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        expected = pack_row([DOCUMENTS[i] for i in rows[first:end]], MAX_TOKENS if pad_mode == "right" else None)
+        found = dataset[k]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)

@@ -20,8 +20,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-import verl_ext.attention.packed  # noqa: F401  (registers the attention that the models of this engine name)
 from verl_ext.attention import document_layout
+from verl_ext.attention.packed import require_layout
 from verl_ext.lora_export import export_merged
 from verl_ext.losses import token_nll
 
@@ -37,6 +37,7 @@ class PackedEngine(FSDPEngineWithLMHead):
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
+        require_layout()
         # verl also copies the override onto the config as a plain attribute, which an export would write to disk and
         # which plain transformers then refuses; the implementation itself is kept elsewhere.
         vars(self.model_config.hf_config).pop("attn_implementation", None)

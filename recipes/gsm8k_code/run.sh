@@ -23,6 +23,10 @@ if [[ -e "$run" && ! -e "$run/.gsm8k_code" && -n "$(ls -A "$run" 2>/dev/null || 
     echo "recipes/gsm8k_code/run.sh: FOLDER must be new, empty or of an earlier run; got $run" >&2
     exit 2
 fi
+if ! python -c 'import verl_ext, matplotlib' 2>/dev/null; then
+    echo "recipes/gsm8k_code/run.sh: python on PATH must have verl-ext[test] installed; got $(command -v python || echo none)" >&2
+    exit 2
+fi
 mkdir -p "$run"
 touch "$run/.gsm8k_code"
 run=$(cd "$run" && pwd)

@@ -1,8 +1,8 @@
 """Small chat data of three categories, with lengths that differ by more than 20 times.
 
-    arithmetic   sums told as a short story, some with a second question       ~ 45-80 tokens
-    ordering     weekdays, words in order and backwards, largest and smallest  ~ 30-40 tokens
-    documents    three questions about a generated town chronicle              ~ 130-1,600 tokens
+    arithmetic   one to six short sums, told as stories                       45-270 tokens
+    ordering     one to eight questions on weekdays, words and numbers        32-300 tokens
+    documents    three questions about a generated town chronicle            130-1,000 tokens
 
     python recipes/quickstart/make_data.py --output DIR
 
@@ -56,49 +56,54 @@ ROUTINE = (
 )
 
 
-def arithmetic(rng: random.Random) -> Conversation:
-    """One sum, difference or product of small numbers; every fourth goes on with a second question."""
-    who, what = rng.choice(PEOPLE), rng.choice(THINGS)
-    first, second = rng.randint(2, 12), rng.randint(2, 12)
-    story, sign, result = rng.choice(
-        [
-            (f"{who} has {first} {what} and buys {second} more.", "+", first + second),
-            (f"{who} has {first + second} {what} and gives away {second}.", "-", first),
-            (f"{who} has {first} boxes with {second} {what} in each.", "*", first * second),
-        ]
-    )
-    left = first + second if sign == "-" else first
-    turns = [
-        (
-            f"{story} How many {what} does {who} have now?",
-            f"{left} {sign} {second} = {result}. {who} has {result} {what}.",
+def log_uniform(rng: random.Random, low: int, high: int) -> int:
+    """A whole number from `low` to `high`, small ones more often: the long tail of real data."""
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def arithmetic(rng: random.Random, most: int = 6) -> Conversation:
+    """One to `most` sums, differences and products of small numbers."""
+    turns = []
+    for _ in range(log_uniform(rng, 1, most)):
+        who, what = rng.choice(PEOPLE), rng.choice(THINGS)
+        first, second = rng.randint(2, 12), rng.randint(2, 12)
+        story, term, result = rng.choice(
+            [
+                (f"{who} has {first} {what} and buys {second} more.", f"{first} + {second}", first + second),
+                (f"{who} has {first + second} {what} and sells {second}.", f"{first + second} - {second}", first),
+                (f"{who} has {first} boxes of {second} {what}.", f"{first} * {second}", first * second),
+            ]
         )
-    ]
-    if rng.random() < 0.25:
-        more = rng.randint(2, 9)
-        turns.append(
-            (f"And with {more} more?", f"{result} + {more} = {result + more}. {who} has {result + more} {what}.")
-        )
+        answer = f"{term} = {result}. {who} has {result} {what}."
+        turns.append((f"{story} How many {what} does {who} have now?", answer))
     return turns
 
 
-def ordering(rng: random.Random) -> Conversation:
-    """A weekday some days on, words in order, words backwards, or the largest or smallest number."""
-    task = rng.randrange(4)
-    if task == 0:
-        day, days = rng.randrange(7), rng.randint(1, 20)
-        later = DAYS[(day + days) % 7]
-        return [(f"Which day is {days} days after {DAYS[day]}?", f"{days} days after {DAYS[day]} is {later}.")]
-    if task == 1:
-        named = rng.sample(WORDS, 3)
-        return [(f"Put these words in the order of the alphabet: {', '.join(named)}.", f"{', '.join(sorted(named))}.")]
-    if task == 2:
-        named = rng.sample(WORDS, 4)
-        return [(f"Say these words backwards: {', '.join(named)}.", f"{', '.join(reversed(named))}.")]
+def ordering(rng: random.Random, most: int = 8) -> Conversation:
+    """One to `most` questions on weekdays, on words in order or backwards, and on the largest or smallest number."""
+    return [rng.choice([weekday, alphabet, backwards, extreme])(rng) for _ in range(log_uniform(rng, 1, most))]
+
+
+def weekday(rng: random.Random) -> tuple[str, str]:
+    day, days = rng.randrange(7), rng.randint(1, 20)
+    later = DAYS[(day + days) % 7]
+    return f"Which day is {days} days after {DAYS[day]}?", f"{days} days after {DAYS[day]} is {later}."
+
+
+def alphabet(rng: random.Random) -> tuple[str, str]:
+    named = rng.sample(WORDS, 3)
+    return f"Put these words in the order of the alphabet: {', '.join(named)}.", f"{', '.join(sorted(named))}."
+
+
+def backwards(rng: random.Random) -> tuple[str, str]:
+    named = rng.sample(WORDS, 4)
+    return f"Say these words backwards: {', '.join(named)}.", f"{', '.join(reversed(named))}."
+
+
+def extreme(rng: random.Random) -> tuple[str, str]:
     numbers = rng.sample(range(1, 40), 4)
     name, pick = rng.choice([("largest", max), ("smallest", min)])
-    question = f"Which number is the {name}: {', '.join(map(str, numbers))}?"
-    return [(question, f"The {name} number is {pick(numbers)}.")]
+    return f"Which number is the {name}: {', '.join(map(str, numbers))}?", f"The {name} number is {pick(numbers)}."
 
 
 def chronicle(rng: random.Random, sentences: int) -> list[str]:
@@ -116,9 +121,9 @@ def chronicle(rng: random.Random, sentences: int) -> list[str]:
     ]
 
 
-def documents(rng: random.Random, shortest: int = 4, longest: int = 80) -> Conversation:
+def documents(rng: random.Random, shortest: int = 4, longest: int = 48) -> Conversation:
     """A chronicle of `shortest` to `longest` sentences (log-uniform) that hides three facts, and a question on each."""
-    sentences = chronicle(rng, round(math.exp(rng.uniform(math.log(shortest), math.log(longest)))))
+    sentences = chronicle(rng, log_uniform(rng, shortest, longest))
     turns = [
         ("Who is the keeper?", f"The keeper is {rng.choice(PEOPLE)}."),
         ("What is the password?", f"The password is {rng.choice(WORDS)}."),
@@ -133,9 +138,9 @@ def documents(rng: random.Random, shortest: int = 4, longest: int = 80) -> Conve
 
 # category → (what makes one conversation, training conversations, validation conversations)
 CATEGORIES: dict[str, tuple[Callable[[random.Random], Conversation], int, int]] = {
-    "arithmetic": (arithmetic, 2000, 60),
-    "ordering": (ordering, 2000, 60),
-    "documents": (documents, 450, 24),
+    "arithmetic": (arithmetic, 1000, 30),
+    "ordering": (ordering, 1000, 30),
+    "documents": (documents, 450, 20),
 }
 
 

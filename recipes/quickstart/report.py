@@ -129,6 +129,9 @@ def first_question(path: Path) -> tuple[str, str]:
 def ask(model_folder: Path, question: str, max_new_tokens: int) -> str:
     """The model's greedy answer, by plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)

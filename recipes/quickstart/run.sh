@@ -13,6 +13,10 @@ if [[ -e "$run" && ! -e "$run/.quickstart" && -n "$(ls -A "$run" 2>/dev/null || 
     echo "recipes/quickstart/run.sh: FOLDER must be new, empty or of an earlier quickstart; got $run" >&2
     exit 2
 fi
+if ! python -c 'import verl_ext, matplotlib' 2>/dev/null; then
+    echo "recipes/quickstart/run.sh: python on PATH must have verl-ext[test] installed; got $(command -v python || echo none)" >&2
+    exit 2
+fi
 mkdir -p "$run"
 touch "$run/.quickstart"
 run=$(cd "$run" && pwd)

@@ -25,12 +25,19 @@ from verl_ext.attention.layout import DocumentLayout
 NAME = "verl_ext_packed"
 
 _requested = "auto"
+_layout_required = False
 
 
 def set_backend(requested: str) -> None:
     """Choose the kernel of this process by its name in `attention.backend`; ``auto`` decides by device."""
     global _requested
     _requested = requested
+
+
+def require_layout() -> None:
+    """From now on this process runs packs: a call without a layout would mix their documents and is refused."""
+    global _layout_required
+    _layout_required = True
 
 
 def packed_attention(
@@ -56,7 +63,10 @@ def packed_attention(
     if ranks > 1:
         query, key, value = _scatter_heads(query, key, value, ranks)
     if document_layout is None:
-        assert ranks == 1, "sequence parallelism needs the document layout that the engine passes"
+        if _layout_required:
+            raise ValueError(
+                f"model.path: {type(module).__name__} must be given its model's keyword arguments; it is not"
+            )
         document_layout = _one_document_a_row(query, key, attention_mask)
     rows, length = query.shape[:2]
     attend = FUNCTIONS[choose_backend(_requested, query.device.type)]

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config import nodes
 from verl_ext.config.fields import type_problems
+from verl_ext.config.model_support import model_support_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
 from verl_ext.config.topology import batch_problems, head_problems
 
@@ -38,7 +39,7 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
         hf_config, unreadable = _read_hf_config(config)
         problems += unreadable
     if hf_config is not None:
-        problems += head_problems(config, hf_config)
+        problems += head_problems(config, hf_config) + model_support_problems(hf_config)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     return hf_config

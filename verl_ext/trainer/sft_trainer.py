@@ -75,6 +75,7 @@ class SFTTrainer:
         """verl's worker around the packed engine."""
         select_engine()
         set_backend(self.config.attention.backend)
+        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it
         optimizer = omega_conf_to_dataclass(self.config.optim)
         optimizer.total_training_steps = self.run.total_steps
         worker = TrainingWorkerConfig(

@@ -1,0 +1,48 @@
+"""Whether a model keeps the documents of a pack apart: told by its class and its config, before weights are read."""
+
+from typing import Any
+
+_APART = {"full_attention", "sliding_attention"}
+_SINKS = {"gpt_oss"}
+
+
+def model_support_problems(hf_config: Any) -> list[str]:
+    """Reasons why packs would leak between documents in this architecture, or be computed wrongly.
+
+    hf_config: the model's Hugging Face config. Models whose attention transformers does not dispatch would ignore the
+    packed attention; recurrent, convolutional and chunked layers carry a state across documents; logit soft-capping and
+    attention sinks are not computed by it. Remote code cannot be read here; the attention itself refuses what it lacks.
+    """
+    text = hf_config.get_text_config()
+    name = f"model.path: {type(hf_config).__name__}"
+    problems = []
+    cls = _model_class(hf_config)
+    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
+        problems.append(
+            f"{name} must dispatch its attention through transformers' AttentionInterface; {cls.__name__} does not"
+        )
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    carried = sorted(kinds - _APART - {"attention"})
+    if carried:
+        problems.append(
+            f"{name} must have attention layers alone, which keep documents apart; got {', '.join(carried)}"
+        )
+    if getattr(text, "attn_logit_softcapping", None):
+        problems.append(
+            f"{name} must not cap attention logits; got attn_logit_softcapping={text.attn_logit_softcapping}"
+        )
+    if text.model_type in _SINKS:
+        problems.append(f"{name} must not use attention sinks; {text.model_type} does")
+    return problems
+
+
+def _model_class(hf_config: Any) -> type | None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(hf_config, "auto_map", None):
+        return None
+    try:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    except KeyError:
+        return None
+    return cls[0] if isinstance(cls, tuple) else cls
