@@ -11,6 +11,7 @@ Legend: T tokens, H query heads, K key/value heads (H a multiple of K: grouped-q
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -18,19 +19,31 @@ import torch.nn.functional as F
 
 from verl_ext.attention.layout import DocumentLayout
 
-Backend = Callable[..., torch.Tensor]
 BACKENDS = ("flash_attn", "varlen", "sdpa")
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks for beside its tensors.
+
+    Attributes:
+        scale: factor on the logits; None for 1/√E.
+        window: a token sees itself and the ``window - 1`` tokens before it, as in transformers; None for all.
+        dropout: of attention weights.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    dropout: float = 0.0
+
+    @property
+    def flash_window(self) -> tuple[int, int]:
+        """The same window as flash attention counts it: tokens to the left and to the right; causal."""
+        return (-1 if self.window is None else self.window - 1, 0)
+
+
 def sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: DocumentLayout,
-    *,
-    scale: float | None,
-    window: int | None,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: AttentionOptions
 ) -> torch.Tensor:
     """Causal attention of ``query[T, H, E]`` to ``key, value[T, K, E]``, one document at a time.
 
@@ -39,77 +52,62 @@ def sdpa(
     outputs = []
     for start, end in zip(layout.offsets[:-1], layout.offsets[1:], strict=True):
         q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        mask = None if window is None or window >= end - start else _window_mask(end - start, window, query.device)
+        mask = _window_mask(end - start, options.window, query.device)
         outputs.append(
             F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None, enable_gqa=True
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=options.dropout,
+                scale=options.scale,
+                is_causal=mask is None,
+                enable_gqa=True,
             )
         )
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
 
 
-@lru_cache(maxsize=8)
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """bool[length, length]: token t sees itself and the ``window - 1`` tokens before it, as in transformers."""
+def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """bool[length, length], True where seen; None where the window holds the whole document."""
+    if window is None or window >= length:
+        return None
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < window)
 
 
 def varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: DocumentLayout,
-    *,
-    scale: float | None,
-    window: int | None,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: AttentionOptions
 ) -> torch.Tensor:
     """torch's built-in flash attention with cumulative lengths (torch ≥ 2.11); half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
-        raise ValueError(f"attention.backend=varlen has no attention dropout; the model's config asks for {dropout}")
+    if options.dropout:
+        raise ValueError(f"attention.backend=varlen has no attention dropout; the model's config asks for {options}")
+    lengths = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
+    grouped = query.size(1) != key.size(1)
     return varlen_attn(
-        query,
-        key,
-        value,
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.max_length,
-        layout.max_length,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.size(1) != key.size(1),
+        query, key, value, *lengths, scale=options.scale, window_size=options.flash_window, enable_gqa=grouped
     )
 
 
 def flash_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: DocumentLayout,
-    *,
-    scale: float | None,
-    window: int | None,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: AttentionOptions
 ) -> torch.Tensor:
     """The flash-attn package's varlen kernel; half precision on CUDA."""
     from flash_attn import flash_attn_varlen_func
 
+    lengths = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
     return flash_attn_varlen_func(
         query,
         key,
         value,
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.max_length,
-        layout.max_length,
-        dropout_p=dropout,
-        softmax_scale=scale,
+        *lengths,
+        dropout_p=options.dropout,
+        softmax_scale=options.scale,
         causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=options.flash_window,
     )
 
 
@@ -141,4 +139,4 @@ def has_flash_attn() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-FUNCTIONS: dict[str, Backend] = {"flash_attn": flash_attn, "varlen": varlen, "sdpa": sdpa}
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": flash_attn, "varlen": varlen, "sdpa": sdpa}

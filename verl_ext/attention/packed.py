@@ -19,7 +19,7 @@ from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_world_size,
 )
 
-from verl_ext.attention.backends import FUNCTIONS, choose_backend
+from verl_ext.attention.backends import FUNCTIONS, AttentionOptions, choose_backend
 from verl_ext.attention.layout import DocumentLayout
 
 NAME = "verl_ext_packed"
@@ -70,13 +70,9 @@ def packed_attention(
         document_layout = _one_document_a_row(query, key, attention_mask)
     rows, length = query.shape[:2]
     attend = FUNCTIONS[choose_backend(_requested, query.device.type)]
-    output = attend(
-        *(x.flatten(0, 1) for x in (query, key, value)),
-        document_layout,
-        scale=scaling,
-        window=sliding_window,
-        dropout=dropout,
-    ).unflatten(0, (rows, length))
+    tokens = (x.flatten(0, 1) for x in (query, key, value))
+    options = AttentionOptions(scaling, sliding_window, dropout)
+    output = attend(*tokens, document_layout, options).unflatten(0, (rows, length))
     if ranks > 1:
         output = gather_heads_scatter_seq(output, head_dim=2, seq_dim=1)
     return output.contiguous(), None
