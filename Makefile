@@ -48,9 +48,11 @@ distclean: clean
 
 # The stamps say which extras are in .venv; an install that was cut short leaves none.
 .venv/.installed-test: pyproject.toml | .venv/bin/python
+	@echo "Installing verl-ext[test] into .venv: once, a few minutes"
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	@touch $@
 
 .venv/.installed-dev: pyproject.toml | .venv/bin/python
+	@echo "Installing verl-ext[dev] into .venv: once, a few minutes"
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	@touch $@ .venv/.installed-test

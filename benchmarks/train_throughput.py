@@ -29,7 +29,7 @@ ROW = "{:<13} {:>6} {:>9} {:>8} {:>6} {:>8} {:>9}"
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, default=48, help="documents per optimizer step")
+    parser.add_argument("--documents", type=int, default=40, help="documents per optimizer step")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a pack, limit of a dynamic batch")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="documents of a padded micro-batch")
     parser.add_argument("--hidden", type=int, default=256)

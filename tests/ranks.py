@@ -21,7 +21,7 @@ _context.set_forkserver_preload(["verl_ext.engine", "verl.workers.engine_workers
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` on ``world_size`` gloo ranks; raises with the traceback of the first rank that failed."""
+    """``function(*arguments)`` on ``world_size`` gloo ranks; raises with the traceback of the first that failed."""
     answers = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

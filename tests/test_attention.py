@@ -1,5 +1,6 @@
 """Attention inside documents: isolation to the last bit, windows, grouped heads, Ulysses, and what is refused."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +40,9 @@ def _pair(config) -> tuple[torch.nn.Module, torch.nn.Module]:
     models = []
     for attention in (NAME, "eager"):
         torch.manual_seed(0)
-        models.append(AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
+        # A copy: a model writes its attention into the config that it is given.
+        models.append(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention).eval())
+    assert [model.config._attn_implementation for model in models] == [NAME, "eager"]
     return models[0], models[1]
 
 
@@ -86,6 +89,18 @@ def test_changing_a_document_changes_no_other_documents_logits_at_all(name, chan
         after = _logits(model, other, positions).split(LENGTHS)
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         assert torch.equal(old, new) is (index != changed)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_window", "mistral_window"])
+def test_transformers_builds_no_mask_of_all_tokens_by_all_tokens(name):
+    model, _ = _pair(CONFIGS[name])
+    masks = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
+        )
+    _logits(model, *_pack())
+    assert masks == [None, None]
 
 
 def test_no_gradient_flows_from_one_document_to_another():

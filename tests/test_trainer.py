@@ -107,7 +107,7 @@ def test_a_run_resumed_at_an_epoch_boundary_equals_an_uninterrupted_one(data, ti
 def test_a_resume_on_other_packs_is_refused(data, tiny_model, tmp_path):
     overrides = run_of(data, tiny_model, tmp_path / "run")
     run_ranks(train_alone, 1, overrides)
-    with pytest.raises(AssertionError, match="data.train_batch_size is 2 but the checkpoint was trained with 4"):
+    with pytest.raises(AssertionError, match=r"data\.train_batch_size is 2 but the checkpoint was trained with 4"):
         run_ranks(train_alone, 1, [*overrides, "trainer.total_epochs=2", "data.train_batch_size=2"])
 
 
@@ -132,7 +132,6 @@ def poisoned_data(folder: Path, poisoned: set[int], count: int = 6) -> str:
 
 
 ONE_DOCUMENT_A_STEP = ("data.strategy=none", "data.train_batch_size=1", "trainer.max_skipped_steps=2")
-
 
 
 def test_a_step_without_a_finite_gradient_is_skipped_and_counted(tiny_model, tmp_path):
@@ -220,7 +219,11 @@ def test_a_step_without_a_target_is_refused_before_the_model_loads(tiny_model, t
     for document in documents[1:]:
         document["loss_mask"][:] = document["category_ids"][:] = 0
     folder = write_tokenised(tmp_path / "data", documents)
-    overrides = [f"data.train_dir={folder}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    overrides = [
+        f"data.train_dir={folder}",
+        f"model.path={tiny_model}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
     with pytest.raises(AssertionError, match="SystemExit: 2"):
         run_ranks(train_alone, 1, [*overrides, *ONE_DOCUMENT_A_STEP])
     assert not (tmp_path / "run").exists()

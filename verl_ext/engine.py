@@ -62,7 +62,7 @@ class PackedEngine(FSDPEngineWithLMHead):
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """verl's forward step without its ``loss.item()``: the loss stays on the device until somebody reads it."""
-        device = get_device_id()
+        device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
         # The boundaries are read while the micro-batch is still on the host.
         self._layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
         micro_batch = micro_batch.to(device)

@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sources", type=source, nargs="+", metavar="CATEGORY=FILE")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--val", type=int, default=200, help="records to hold out of each file")
+    parser.add_argument("--val", type=int, default=100, help="records to hold out of each file")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -138,9 +138,9 @@ def documents(rng: random.Random, shortest: int = 4, longest: int = 48) -> Conve
 
 # category → (what makes one conversation, training conversations, validation conversations)
 CATEGORIES: dict[str, tuple[Callable[[random.Random], Conversation], int, int]] = {
-    "arithmetic": (arithmetic, 1000, 30),
-    "ordering": (ordering, 1000, 30),
-    "documents": (documents, 450, 20),
+    "arithmetic": (arithmetic, 1600, 30),
+    "ordering": (ordering, 1200, 30),
+    "documents": (documents, 650, 20),
 }
 
 

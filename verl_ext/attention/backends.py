@@ -87,9 +87,11 @@ def varlen(
         raise ValueError(f"attention.backend=varlen has no attention dropout; the model's config asks for {options}")
     lengths = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
     grouped = query.size(1) != key.size(1)
-    return varlen_attn(
+    output = varlen_attn(
         query, key, value, *lengths, scale=options.scale, window_size=options.flash_window, enable_gqa=grouped
     )
+    assert isinstance(output, torch.Tensor)
+    return output
 
 
 def flash_attn(

@@ -7,7 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
-from verl.workers.engine import BaseEngine
+
+from verl_ext.engine import PackedEngine
 
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
@@ -47,7 +48,7 @@ class Checkpoints:
         lora: LoRA rank, alpha and task for verl's metadata file, or None.
     """
 
-    def __init__(self, config: DictConfig, engine: BaseEngine, plan: PlanState, lora: dict[str, Any] | None) -> None:
+    def __init__(self, config: DictConfig, engine: PackedEngine, plan: PlanState, lora: dict[str, Any] | None) -> None:
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir)
         self.engine = engine

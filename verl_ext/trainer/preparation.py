@@ -137,7 +137,7 @@ def _share_scan(dataset: SFTDataSet) -> None:
     with errors_told_once():
         if dist.get_rank() == 0:
             dataset.scan  # noqa: B018  (computed here, with its mistakes told)
-    scans = [dataset.scan if dist.get_rank() == 0 else None]
+    scans: list[Any] = [dataset.scan if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(scans)
     dataset.scan = scans[0]
 

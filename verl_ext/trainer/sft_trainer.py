@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
 from verl_ext.attention.packed import set_backend
+from verl_ext.engine import PackedEngine
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
 from verl_ext.trainer.checkpoints import Checkpoints, PlanState, clear_output
@@ -60,7 +62,8 @@ class SFTTrainer:
         self.run = run
         self.config = run.config
         self.client = self._build_client()
-        self.engine = self.client.engine
+        assert isinstance(self.client.engine, PackedEngine)
+        self.engine: PackedEngine = self.client.engine
         self.rank, self.ranks = self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
         self.leads = dist.get_rank() == 0
         if run.clear_output and self.leads:
@@ -124,7 +127,7 @@ class SFTTrainer:
 
     def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
         """One optimizer step over this rank's share of the packs."""
-        device = get_device_id()
+        device: Any = get_device_id()
         normaliser = batch.normaliser.to(device, copy=True)
         self._sum_over_data_parallel(normaliser)
         sums = self._sums(batch) if logged else None
@@ -164,7 +167,8 @@ class SFTTrainer:
         return total.reduced(self._sum_over_data_parallel).report("val", validation.dataset.categories.names)
 
     def _sums(self, batch: StepBatch) -> StepSums:
-        sums = StepSums.zeros(len(batch.counts) - 5, get_device_id())
+        device: Any = get_device_id()
+        sums = StepSums.zeros(len(batch.counts) - 5, device)
         sums.add_counts(batch.counts)
         return sums
 

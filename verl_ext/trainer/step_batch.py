@@ -10,7 +10,8 @@ pack_lengths            5                4             1
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +54,8 @@ class StepBatch:
 
     def pin_memory(self) -> "StepBatch":
         """Page-locked copies, as torch's loader asks of a batch type of one's own."""
-        pinned = (getattr(self, name).pin_memory() for name in _TENSORS)
-        return StepBatch(*pinned, self.pack_lengths, self.counts.pin_memory())
+        pinned = {name: getattr(self, name).pin_memory() for name in (*_COLUMNS, "counts")}
+        return replace(self, **pinned)
 
     def micro_batches(self, size: int) -> Iterator[TensorDict]:
         """Batches of ``size`` packs as verl's engine takes them: jagged tensors and its flags."""
@@ -62,7 +63,7 @@ class StepBatch:
         for first in range(0, len(self.pack_lengths), size):
             cuts = edges[first : first + size + 1]
             offsets = torch.from_numpy(cuts - cuts[0])
-            tensors = {
+            tensors: dict[str, Any] = {
                 key: torch.nested.nested_tensor_from_jagged(values[cuts[0] : cuts[-1]], offsets)
                 for key, values in (
                     ("input_ids", self.input_ids),
@@ -74,7 +75,7 @@ class StepBatch:
             yield tu.get_tensordict(tensors, dict(_ENGINE_FLAGS))
 
 
-_TENSORS = ("input_ids", "position_ids", "coefficients", "category_index")
+_COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index")
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,12 @@ class StepCollator:
         columns: list[tuple[np.ndarray, ...]] = []
         for pack in packs:
             columns.append(_idle() if pack is None else self._laid_out(pack, counts))
-        flat = [torch.from_numpy(np.concatenate(column)) for column in zip(*columns, strict=True)]
-        return StepBatch(*flat, [len(c[0]) for c in columns], torch.from_numpy(counts))
+        flat = (torch.from_numpy(np.concatenate(column)) for column in zip(*columns, strict=True))
+        return StepBatch(
+            **dict(zip(_COLUMNS, flat, strict=True)),
+            pack_lengths=[len(column[0]) for column in columns],
+            counts=torch.from_numpy(counts),
+        )
 
     def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
         """Columns of one pack; adds what it holds to ``counts``."""
