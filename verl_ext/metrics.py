@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+RESERVED = ("target",)  # names that a category must not have: `<category>_tokens` would be another metric
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "target_tokens", "packs")
 
 

@@ -22,6 +22,7 @@ from verl_ext.config.schema import check_keys
 from verl_ext.config.topology import check_positions
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.losses import LossSpec, category_weight_table
+from verl_ext.metrics import RESERVED
 from verl_ext.trainer.data_report import data_report
 from verl_ext.trainer.dataset_class import dataset_class
 from verl_ext.trainer.process_group import accelerator, errors_told_once
@@ -104,6 +105,7 @@ def prepare(config: DictConfig) -> Run:
             check_vocabulary(dataset.scan, hf_config.get_text_config().vocab_size, dataset.key)
             longest = int(dataset.spans.length.max())
             check_positions(longest, config.data.max_tokens, hf_config, config.model.override_config)
+            _refuse_reserved_names(dataset)
         check_categories(loss_config(config), train_set.categories.names)
         plan = _step_plan(config, train_set)
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * config.trainer.total_epochs
@@ -140,6 +142,12 @@ def _share_scan(dataset: SFTDataSet) -> None:
     scans: list[Any] = [dataset.scan if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(scans)
     dataset.scan = scans[0]
+
+
+def _refuse_reserved_names(dataset: SFTDataSet) -> None:
+    for name in dataset.categories.names:
+        if name in RESERVED:
+            raise ValueError(f"{dataset.key}: categories.json must not name a category {name}, which is a metric")
 
 
 def _step_plan(config: DictConfig, dataset: SFTDataSet) -> StepPlan:

@@ -102,4 +102,4 @@ def _be_quiet() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    os.environ["TQDM_DISABLE"] = "1"
+    os.environ.update(TQDM_DISABLE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # read when tqdm and transformers load
