@@ -1,8 +1,8 @@
 """Negative log-likelihood of each token in fp32, a slice of rows at a time.
 
 verl's fallback takes a bf16 log-softmax row by row, which keeps three digits; ``F.cross_entropy`` in fp32 keeps a
-second ``[T, V]`` tensor for its backward (10 GB for 16k tokens of a 151k vocabulary). Here the forward keeps one number
-a row, and the backward writes the gradient over the logits, which nothing reads afterwards.
+second ``[T, V]`` tensor for its backward (10 GB for 16k tokens of a 151k vocabulary). Here the forward keeps two
+numbers a row, and the backward writes the gradient over the logits, which nothing reads afterwards.
 
 Legend: T tokens, V vocabulary.
 """
@@ -17,22 +17,25 @@ ROWS = 1024  # 1024 rows of a 151k vocabulary are 0.6 GB in fp32
 class _TokenNLL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool) -> torch.Tensor:
-        logsumexp = torch.cat([rows.float().logsumexp(-1) for rows in logits.split(ROWS)])
+        peak = logits.amax(-1).float()
+        # The peak is taken off first: logits that share a large offset would cancel in fp32.
+        rows = zip(logits.split(ROWS), peak.unsqueeze(-1).split(ROWS), strict=True)
+        log_sum = torch.cat([(part.float() - top).exp_().sum(-1).log_() for part, top in rows])
         target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()
-        ctx.save_for_backward(logits, labels, logsumexp)
+        ctx.save_for_backward(logits, labels, peak, log_sum)
         ctx.inplace_backward = inplace_backward
-        return logsumexp - target
+        return log_sum - (target - peak)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, labels, logsumexp = ctx.saved_tensors
+        logits, labels, peak, log_sum = ctx.saved_tensors
         logits = logits.detach()
         gradient = logits if ctx.inplace_backward else torch.empty_like(logits)
-        columns = (x.split(ROWS) for x in (logits, gradient, labels, logsumexp, grad_outputs[0]))
-        for rows, out, label, lse, grad in zip(*columns, strict=True):
-            softmax = (rows.float() - lse.unsqueeze(-1)).exp_()
-            softmax.scatter_add_(-1, label.unsqueeze(-1), softmax.new_full((len(label), 1), -1.0))
-            out.copy_(softmax.mul_(grad.unsqueeze(-1)))
+        per_row = (x.unsqueeze(-1).split(ROWS) for x in (labels, peak, log_sum, grad_outputs[0]))
+        for part, out, label, top, log, grad in zip(logits.split(ROWS), gradient.split(ROWS), *per_row, strict=True):
+            softmax = (part.float() - top).sub_(log).exp_()
+            softmax.scatter_add_(-1, label, torch.full_like(grad, -1.0))
+            out.copy_(softmax.mul_(grad))
         return gradient, None, None
 
 

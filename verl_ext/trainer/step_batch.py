@@ -90,6 +90,11 @@ class StepCollator:
     loss: LossSpec
     categories: CategoryTable
 
+    def __post_init__(self) -> None:
+        assert len(self.loss.category_weights) == len(self.categories.ids) + 1, (
+            "a weight for each category and for none"
+        )
+
     def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
         """Packs as `SFTDataSet` yields them, None where the rank idles."""
         slots = len(self.categories.ids) + 1

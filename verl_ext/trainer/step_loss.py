@@ -29,8 +29,8 @@ class StepLoss:
         coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
         nll = -model_output["log_probs"].values()  # float32[T]
         # Where nothing is predicted, an infinite nll must not become NaN by a product with 0.
-        share = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll)).sum()
+        terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
         if self.sums is not None:
-            self.sums.weighted_loss.add_(share.detach())
+            self.sums.weighted_loss.add_(terms.detach().double().sum())
             self.sums.category_loss.index_add_(0, data["category_index"].values(), nll.detach().double())
-        return share * self.scale.to(share.dtype).squeeze(), {}
+        return terms.sum() * self.scale.to(terms.dtype).squeeze(), {}
