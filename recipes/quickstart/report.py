@@ -40,14 +40,9 @@ class Curve:
         return float(np.average(self.losses[window], weights=self.tokens[window]))
 
     def smooth(self) -> np.ndarray:
-        """Mean per target token around each step, over a twentieth of the run to each side at most."""
-        losses, tokens = np.array(self.losses), np.array(self.tokens)
-        smooth = np.empty(len(losses))
-        for i in range(len(losses)):
-            reach = min(i, len(losses) - 1 - i, max(1, len(losses) // 20))
-            around = slice(i - reach, i + reach + 1)
-            smooth[i] = np.average(losses[around], weights=tokens[around])
-        return smooth
+        """Mean per target token around each step, over at most a twentieth of the run to each side."""
+        reach = [min(i, max(1, len(self.steps) // 20)) for i in range(len(self.steps))]
+        return np.array([self.mean(slice(i - r, i + r + 1)) for i, r in enumerate(reach)])
 
 
 def read_curves(metrics: Path) -> dict[str, Curve]:
@@ -70,7 +65,7 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
                 curve.tokens.append(tokens)
     if not curves:
         raise ValueError(f"--metrics must hold train/<category>_loss of at least one step; got {metrics}")
-    return curves
+    return dict(sorted(curves.items()))
 
 
 def table(curves: dict[str, Curve]) -> str:
@@ -132,7 +127,6 @@ def ask(model_folder: Path, question: str, max_new_tokens: int) -> str:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     messages = [{"role": "user", "content": question}]

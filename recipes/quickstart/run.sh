@@ -31,7 +31,7 @@ say "1/5  Writing chats of three categories; the longest is more than 20 times t
 python "$here/make_data.py" --output "$data"
 
 say "2/5  Training a tokenizer on them and making a small Qwen3 with random weights."
-python "$here/make_model.py" --output "$run/model" --train-on "$data"/*.train.jsonl
+python "$here/make_model.py" --output "$run/model" --train-on "$data"/*.train.jsonl --layers 3
 
 say "3/5  Tokenising once: every assistant turn is a target, every target has a category."
 for split in train val; do
@@ -46,5 +46,5 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=quickstart \
 
 say "5/5  What came of it."
 python "$here/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --checkpoints "$run/checkpoints" --output "$run" \
-    --ask "$data/documents.val.jsonl"
+    --ask "$data/arithmetic.val.jsonl"
 say "Done. Everything is in $run"
