@@ -20,7 +20,7 @@ def command(*arguments: str) -> list[str]:
 def test_typo_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
     done = subprocess.run(command("souces={a:b}"), cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr == "error: unknown key 'souces'; did you mean 'sources'?\n"
+    assert done.stderr == "error: unknown key souces; nearest: sources\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -256,8 +256,8 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["max_tokns=3"], "unknown key 'max_tokns'; did you mean 'max_tokens'?"),
-        (["model.pat=x"], "did you mean 'model.path'?"),
+        (["max_tokns=3"], "unknown key max_tokns; nearest: max_tokens"),
+        (["model.pat=x"], "nearest: model.path"),
         (["+zzzzzz=1"], "known keys: sources"),
         (["max_tokens=1"], "max_tokens must be at least 2; got 1"),
         (["max_tokens=many"], "max_tokens"),

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: data, tokenizer and model, tokenised folders, training on 2 CPU ranks, report.
 #
-#   recipes/quickstart/run.sh [FOLDER]       FOLDER: quickstart_run unless given; a folder of this script's is reused
+#   recipes/quickstart/run.sh [FOLDER [override …]]
+#
+# FOLDER: quickstart_run unless given; a folder of this script's is reused. Overrides are of the training run.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 run=${1:-quickstart_run}
+overrides=("${@:2}")
 
 say() { printf '\n[%3ds] %s\n' "$SECONDS" "$1"; }
 
@@ -42,7 +45,7 @@ done
 say "4/5  Training on 2 ranks that share every pack (Ulysses)."
 NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=quickstart \
     "data.train_dir=$run/tokenised/train" "data.val_dir=$run/tokenised/val" "model.path=$run/model" \
-    "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true
+    "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "${overrides[@]}"
 
 say "5/5  What came of it."
 python "$here/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --checkpoints "$run/checkpoints" --output "$run" \

@@ -1,6 +1,5 @@
 """The tokenise command's configuration: composed by Hydra from `conf/tokenize.yaml`, typed and checked here."""
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any, Optional
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext.config.nearest import choice_problem, nearest_key
 from verl_ext.tokenize.errors import UsageError, first_line
 
 OVER_LENGTH = ("error", "drop", "truncate", "split")
@@ -125,10 +125,8 @@ class TokenizeConfig:
             problems.append(f"max_tokens must be at least 2; got {self.max_tokens}")
         if self.num_workers is not None and self.num_workers < 1:
             problems.append(f"num_workers must be at least 1; got {self.num_workers}")
-        if self.over_length not in OVER_LENGTH:
-            problems.append(f"over_length must be one of {', '.join(OVER_LENGTH)}; got {self.over_length}")
-        if self.on_bad_record not in ON_BAD_RECORD:
-            problems.append(f"on_bad_record must be one of {', '.join(ON_BAD_RECORD)}; got {self.on_bad_record}")
+        choices = (("over_length", OVER_LENGTH), ("on_bad_record", ON_BAD_RECORD))
+        problems += filter(None, (choice_problem(key, getattr(self, key), options) for key, options in choices))
         for name in self.apply_chat_template_kwargs:
             if name in RESERVED_TEMPLATE_KWARGS:
                 problems.append(f"apply_chat_template_kwargs must not set {name}, which this command sets itself")
@@ -177,7 +175,7 @@ def _checked_override(text: str) -> str:
     known = known_keys()
     is_open = key.partition(".")[0] in OPEN_NODES
     if not is_open and key not in known and not key.startswith("hydra."):
-        raise UsageError(f"unknown key {key!r}; {_nearest(key, known)}")
+        raise UsageError(_unknown(key, known))
     return text if not is_open or text.startswith(("+", "~")) else f"++{text}"
 
 
@@ -192,9 +190,6 @@ def known_keys() -> list[str]:
     return keys
 
 
-def _nearest(key: str, known: Sequence[str]) -> str:
-    """The known key that looks most like `key`, by its dotted name or by its last part."""
-    by_spelling = {name.rsplit(".", 1)[-1]: name for name in known} | {name: name for name in known}
-    matches = difflib.get_close_matches(key, by_spelling, n=1, cutoff=0.6)
-    matches = matches or difflib.get_close_matches(key.rsplit(".", 1)[-1], by_spelling, n=1, cutoff=0.4)
-    return f"did you mean {by_spelling[matches[0]]!r}?" if matches else f"known keys: {', '.join(known)}"
+def _unknown(key: str, known: Sequence[str]) -> str:
+    nearest = nearest_key(key, known)
+    return f"unknown key {key}; " + (f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}")
