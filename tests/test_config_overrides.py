@@ -194,3 +194,20 @@ def test_a_mistake_on_the_command_line_is_one_line(override, line):
 def test_all_unknown_keys_of_a_command_line_are_told_together():
     with pytest.raises(ValueError, match=r"data\.max_tokenz.*\n.*optim\.lrr"):
         compose(["data.max_tokenz=5", "optim.lrr=1"])
+
+
+def test_recipes_and_choices_of_a_config_folder_of_the_users_own_are_known(tmp_path):
+    for path in ("recipe/mine/config.yaml", "recipe/own.yaml", "parallel/ours.yaml"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("# @package _global_\n")
+    words = ["recipe=mine", "recipe=own", "parallel=ours", "recipe=quickstart"]
+    for flags in ([f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
+        overrides, _ = prepare_overrides([*flags, *words])
+        assert overrides[len(flags) :] == [
+            "recipe=mine/config",
+            "recipe=own",
+            "parallel=ours",
+            "recipe=quickstart/config",
+        ]
+    with pytest.raises(ValueError, match=r"unknown choice recipe=mnie; nearest: mine; available: gsm8k_code, mine, "):
+        prepare_overrides(["--config-dir", str(tmp_path), "recipe=mnie"])

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -35,12 +37,12 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     flags, words = _split_flags(argv)
     multirun = any(flag in ("-m", "--multirun") for flag in flags)
     items, notices = translate([_parse(word, multirun) for word in words])
-    own_class = names_own_class(items)
+    own_class, folders = names_own_class(items), _config_folders(flags)
     overrides: list[str] = []
     mistakes: list[str] = []
     for item in items:
         try:
-            known, notice = _known(item, own_class)
+            known, notice = _known(item, own_class, folders)
         except ValueError as error:
             mistakes.append(str(error))
             continue
@@ -59,6 +61,12 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         (flags if takes_next or word.startswith("-") else words).append(word)
         takes_next = not takes_next and word in _VALUED_FLAGS
     return flags, words
+
+
+def _config_folders(flags: Sequence[str]) -> list[Path]:
+    """The folders that Hydra's --config-dir adds, with recipes and group choices of the user's own."""
+    written = [tuple(flag.split("=", 1)) for flag in flags if "=" in flag] + list(pairwise(flags))
+    return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
 
 def _parse(word: str, multirun: bool = False) -> Item:
@@ -89,7 +97,7 @@ def _quoted(word: str) -> str:
     return f"{key}='{escaped}'"
 
 
-def _known(item: Item, own_class: bool) -> tuple[Item | None, str | None]:
+def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
     """The override as Hydra takes it (None: nothing is to be said), and a notice when a needless plus was dropped."""
     parsed = None if item.value is None else _parsed(str(item))
     value = parsed.value() if parsed else None
@@ -106,7 +114,7 @@ def _known(item: Item, own_class: bool) -> tuple[Item | None, str | None]:
     if item.prefix == "~" and not schema.is_free_form(item.key):
         raise ValueError(f"{item.key} cannot be removed from the config; got {item}")
     if is_choice:
-        return replace(item, prefix="", value=schema.choice_path(group, show(value))), notice
+        return replace(item, prefix="", value=schema.choice_path(group, show(value), folders)), notice
     if item.prefix in ("++", "~") or item.key.startswith("hydra."):
         return item, None
     # What only a dataclass or a free-form node has is not in the composed config: Hydra must be told to add it.

@@ -6,9 +6,10 @@ Below a free-form node anything goes: it is handed to transformers, an optimizer
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -120,26 +121,30 @@ def groups() -> tuple[str, ...]:
     return tuple(sorted({*ours, *_UPSTREAM_GROUPS}))
 
 
-def options(group: str) -> list[str]:
-    """The choices of a group; a recipe is named by its folder."""
+def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
+    """The choices of a group; a recipe is named by its folder. folders: config folders of the user's own."""
     if group in _UPSTREAM_GROUPS:
         return list(_UPSTREAM_GROUPS[group])
-    entries = sorted(files(CONF).joinpath(group).iterdir(), key=lambda entry: entry.name)
+    entries = {entry.name: entry for root in _roots(group, folders) if root.is_dir() for entry in root.iterdir()}
     if group == "recipe":
-        return [entry.name for entry in entries if entry.is_dir() and entry.joinpath("config.yaml").is_file()]
-    return [entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")]
+        return sorted(name for name, entry in entries.items() if entry.joinpath("config.yaml").is_file())
+    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
 
 
-def choice_path(group: str, choice: str) -> str:
+def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
     """What Hydra calls a choice: `NAME/config` for a recipe; raises ValueError listing the choices."""
-    available = options(group)
+    available = options(group, folders)
     if choice in available:
         return f"{choice}/config" if group == "recipe" else choice
-    if group == "recipe" and files(CONF).joinpath(group, f"{choice}.yaml").is_file():
+    if group == "recipe" and any(root.joinpath(f"{choice}.yaml").is_file() for root in _roots(group, folders)):
         return choice
     close = nearest_name(choice, available)
     hint = f"nearest: {close}; " if close else ""
     raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
+
+
+def _roots(group: str, folders: Sequence[Path]) -> list[Any]:
+    return [root.joinpath(group) for root in (files(CONF), *folders)]
 
 
 @functools.cache
