@@ -55,7 +55,7 @@ def _losses(contestant: PackedContestant, batch: StepBatch, collect: bool) -> fl
     if collect:
         sums = StepSums.zeros(len(names), "cpu")
         sums.add_counts(batch.counts)
-    loss = StepLoss(batch.normaliser, 1, sums)
+    loss = StepLoss(batch.normaliser.item(), 1, sums)
     for output, data in zip(outputs, micro_batches, strict=True):
         loss(output, data)
     if sums is not None:

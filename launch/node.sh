@@ -77,5 +77,6 @@ fi
 
 command -v torchrun >/dev/null || fail "torchrun must be on PATH; activate the environment that verl-ext is installed in"
 export PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets, with a warning on every start
 export NNODES # recipes may set the packs per step from it
 exec "${line[@]}"

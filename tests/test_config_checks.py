@@ -4,13 +4,16 @@ is passed in."""
 import importlib.util
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3Config
 
 from verl_ext.config import compose
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.nodes import LossConfig
 from verl_ext.config.topology import check_positions, model_positions
+from verl_ext.config.weights import weight_problems
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96, "num_hidden_layers": 1}
 
@@ -21,6 +24,7 @@ def good(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "data").mkdir()
     Qwen3Config(max_position_embeddings=512, **HEADS).save_pretrained(folder / "model")
+    save_file({"w": torch.zeros(1)}, folder / "model" / "model.safetensors")
     return compose(
         [
             f"data.train_dir={folder / 'data'}",
@@ -56,6 +60,21 @@ def test_a_good_config_passes_and_gives_the_models_config(good):
 
 TABLE = [
     # (updates, ranks, accelerator, line)
+    ({"model__lora_adapter_path": "/tmp"}, 1, None, "model.lora_rank must be at least 1 with model.lora_adapter_path"),
+    ({"model__lora__rank": 8}, 1, None, "model.lora.rank must be 0: it is Megatron's; model.lora_rank is the one"),
+    ({"engine__forward_only": True}, 1, None, "engine.forward_only must be false: it would not train; got true"),
+    ({"engine__max_token_len_per_gpu": 5}, 1, None, "engine.max_token_len_per_gpu must be null: data.max_tokens"),
+    ({"engine__fsdp_size": 3}, 2, None, "engine.fsdp_size must divide the number of ranks or be -1; got 3 with 2"),
+    ({"engine__mixed_precision": {"param_dtype": "fp99"}}, 1, None, "engine.mixed_precision.param_dtype must be one"),
+    ({"optim__clip_grad": 0}, 1, None, "optim.clip_grad must be above 0; got 0"),
+    ({"optim__betas": [0.9]}, 1, None, "optim.betas must be two numbers from 0 to below 1; got [0.9]"),
+    ({"trainer__device": "auto"}, 1, "npu", "trainer.device must be cuda or cpu, where packs have an engine"),
+    (
+        {"trainer__device": "auto", "attention__backend": "varlen", "engine__mixed_precision": {"param_dtype": "fp32"}},
+        1,
+        "cuda",
+        "attention.backend=varlen needs engine.mixed_precision.param_dtype=bf16 or fp16; got fp32",
+    ),
     ({"data__train_dir": None}, 1, None, "data.train_dir is required"),
     ({"data__train_dir": "/no/such"}, 1, None, "data.train_dir must be an existing folder; got /no/such"),
     ({"data__val_dir": "/no/such"}, 1, None, "data.val_dir must be an existing folder; got /no/such"),
@@ -179,3 +198,15 @@ def test_positions_include_the_rope_scaling_however_the_model_writes_it():
     llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
     llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert model_positions(LlamaConfig(max_position_embeddings=131072, rope_parameters=llama3)) == 131072
+
+
+def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):
+    assert weight_problems(str(tmp_path)) == [
+        f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {tmp_path}"
+    ]
+    save_file({"w": torch.zeros(100)}, tmp_path / "model.safetensors")
+    assert weight_problems(str(tmp_path)) == []
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    (problem,) = weight_problems(str(tmp_path))
+    assert problem.startswith(f"model.path must hold weights that can be read; got {tmp_path}/model.safetensors: ")

@@ -45,7 +45,7 @@ from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, Train
         (lambda: TrainerConfig("d", save_freq="often"), "trainer.save_freq must be a whole number of steps or after_"),
         (lambda: TrainerConfig("d", test_freq=1.5), "trainer.test_freq must be a whole number of steps or after_each"),
         (lambda: TrainerConfig("d", resume_mode="no"), "trainer.resume_mode must be one of auto, disable, resume_path"),
-        (lambda: TrainerConfig("d", device="gpu"), "trainer.device must be one of auto, cpu, cuda, npu; got gpu"),
+        (lambda: TrainerConfig("d", device="gpu"), "trainer.device must be one of auto, cpu, cuda; got gpu"),
         (lambda: TrainerConfig("d", overwrite="sure"), "trainer.overwrite must be true or false; got sure"),
         (lambda: TrainerConfig("d", logger=["consol"]), "got consol (nearest: console)"),
         (lambda: TrainerConfig("d", logger=[]), "trainer.logger must be a list of loggers"),

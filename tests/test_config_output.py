@@ -13,12 +13,13 @@ def run(tmp_path):
     return folder, lambda *more: compose([f"trainer.default_local_dir={folder}", *more])
 
 
-def write_checkpoint(folder, step=3, ranks=2, tracker=True, missing=()):
+def write_checkpoint(folder, step=3, ranks=2, tracker=True, missing=(), kinds=("model", "optim", "extra_state")):
     checkpoint = folder / f"global_step_{step}"
     checkpoint.mkdir(parents=True)
     for rank in range(ranks):
         if rank not in missing:
-            (checkpoint / f"model_world_size_{ranks}_rank_{rank}.pt").touch()
+            for kind in kinds:
+                (checkpoint / f"{kind}_world_size_{ranks}_rank_{rank}.pt").touch()
     if tracker:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
     return checkpoint
@@ -48,11 +49,22 @@ def test_a_complete_checkpoint_is_resumed(run):
     assert check_output(config("trainer.overwrite=true")).action is OutputAction.REPLACE
 
 
-@pytest.mark.parametrize("broken", [{"tracker": False}, {"missing": (1,)}])
-def test_an_incomplete_checkpoint_is_not_resumed(run, broken):
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (
+            {"tracker": False},
+            r"txt is missing.*resume_mode=resume_path trainer.resume_from_path=.*global_step_3",
+        ),
+        ({"missing": (1,)}, "whose global_step_3 lacks model, optimizer or extra of a rank"),
+        ({"kinds": ("model", "optim")}, "whose global_step_3 lacks model, optimizer or extra of a rank"),
+        ({"kinds": ()}, "whose global_step_3 lacks model, optimizer or extra of a rank"),
+    ],
+)
+def test_an_incomplete_checkpoint_is_not_resumed_and_says_why(run, broken, reason):
     folder, config = run
     write_checkpoint(folder, **broken)
-    with pytest.raises(ValueError, match="holds no checkpoint to resume from"):
+    with pytest.raises(ValueError, match=reason):
         check_output(config())
 
 
@@ -116,3 +128,24 @@ def test_a_file_is_no_output_folder(run):
     folder.touch()
     with pytest.raises(ValueError, match=r"trainer\.default_local_dir must be a folder; got the file"):
         check_output(config())
+
+
+@pytest.mark.parametrize(
+    "reads", ["model.lora_adapter_path={}/adapter", "model.tokenizer_path={}/tokens", "data.train_dir=[{}/a,elsewhere]"]
+)
+def test_overwrite_never_deletes_an_adapter_a_tokenizer_or_one_of_several_datasets(run, reads):
+    folder, config = run
+    for name in ("adapter", "tokens", "a"):
+        (folder / name).mkdir(parents=True)
+    key = reads.split("=")[0]
+    with pytest.raises(ValueError, match=f"must not hold {key}"):
+        check_output(config("trainer.overwrite=true", reads.format(folder)))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(run, tmp_path):
+    _, config = run
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"^trainer\.default_local_dir must be a folder that can be made; .*is a file$"
+    ):
+        check_output(config(f"trainer.default_local_dir={tmp_path / 'file' / 'sub'}"))

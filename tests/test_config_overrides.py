@@ -147,8 +147,8 @@ def test_a_path_needs_no_quotes_for_hydras_grammar(path):
 
 
 def test_flags_pass_untouched_and_bare_compose_refuses_them():
-    overrides, _ = prepare_overrides(["--cfg", "job", "data.max_tokens=5", "-m", "--config-dir=x"])
-    assert overrides == ["--cfg", "job", "-m", "--config-dir=x", "data.max_tokens=5"]
+    overrides, _ = prepare_overrides(["--cfg", "job", "data.max_tokens=5", "--config-dir=x"])
+    assert overrides == ["--cfg", "job", "--config-dir=x", "data.max_tokens=5"]
     with pytest.raises(ValueError, match="an override is written key=value; got --cfg"):
         compose(["--cfg", "job"])
 
@@ -211,3 +211,13 @@ def test_recipes_and_choices_of_a_config_folder_of_the_users_own_are_known(tmp_p
         ]
     with pytest.raises(ValueError, match=r"unknown choice recipe=mnie; nearest: mine; available: gsm8k_code, mine, "):
         prepare_overrides(["--config-dir", str(tmp_path), "recipe=mnie"])
+
+
+def test_several_runs_in_one_command_are_refused():
+    with pytest.raises(ValueError, match="--multirun"):
+        prepare_overrides(["-m", "loss=token,sequence"])
+
+
+def test_a_primary_config_of_the_users_own_finds_ours(tmp_path):
+    overrides, _ = prepare_overrides(["-cn", "team", "--config-dir", str(tmp_path)])
+    assert overrides[-1] == "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"

@@ -16,7 +16,6 @@ from verl_ext.config.resolution import BF16, FP32, resolve_device
         ("auto", "npu", "npu", BF16),
         ("cpu", None, "cpu", FP32),
         ("cuda", "cuda", "cuda", BF16),
-        ("cuda", "npu", "npu", BF16),
         ("cuda", None, "cuda", BF16),  # refused by check_run
     ],
 )
@@ -30,7 +29,13 @@ def test_device_and_precision_follow_the_accelerator(asked, accelerator, device,
 def test_a_precision_that_is_given_is_kept():
     config = compose(["engine.mixed_precision.param_dtype=fp16"])
     assert resolve_device(config, "cuda") == []
-    assert config.engine.mixed_precision == {"param_dtype": "fp16"}
+    assert config.engine.mixed_precision == {**BF16, "param_dtype": "fp16"}
+
+
+def test_what_a_given_precision_leaves_out_is_that_of_the_device():
+    config = compose(["engine.mixed_precision.reduce_dtype=fp32"])
+    resolve_device(config, None)
+    assert config.engine.mixed_precision == FP32
 
 
 def test_liger_is_switched_off_without_a_gpu_and_said():
@@ -63,7 +68,7 @@ def test_two_attentions_at_once_are_refused():
 
 
 def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match=r"trainer\.device must be one of auto, cpu, cuda, npu; got gpu"):
+    with pytest.raises(ValueError, match=r"trainer\.device must be one of auto, cpu, cuda; got gpu"):
         resolve_device(compose(["trainer.device=gpu"]), None)
 
 

@@ -17,7 +17,10 @@ def test_attention_models_are_supported(name):
         ("Gemma2Config", "must not cap attention logits; got attn_logit_softcapping=50.0"),
         ("Qwen3NextConfig", "must have attention layers alone, which keep documents apart; got linear_attention"),
         ("MambaConfig", "must dispatch its attention through transformers' AttentionInterface"),
-        ("GptOssConfig", "must not use attention sinks"),
+        ("DogeConfig", "must have plain causal attention; doge uses an attention mask that it computes"),
+        ("Qwen3VLConfig", "must be a text model; it has vision_config"),
+        ("T5Config", "must be a causal language model that transformers has"),
+        ("GptOssConfig", "must have plain causal attention; gpt_oss uses attention sinks"),
     ],
 )
 def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):

@@ -144,7 +144,7 @@ def _train_step(engine, case: Case) -> Measured:
     sums.add_counts(batch.counts)
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.accumulate(micro_batches, StepLoss(normaliser, ranks, sums))
+        engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, sums))
         # A copy: on one rank full_tensor is the gradient itself, which the optimizer step clips in place.
         gradients = {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()}
         grad_norm = engine.optimizer_step()

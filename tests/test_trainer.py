@@ -130,8 +130,19 @@ def test_a_run_resumed_at_an_epoch_boundary_equals_an_uninterrupted_one(data, ti
 def test_a_resume_on_other_packs_is_refused(data, tiny_model, tmp_path):
     overrides = run_of(data, tiny_model, tmp_path / "run")
     run_ranks(train_alone, 1, overrides)
-    with pytest.raises(AssertionError, match=r"data\.train_batch_size is 2 but the checkpoint was trained with 4"):
+    with pytest.raises(AssertionError, match=r"data\.train_batch_size is 2, but the run in .* was trained with 4"):
         run_ranks(train_alone, 1, [*overrides, "trainer.total_epochs=2", "data.train_batch_size=2"])
+
+
+def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(data, tiny_model, tmp_path):
+    output = tmp_path / "run"
+    (output / "global_step_99").mkdir(parents=True)
+    (output / "thesis.txt").write_text("mine")
+    (output / "metrics.jsonl").write_text('{"step": 99, "data": {}}\n')
+    run_ranks(train_alone, 1, run_of(data, tiny_model, output, "trainer.overwrite=true"))
+    assert (output / "thesis.txt").read_text() == "mine"
+    assert not (output / "global_step_99").exists()
+    assert 99 not in {step for step, _ in metrics(output)}
 
 
 def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:
@@ -167,6 +178,25 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(tiny_model, tmp
     assert skipped[-1] == 1
     finite = [np.isfinite(logged[step, "train/loss"] or np.nan) for step in range(1, 7)]
     assert finite.count(False) == 1  # the steps after it train on sound parameters
+
+
+def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_model, tmp_path):
+    documents = random_documents(np.random.default_rng(3), [10] * 6, VOCABULARY, 1)
+    for index, document in enumerate(documents):
+        document["category_ids"] = document["loss_mask"].astype(np.int32) * (1 + index % 2)
+    folder = write_tokenised(tmp_path / "data", documents, NAMES)
+    overrides = [
+        f"data.train_dir={folder}",
+        f"model.path={tiny_model}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    run_ranks(train_alone, 1, [*overrides, *ONE_DOCUMENT_A_STEP, "loss.category_weights={code:0}"])
+    logged = metrics(tmp_path / "run")
+    trained = {step for step, name in logged if name == "train/loss"}
+    assert len(trained) == 3
+    assert all(np.isfinite(logged[step, "train/loss"]) for step in trained)
+    last = max(trained)
+    assert logged[last, "train/skipped_steps"] == sum(step < last for step in set(range(1, 7)) - trained)
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_model, tmp_path):

@@ -61,12 +61,15 @@ class PackedEngine(FSDPEngineWithLMHead):
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """verl's forward step without its ``loss.item()``: the loss stays on the device until somebody reads it."""
+        """verl's forward step without waiting for the device: inputs are laid out on the host, and no ``loss.item()``.
+
+        verl lays them out on the device, which takes a synchronisation a micro-batch and moves all T tokens to each of
+        the n ranks that keep T/n.
+        """
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
-        # The boundaries are read while the micro-batch is still on the host.
         self._layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
-        micro_batch = micro_batch.to(device)
-        model_inputs, output_args = self.prepare_model_inputs(micro_batch)
+        model_inputs, output_args = (_moved(part, device) for part in self.prepare_model_inputs(micro_batch))
+        micro_batch = micro_batch.to(device, non_blocking=True)
         with self._autocast():
             raw_output = self.module(**model_inputs, use_cache=False)
             model_output = self.prepare_model_outputs(raw_output, output_args, micro_batch, loss_function)
@@ -113,3 +116,10 @@ class PackedEngine(FSDPEngineWithLMHead):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+def _moved(part: dict[str, Any], device: Any) -> dict[str, Any]:
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in part.items()
+    }

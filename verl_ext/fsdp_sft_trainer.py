@@ -59,7 +59,11 @@ def main() -> None:
             overrides, notices = prepare_overrides(sys.argv[1:])
         say(notices)
         sys.argv[1:] = overrides
-        train()
+        try:
+            train()
+        except KeyboardInterrupt:
+            report(["interrupted; the same command resumes from the last checkpoint"])
+            raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -10,9 +10,12 @@ Legend: T tokens, H query heads, K key/value heads (H a multiple of K: grouped-q
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,13 +88,17 @@ def varlen(
 
     if options.dropout:
         raise ValueError(f"attention.backend=varlen has no attention dropout; the model's config asks for {options}")
+    groups = query.size(1) // key.size(1)
+    grouped: dict[str, Any] = {}
+    if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+        grouped = {"enable_gqa": True}
+    elif groups > 1:  # an early varlen_attn wants as many key/value heads as query heads
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     lengths = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
-    grouped = query.size(1) != key.size(1)
-    output = varlen_attn(
-        query, key, value, *lengths, scale=options.scale, window_size=options.flash_window, enable_gqa=grouped
-    )
+    value, size = _as_wide_as(query, value)
+    output = varlen_attn(query, key, value, *lengths, scale=options.scale, window_size=options.flash_window, **grouped)
     assert isinstance(output, torch.Tensor)
-    return output
+    return output[..., :size]
 
 
 def flash_attn(
@@ -101,7 +108,8 @@ def flash_attn(
     from flash_attn import flash_attn_varlen_func
 
     lengths = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
-    return flash_attn_varlen_func(
+    value, size = _as_wide_as(query, value)
+    output = flash_attn_varlen_func(
         query,
         key,
         value,
@@ -110,23 +118,47 @@ def flash_attn(
         softmax_scale=options.scale,
         causal=True,
         window_size=options.flash_window,
+        deterministic=os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1",  # set by engine.full_determinism
     )
+    return output[..., :size]
 
 
-def choose_backend(requested: str, device_type: str) -> str:
-    """The backend that `attention.backend` stands for on a device: ``auto`` takes the fastest that is there.
+def _as_wide_as(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Values as wide as the queries, as flash kernels want (latent attention has narrower ones), and their width."""
+    size = value.size(-1)
+    return F.pad(value, (0, query.size(-1) - size)), size
+
+
+def as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values in one type: autocast's, when layer norms or rotations under it gave fp32."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+def choose_backend(requested: str, device_type: str, dtype: torch.dtype = torch.bfloat16, head_size: int = 128) -> str:
+    """The backend that `attention.backend` stands for: ``auto`` takes the fastest that runs what is asked.
 
     Raises:
         ValueError: the name is none of them, or the kernel cannot run here.
     """
+    # What flash kernels cannot compute, on any GPU.
+    limit = None
+    if dtype not in (torch.bfloat16, torch.float16):
+        limit = f"half precision (engine.mixed_precision.param_dtype); got {dtype}"
+    elif head_size > 256 or head_size % 8:
+        limit = f"a head size that is a multiple of 8 up to 256; the model's is {head_size}"
     if requested == "auto":
-        if device_type != "cuda":
+        if device_type != "cuda" or limit:
             return "sdpa"
         return "flash_attn" if has_flash_attn() else "varlen"
     if requested not in BACKENDS:
         raise ValueError(f"attention.backend must be auto, {', '.join(BACKENDS)}; got {requested}")
     if requested != "sdpa" and device_type != "cuda":
         raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device_type}")
+    if requested != "sdpa" and limit:
+        raise ValueError(f"attention.backend={requested} needs {limit}; attention.backend=auto uses sdpa there")
     if requested == "flash_attn" and not has_flash_attn():
         raise ValueError(
             "attention.backend=flash_attn needs the flash-attn package (pip install 'verl-ext[gpu]'); "

@@ -19,7 +19,7 @@ from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_world_size,
 )
 
-from verl_ext.attention.backends import FUNCTIONS, AttentionOptions, choose_backend
+from verl_ext.attention.backends import FUNCTIONS, AttentionOptions, as_computed, choose_backend
 from verl_ext.attention.layout import DocumentLayout
 
 NAME = "verl_ext_packed"
@@ -57,7 +57,7 @@ def packed_attention(
     n is the sequence-parallel size; ``document_layout`` covers all T tokens. Without a layout each row of the batch
     is one document, which is what generating and plain evaluation with this implementation mean.
     """
-    _refuse_unsupported(module, kwargs)
+    _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
     ranks = get_ulysses_sequence_parallel_world_size()
     if ranks > 1:
@@ -69,7 +69,8 @@ def packed_attention(
             )
         document_layout = _one_document_a_row(query, key, attention_mask)
     rows, length = query.shape[:2]
-    attend = FUNCTIONS[choose_backend(_requested, query.device.type)]
+    query, key, value = as_computed(query, key, value)
+    attend = FUNCTIONS[choose_backend(_requested, query.device.type, query.dtype, query.size(-1))]
     tokens = (x.flatten(0, 1) for x in (query, key, value))
     options = AttentionOptions(scaling, sliding_window, dropout)
     output = attend(*tokens, document_layout, options).unflatten(0, (rows, length))
@@ -78,9 +79,11 @@ def packed_attention(
     return output.contiguous(), None
 
 
-def _refuse_unsupported(module: torch.nn.Module, kwargs: dict) -> None:
+def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
     """What no backend computes must not be left out in silence."""
     unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if masked:
+        unsupported.append("an attention mask of its own")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         unsupported.append("bidirectional attention")
     if unsupported:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.config import nodes
 from verl_ext.config.fields import type_problems
 from verl_ext.config.model_support import model_support_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
+from verl_ext.config.refused import refused_problems
+from verl_ext.config.schema import MIXED_PRECISION
 from verl_ext.config.topology import batch_problems, head_problems
+from verl_ext.config.weights import weight_problems
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -35,9 +38,13 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
     problems += attention_problems(config, accelerator)
     problems += model_problems(config, accelerator)
     problems += training_problems(config)
+    problems += refused_problems(config)
     if hf_config is None:
         hf_config, unreadable = _read_hf_config(config)
         problems += unreadable
+        folder = os.path.expanduser(str(config.model.path or ""))
+        if not unreadable and os.path.isdir(folder):
+            problems += weight_problems(folder)
     if hf_config is not None:
         problems += head_problems(config, hf_config) + model_support_problems(hf_config)
     if problems:
@@ -82,8 +89,9 @@ def path_problems(config: DictConfig) -> list[str]:
     problems = []
     for key in ("data.train_dir", "data.val_dir"):
         value = OmegaConf.select(config, key)
-        if value and "://" not in str(value) and not os.path.isdir(os.path.expanduser(str(value))):
-            problems.append(f"{key} must be an existing folder; got {value}")
+        for folder in value if isinstance(value, ListConfig) else [value]:
+            if folder and "://" not in str(folder) and not os.path.isdir(os.path.expanduser(str(folder))):
+                problems.append(f"{key} must be an existing folder; got {folder}")
     if not config.model.path:
         problems.append(f"model.path is required: a folder or hub name of a model; got {show(config.model.path)}")
     for key in ("model.path", "model.hf_config_path", "model.tokenizer_path", "model.lora_adapter_path"):
@@ -105,15 +113,14 @@ def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
     """Whether the device asked for is there, and the engine's strategy runs on it."""
     device, strategy = config.trainer.device, config.engine.strategy
     problems = []
-    if device in ("cuda", "npu") and accelerator is None:
+    if accelerator == "npu":
+        problems.append("trainer.device must be cuda or cpu, where packs have an engine; an NPU is visible")
+    elif device == "cuda" and accelerator is None:
         problems.append(f"parallel=fsdp2 (trainer.device={device}) needs a GPU; none is visible; use parallel=cpu")
-    elif device == "npu" and accelerator != "npu":
-        problems.append(f"trainer.device=npu needs an NPU; got {accelerator}")
     elif device == "cpu" and accelerator is not None:
-        hide = "ASCEND_RT_VISIBLE_DEVICES=" if accelerator == "npu" else "CUDA_VISIBLE_DEVICES="
         problems.append(
             f"parallel=cpu (trainer.device=cpu) needs a process that sees no accelerator, since verl chooses its "
-            f"platform once; got a visible {accelerator}: start it with {hide}"
+            f"platform once; got a visible {accelerator}: start it with CUDA_VISIBLE_DEVICES="
         )
     if problem := choice_problem("engine.strategy", strategy, ("fsdp", "fsdp2")):
         problems.append(problem)
@@ -127,6 +134,8 @@ def attention_problems(config: DictConfig, accelerator: str | None) -> list[str]
     backend = config.attention.backend
     if backend not in ("flash_attn", "varlen"):
         return []
+    if OmegaConf.select(config, "engine.mixed_precision.param_dtype") in ("fp32", "float32"):
+        return [f"attention.backend={backend} needs engine.mixed_precision.param_dtype=bf16 or fp16; got fp32"]
     if accelerator != "cuda" or config.trainer.device == "cpu":
         return [f"attention.backend={backend} needs a CUDA GPU; none is used; use attention.backend=sdpa or auto"]
     if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
@@ -141,16 +150,17 @@ def model_problems(config: DictConfig, accelerator: str | None) -> list[str]:
     """Model options that packs or this machine cannot have."""
     model = config.model
     problems = []
-    if model.use_remove_padding is False:
-        problems.append("model.use_remove_padding must be true: packs have no padding to keep; got false")
-    if model.use_fused_kernels is True:
-        problems.append("model.use_fused_kernels must be false: verl 0.9.1's fused head fails under FSDP2; got true")
     if model.use_liger is True and accelerator and importlib.util.find_spec("liger_kernel") is None:
         problems.append(
             "model.use_liger=true needs the package liger-kernel, which is not installed: pip install 'verl-ext[gpu]'"
         )
     if isinstance(model.lora_rank, int) and model.lora_rank < 0:
         problems.append(f"model.lora_rank must be at least 0; got {model.lora_rank}")
+    adapter = model.lora_adapter_path
+    if adapter and not model.lora_rank:
+        problems.append(f"model.lora_rank must be at least 1 with model.lora_adapter_path={adapter}; got 0")
+    if adapter and os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+        problems.append(f"model.lora_adapter_path must hold an adapter_config.json; got {adapter}")
     return problems
 
 
@@ -160,6 +170,18 @@ def training_problems(config: DictConfig) -> list[str]:
     lr = config.optim.lr
     if isinstance(lr, int | float) and not 0 < lr < float("inf"):
         problems.append(f"optim.lr must be above 0 and finite; got {lr}")
+    clip = config.optim.clip_grad
+    if not isinstance(clip, int | float) or clip <= 0:
+        problems.append(f"optim.clip_grad must be above 0; got {show(clip)}")
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        if not isinstance(config.optim[name], int | float | None) or not 0 <= (config.optim[name] or 0) <= 1:
+            problems.append(f"optim.{name} must be from 0 to 1; got {config.optim[name]}")
+    betas = config.optim.betas
+    if not (isinstance(betas, ListConfig) and len(betas) == 2 and all(_is_share(beta) for beta in betas)):
+        problems.append(f"optim.betas must be two numbers from 0 to below 1; got {betas}")
+    for name in MIXED_PRECISION:
+        if dtype := OmegaConf.select(config, name):
+            problems.append(choice_problem(name, dtype, ("fp32", "bf16", "fp16")))
     problems.append(choice_problem("optim.lr_scheduler_type", config.optim.lr_scheduler_type, ("constant", "cosine")))
     test_freq = config.trainer.test_freq
     validates = test_freq == nodes.AFTER_EACH_EPOCH or (isinstance(test_freq, int) and test_freq > 0)
@@ -167,6 +189,8 @@ def training_problems(config: DictConfig) -> list[str]:
         problems.append(f"data.val_dir is required with trainer.test_freq={test_freq}; got null")
     for key in ("checkpoint.save_contents", "checkpoint.load_contents"):
         contents = OmegaConf.select(config, key)
+        if key.endswith("load_contents") and contents == config.checkpoint.save_contents:
+            continue  # its default, told already
         if isinstance(contents, str) or contents is None:
             problems.append(f"{key} must be a list of {', '.join(CONTENTS)}; got {show(contents)}")
         else:
@@ -180,6 +204,10 @@ def _lines_of(build: Callable[[DictConfig], Any], config: DictConfig) -> list[st
     except ValueError as error:
         return str(error).splitlines()
     return []
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1
 
 
 def _is_local(path: str) -> bool:

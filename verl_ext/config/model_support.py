@@ -3,7 +3,12 @@
 from typing import Any
 
 _APART = {"full_attention", "sliding_attention"}
-_SINKS = {"gpt_oss"}
+_ELSEWHERE = {  # what these keep outside query, key and value, where a packed attention does not see it
+    "gpt_oss": "attention sinks",
+    "doge": "an attention mask that it computes",
+    "glm_moe_dsa": "an attention mask that it computes",
+    "deepseek_v4": "an attention mask that it computes",
+}
 
 
 def model_support_problems(hf_config: Any) -> list[str]:
@@ -17,6 +22,11 @@ def model_support_problems(hf_config: Any) -> list[str]:
     name = f"model.path: {type(hf_config).__name__}"
     problems = []
     cls = _model_class(hf_config)
+    if cls is None and not getattr(hf_config, "auto_map", None):
+        problems.append(f"{name} must be a causal language model that transformers has; it has none for this config")
+    modal = [kind for kind in ("vision_config", "audio_config") if getattr(hf_config, kind, None) is not None]
+    if modal:
+        problems.append(f"{name} must be a text model; it has {', '.join(modal)}, whose inputs packs do not carry")
     if cls is not None and not getattr(cls, "_supports_attention_backend", False):
         problems.append(
             f"{name} must dispatch its attention through transformers' AttentionInterface; {cls.__name__} does not"
@@ -31,8 +41,10 @@ def model_support_problems(hf_config: Any) -> list[str]:
         problems.append(
             f"{name} must not cap attention logits; got attn_logit_softcapping={text.attn_logit_softcapping}"
         )
-    if text.model_type in _SINKS:
-        problems.append(f"{name} must not use attention sinks; {text.model_type} does")
+    if text.model_type in _ELSEWHERE:
+        problems.append(
+            f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
+        )
     return problems
 
 

@@ -15,16 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from verl.base_config import BaseConfig
 
+from verl_ext.attention import BACKENDS
 from verl_ext.config.fields import simple_fields, type_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
+from verl_ext.data.pack_options import PAD_MODES
+from verl_ext.losses import MODES
+from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
 
-MODES = ("token", "sequence", "sqrt", "pack", "longwriter")
-BACKENDS = ("auto", "flash_attn", "varlen", "sdpa")
-STRATEGIES = ("best_fit", "next_fit", "none")
-OVER_LENGTH = ("error", "drop", "truncate", "split")
-PAD_MODES = ("no_padding", "right")
+ATTENTION_BACKENDS = ("auto", *BACKENDS)
 RESUME_MODES = ("auto", "disable", "resume_path")
-DEVICES = ("auto", "cpu", "cuda", "npu")
+DEVICES = ("auto", "cpu", "cuda")
 AFTER_EACH_EPOCH = "after_each_epoch"
 
 
@@ -59,7 +59,7 @@ class AttentionConfig(BaseConfig):
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        _raise([choice_problem("attention.backend", self.backend, BACKENDS)])
+        _raise([choice_problem("attention.backend", self.backend, ATTENTION_BACKENDS)])
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class DataConfig:
             _at_least(self, "data", "seed", 0),
             _at_least(self, "data", "num_workers", 0),
             choice_problem("data.strategy", self.strategy, STRATEGIES),
-            choice_problem("data.over_length", self.over_length, OVER_LENGTH),
+            choice_problem("data.over_length", self.over_length, OVER_LENGTH_POLICIES),
             choice_problem("data.pad_mode", self.pad_mode, PAD_MODES),
         ]
         _raise(problems)

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl_ext.config.resolution import PATHS
+from verl_ext.config.writable import writable_problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_SAVED = ("model", "optim", "extra_state")  # what each rank must have saved to be resumed
 
 
 class OutputAction(Enum):
@@ -29,14 +33,16 @@ class OutputPlan:
 def check_output(config: DictConfig, world_size: int | None = None) -> OutputPlan:
     """The decision for the run's output folder; touches nothing.
 
-    Call it on one rank and broadcast the plan: another rank may see what the first has deleted by then. Raises
-    ValueError when files would be overwritten without trainer.overwrite=true, when the folder to be replaced holds
-    something that the run reads, and when a checkpoint cannot be resumed (world_size: ranks of this run).
+    Call it before any rank deletes. Raises ValueError when the folder cannot be written to, when files would be
+    overwritten without trainer.overwrite=true, when the folder to be replaced holds something that the run reads, and
+    when a checkpoint cannot be resumed (world_size: ranks of this run).
     """
     trainer = config.trainer
     folder = Path(trainer.default_local_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"trainer.default_local_dir must be a folder; got the file {folder}")
+    if problem := writable_problem("trainer.default_local_dir", str(folder)):
+        raise ValueError(problem)
     used = folder.is_dir() and any(folder.iterdir())
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
@@ -48,11 +54,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
         return OutputPlan(OutputAction.REPLACE)
     latest = latest_checkpoint(folder) if trainer.resume_mode == "auto" else None
     if latest is None:
-        why = (
-            "trainer.resume_mode is disable"
-            if trainer.resume_mode == "disable"
-            else "holds no checkpoint to resume from"
-        )
+        why = "trainer.resume_mode is disable" if trainer.resume_mode == "disable" else _why_not_resumable(folder)
         raise ValueError(
             f"trainer.default_local_dir must be empty or new; got {folder}, which has files in it and {why}: choose "
             "another folder, or trainer.overwrite=true to replace it"
@@ -62,7 +64,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The global_step folder that verl's tracker file names, when it holds the model shards of every rank."""
+    """The global_step folder that verl's tracker file names, when it can be resumed."""
     try:
         step = int((folder / TRACKER).read_text().strip())
     except (OSError, ValueError):
@@ -71,11 +73,33 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return checkpoint if _saved_ranks(checkpoint) else None
 
 
+def _why_not_resumable(folder: Path) -> str:
+    """What keeps `trainer.resume_mode=auto` from resuming in a folder with files in it."""
+    saved = sorted(folder.glob("global_step_*"), key=lambda path: (len(path.name), path.name))
+    whole = [path for path in saved if _saved_ranks(path)]
+    if whole:
+        tracker = (folder / TRACKER).read_text().strip() if (folder / TRACKER).is_file() else "missing"
+        return (
+            f"whose {TRACKER} is {tracker or 'empty'}, which names no whole checkpoint; resume the last whole one by "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={whole[-1]}"
+        )
+    if saved:
+        last = saved[-1].name
+        return (
+            f"whose {last} lacks model, optimizer or extra of a rank (checkpoint.save_contents) and cannot be resumed"
+        )
+    return "holds no checkpoint to resume from"
+
+
 def _saved_ranks(checkpoint: Path) -> int | None:
-    """How many ranks saved a checkpoint, None when a shard is missing."""
+    """How many ranks saved a checkpoint that can be resumed; None when one of their files is missing.
+
+    Without its `extra` file a resume would start the learning-rate schedule anew, without `optim` the moments.
+    """
     for shard in sorted(checkpoint.glob("model_world_size_*_rank_0.pt")):
         ranks = int(shard.name.split("_")[3])
-        if all((checkpoint / f"model_world_size_{ranks}_rank_{rank}.pt").is_file() for rank in range(ranks)):
+        names = [f"{kind}_world_size_{ranks}_rank_{r}.pt" for kind in _SAVED for r in range(ranks)]
+        if all((checkpoint / name).is_file() for name in names):
             return ranks
     return None
 
@@ -90,7 +114,9 @@ def _resume_named(
     if not checkpoint.is_dir() or "global_step_" not in checkpoint.name:
         raise ValueError(f"{key} must be an existing global_step_N folder; got {named}")
     if _saved_ranks(checkpoint) is None:
-        raise ValueError(f"{key} must hold the model shards of every rank; got {named}")
+        raise ValueError(
+            f"{key} must hold what checkpoint.save_contents=[model,optimizer,extra] writes, for every rank; got {named}"
+        )
     _check_ranks(checkpoint, world_size)
     inside = folder.resolve() in checkpoint.resolve().parents
     if used and not inside and not config.trainer.overwrite:
@@ -115,15 +141,21 @@ def _check_ranks(checkpoint: Path, world_size: int | None) -> None:
 
 def _check_replaceable(config: DictConfig, folder: Path) -> None:
     """Replacing deletes: never a folder that holds what the run reads, the working directory or the home."""
-    keys = ("data.train_dir", "data.val_dir", "data.custom_cls.path", "model.path", "trainer.resume_from_path")
-    held = {key: OmegaConf.select(config, key) for key in keys}
-    held |= {"the working directory": os.getcwd(), "the home directory": os.path.expanduser("~")}
-    for name, value in held.items():
-        if not value or not os.path.exists(os.path.expanduser(str(value))):
+    held = [(key, path) for key in PATHS if key != "trainer.default_local_dir" for path in _listed(config, key)]
+    held += [("the working directory", os.getcwd()), ("the home directory", os.path.expanduser("~"))]
+    for name, value in held:
+        if not os.path.exists(os.path.expanduser(value)):
             continue
-        path = Path(str(value)).expanduser().resolve()
+        path = Path(value).expanduser().resolve()
         if folder.resolve() == path or folder.resolve() in path.parents:
             raise ValueError(
                 f"trainer.default_local_dir must not hold {name} with trainer.overwrite=true, which would delete it; "
                 f"got {folder}"
             )
+
+
+def _listed(config: DictConfig, key: str) -> list[str]:
+    """The paths of a key: none, one or a list."""
+    value = OmegaConf.select(config, key)
+    values = value if isinstance(value, ListConfig) else [value]
+    return [str(path) for path in values if path]

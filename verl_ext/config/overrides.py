@@ -13,6 +13,7 @@ from verl_ext.config import schema
 from verl_ext.config.legacy import Item, names_own_class, translate
 from verl_ext.config.nearest import show
 
+SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
 # Hydra's flags that take the next argument as their value.
 _VALUED_FLAGS = (
     "--cfg",
@@ -35,8 +36,9 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     an unknown key (with the nearest), an unknown choice of a config group (with the choices).
     """
     flags, words = _split_flags(argv)
-    multirun = any(flag in ("-m", "--multirun") for flag in flags)
-    items, notices = translate([_parse(word, multirun) for word in words])
+    if any(flag in ("-m", "--multirun") for flag in flags):
+        raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
+    items, notices = translate([_parse(word) for word in words])
     own_class, folders = names_own_class(items), _config_folders(flags)
     overrides: list[str] = []
     mistakes: list[str] = []
@@ -50,6 +52,8 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         notices += [notice] if notice else []
     if mistakes:
         raise ValueError("\n".join(mistakes))
+    if any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
+        overrides.append(SEARCH_PATH)  # which Hydra reads from the primary config alone, and that is not ours then
     return [*flags, *overrides], list(dict.fromkeys(notices))
 
 
@@ -69,13 +73,13 @@ def _config_folders(flags: Sequence[str]) -> list[Path]:
     return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
 
-def _parse(word: str, multirun: bool = False) -> Item:
+def _parse(word: str) -> Item:
     readable = word if "=" not in word or _parsed(word) else _quoted(word)
     override = _parsed(readable)
     if override is None:
         raise ValueError(f"an override is written key=value; got {word}")
     key, equals, value = readable.partition("=")
-    if override.is_sweep_override() and not multirun:
+    if override.is_sweep_override():
         raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
     name = key.lstrip("+~")
     return Item(key[: len(key) - len(name)], name, value if equals else None)

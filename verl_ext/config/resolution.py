@@ -13,7 +13,7 @@ PACKED_ATTENTION = "verl_ext_packed"
 OWN_DATASET = "SFTDataSet"
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-_PATHS = (
+PATHS = (
     "data.train_dir",
     "data.val_dir",
     "data.custom_cls.path",
@@ -28,7 +28,7 @@ _PATHS = (
 
 def resolve_config(config: DictConfig) -> list[str]:
     """Settles what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place."""
-    for key in _PATHS:
+    for key in PATHS:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
@@ -73,21 +73,18 @@ def resolve_dataset(config: DictConfig) -> list[str]:
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     """Settles trainer.device, engine.mixed_precision where it is null, and model.use_liger, in place.
 
-    accelerator is what is visible: "cuda", "npu" or None. auto becomes the accelerator, or cpu without one.
+    accelerator is what is visible: "cuda", "npu" (refused by check_run) or None. auto becomes it, or cpu without one.
     fp32 throughout on CPU; bf16 parameters with fp32 reductions on accelerators.
     """
     notices: list[str] = []
-    if problem := choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda", "npu")):
+    if problem := choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda")):
         raise ValueError(problem)
     if config.trainer.device == "auto":
         config.trainer.device = accelerator or "cpu"
-    elif config.trainer.device == "cuda" and accelerator == "npu":
-        config.trainer.device = "npu"  # as verl's auto_set_device does
-        notices.append("trainer.device=cuda is read as npu, the accelerator of this machine")
     on_cpu = config.trainer.device == "cpu"
-    if OmegaConf.select(config, "engine.mixed_precision") is None:
-        with open_dict(config):
-            config.engine.mixed_precision = dict(FP32 if on_cpu else BF16)
+    given = OmegaConf.select(config, "engine.mixed_precision") or {}
+    with open_dict(config):  # what is not given must not become verl's bf16
+        config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **given}
     if on_cpu and config.model.use_liger is True:
         config.model.use_liger = False
         notices.append("model.use_liger=true is off here: liger's kernels need a GPU, and trainer.device is cpu")

@@ -21,6 +21,9 @@ def batch_problems(config: DictConfig, world_size: int) -> list[str]:
     batch, micro = config.data.train_batch_size, config.data.micro_batch_size_per_gpu
     if not all(isinstance(size, int) and size > 0 for size in (batch, micro)):
         return []  # told by the data node
+    shard = config.engine.fsdp_size
+    if isinstance(shard, int) and shard > 0 and world_size % shard:
+        return [f"engine.fsdp_size must divide the number of ranks or be -1; got {shard} with {world_size}"]
     dp = world_size // sp
     if batch % (dp * micro) == 0:
         return []

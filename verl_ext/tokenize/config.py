@@ -11,10 +11,12 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.config.nearest import choice_problem, nearest_key
+from verl_ext.config.writable import writable_problem
+from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.tokenize.errors import UsageError, first_line
 
-OVER_LENGTH = ("error", "drop", "truncate", "split")
 ON_BAD_RECORD = ("error", "skip")
+REPORT = "report.json"
 # Nodes whose keys are the user's own.
 OPEN_NODES = ("sources", "apply_chat_template_kwargs")
 # Arguments of `apply_chat_template` that this command sets itself.
@@ -95,14 +97,18 @@ class TokenizeConfig:
         if OmegaConf.is_missing(OmegaConf.structured(self), "output_dir") or not self.output_dir:
             return ["output_dir must name the folder to write; got nothing"]
         output = Path(self.output_dir)
-        if output.exists() and not output.is_dir():
-            return [f"output_dir must be a folder; got the file {self.output_dir}"]
+        if problem := writable_problem("output_dir", self.output_dir):
+            return [problem]
         if not self.overwrite and output.is_dir() and any(output.iterdir()):
             return [f"output_dir must be empty or new, or overwrite=true given to replace it; got {self.output_dir}"]
         keep = [Path.cwd(), *(Path(p) for p in (self.model.path, self.model.tokenizer_path) if p)]
         keep += [Path(p) for patterns in self._literal_patterns() for p in patterns]
         if self.overwrite and any(output.resolve() in (p.resolve(), *p.resolve().parents) for p in keep):
             return [f"output_dir must not hold a source, the tokenizer or the working folder; got {self.output_dir}"]
+        if output.is_dir() and any(output.iterdir()) and not (output / REPORT).is_file():
+            return [
+                f"output_dir must be of this command to be replaced; got {self.output_dir}, which holds other files"
+            ]
         return []
 
     def _literal_patterns(self) -> list[list[str]]:
@@ -125,7 +131,7 @@ class TokenizeConfig:
             problems.append(f"max_tokens must be at least 2; got {self.max_tokens}")
         if self.num_workers is not None and self.num_workers < 1:
             problems.append(f"num_workers must be at least 1; got {self.num_workers}")
-        choices = (("over_length", OVER_LENGTH), ("on_bad_record", ON_BAD_RECORD))
+        choices = (("over_length", OVER_LENGTH_POLICIES), ("on_bad_record", ON_BAD_RECORD))
         problems += filter(None, (choice_problem(key, getattr(self, key), options) for key, options in choices))
         for name in self.apply_chat_template_kwargs:
             if name in RESERVED_TEMPLATE_KWARGS:

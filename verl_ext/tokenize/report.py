@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.tokenize.config import TokenizeConfig
+from verl_ext.tokenize.config import REPORT, TokenizeConfig
 from verl_ext.tokenize.tally import Tally
 
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
@@ -46,7 +46,7 @@ class Report:
     def write(self, folder: Path) -> None:
         """Write report.json and categories.json into the dataset's folder."""
         names = {str(number): name for number, name in enumerate(self.tallies, start=1)}
-        for file, content in (("report.json", self.as_dict()), ("categories.json", names)):
+        for file, content in ((REPORT, self.as_dict()), ("categories.json", names)):
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (folder / file).write_text(text, encoding="utf-8")
 

@@ -201,6 +201,8 @@ def load_tokenizer(config: TokenizeConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # files that are no tokenizer fail in many ways
         raise UsageError(f"model.path must hold a tokenizer; got {path}: {first_line(error)}") from error
+    if not len(tokenizer):  # what transformers makes of a folder without a tokenizer's files
+        raise UsageError(f"model.path must hold a tokenizer; got {path}, which has none")
     tokenizer.model_max_length = int(1e30)  # lengths are max_tokens' business: no warning per document
     return tokenizer
 

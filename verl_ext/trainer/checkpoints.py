@@ -8,7 +8,9 @@ from typing import Any
 from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
 
+from verl_ext.config.output import TRACKER
 from verl_ext.engine import PackedEngine
+from verl_ext.trainer.tracking import METRICS
 
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
@@ -20,8 +22,9 @@ class PlanState:
     loader position: only these, to refuse a resume that would silently train on other packs.
     """
 
-    def __init__(self, fingerprint: dict[str, Any]) -> None:
+    def __init__(self, fingerprint: dict[str, Any], folder: str) -> None:
         self.fingerprint = fingerprint
+        self.folder = folder
 
     def state_dict(self) -> dict[str, Any]:
         """Saved beside the model as verl saves a loader's state."""
@@ -35,7 +38,10 @@ class PlanState:
         """
         for key, value in self.fingerprint.items():
             if key in state and state[key] != value:
-                raise ValueError(f"{key} is {value} but the checkpoint was trained with {state[key]}; resume with that")
+                raise ValueError(
+                    f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
+                    "or choose another trainer.default_local_dir, or trainer.overwrite=true"
+                )
 
 
 class Checkpoints:
@@ -83,6 +89,8 @@ def saved_folders(folder: Path) -> list[Path]:
 
 
 def clear_output(folder: Path) -> None:
-    """Remove what an earlier run wrote, as `trainer.overwrite=true` asks."""
-    if folder.exists():
-        shutil.rmtree(folder)
+    """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
+    for path in saved_folders(folder):
+        shutil.rmtree(path)
+    for name in (TRACKER, METRICS, f"{METRICS}.before_resume"):
+        (folder / name).unlink(missing_ok=True)

@@ -63,7 +63,7 @@ class Run:
         """What makes a step number mean the same packs."""
         data = self.config.data
         keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last")
-        return {"packs in data.train_dir": self.plan.num_packs, **{f"data.{key}": data[key] for key in keys}}
+        return {**{f"data.{key}": data[key] for key in keys}, "packs in data.train_dir": self.plan.num_packs}
 
     @property
     def lora_metadata(self) -> dict[str, Any] | None:
@@ -122,7 +122,7 @@ def prepare(config: DictConfig) -> Run:
             save_freq=_frequency(config.trainer.save_freq, plan),
             test_freq=_frequency(config.trainer.test_freq, plan),
             clear_output=output.action is OutputAction.REPLACE,
-            notices=tuple(notices),
+            notices=(*notices, *_notices(config, plan)),
         )
 
 
@@ -142,6 +142,15 @@ def _share_scan(dataset: SFTDataSet) -> None:
     scans: list[Any] = [dataset.scan if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(scans)
     dataset.scan = scans[0]
+
+
+def _notices(config: DictConfig, plan: StepPlan) -> Iterator[str]:
+    """What is allowed, and may not be what was meant."""
+    if plan.num_packs < plan.batch_size:
+        yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes {plan.num_packs} packs: a step has those"
+    missing = [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]
+    if missing:
+        yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
 
 
 def _refuse_reserved_names(dataset: SFTDataSet) -> None:

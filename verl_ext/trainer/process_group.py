@@ -54,11 +54,14 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def errors_told_once() -> Iterator[None]:
-    """A ``ValueError`` inside, on any rank, ends the run on every rank: rank 0 tells the first, all exit with 2."""
+    """A mistake inside (``ValueError``, or a file that cannot be read), on any rank, ends the run on every rank.
+
+    Rank 0 tells the first, all exit with 2.
+    """
     mistake: str | None = None
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
         mistake = str(error)

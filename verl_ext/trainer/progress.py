@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from tqdm import tqdm
 
@@ -53,6 +54,10 @@ class Progress:
         """A line above the bar."""
         if self.visible:
             tqdm.write(line)
+
+    def aside(self) -> AbstractContextManager:
+        """While upstream prints: the bar is off the screen, so that lines do not run into it."""
+        return tqdm.external_write_mode() if self.visible else nullcontext()
 
     def close(self) -> None:
         """End the bar and tell the run's totals."""

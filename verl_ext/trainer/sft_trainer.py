@@ -66,11 +66,13 @@ class SFTTrainer:
         self.engine: PackedEngine = self.client.engine
         self.rank, self.ranks = self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
         self.leads = dist.get_rank() == 0
-        if run.clear_output and self.leads:
-            clear_output(run.output)
         with _upstream_quiet():
             self.client.reset()
-        self.checkpoints = Checkpoints(self.config, self.engine, PlanState(run.fingerprint), run.lora_metadata)
+        if run.clear_output and self.leads:
+            clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
+        dist.barrier()
+        plan = PlanState(run.fingerprint, str(run.output))
+        self.checkpoints = Checkpoints(self.config, self.engine, plan, run.lora_metadata)
         self.first_step = 0
         self.skipped_steps = self.skipped_in_a_row = 0
 
@@ -102,6 +104,8 @@ class SFTTrainer:
         self.progress = Progress(self.first_step, self.run.total_steps, self.leads)
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
+        elif self.first_step:
+            self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
         batches = pack_loader(
             self.run.train_set,
             self.run.plan,
@@ -127,19 +131,30 @@ class SFTTrainer:
 
     def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
         """One optimizer step over this rank's share of the packs."""
-        device: Any = get_device_id()
-        normaliser = batch.normaliser.to(device, copy=True)
-        self._sum_over_data_parallel(normaliser)
-        sums = self._sums(batch) if logged else None
-        loss = StepLoss(normaliser, self.ranks, sums)
+        lr = self.engine.lr_scheduler.get_last_lr()[0]
+        normaliser = self._normaliser(batch)
+        if normaliser > 0:
+            sums = self._sums(batch) if logged else None
+            grad_norm = self._update(batch, StepLoss(normaliser, self.ranks, sums))
+        else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
+            sums, grad_norm = None, math.nan
+        self.engine.lr_scheduler_step()
+        return StepOutcome(grad_norm, lr, sums)
+
+    def _update(self, batch: StepBatch, loss: StepLoss) -> float:
+        """Gradients and the optimizer's step; the gradient norm before clipping."""
         micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)
-            lr = self.engine.lr_scheduler.get_last_lr()[0]
-            grad_norm = self.engine.optimizer_step()
-        self.engine.lr_scheduler_step()
-        return StepOutcome(grad_norm, lr, sums)
+            return self.engine.optimizer_step()
+
+    def _normaliser(self, batch: StepBatch) -> float:
+        """Z of the global step. Read while the device is idle: the step before ended with its gradient norm."""
+        device: Any = get_device_id()
+        normaliser = batch.normaliser.to(device, copy=True)
+        self._sum_over_data_parallel(normaliser)
+        return normaliser.item()
 
     def validate(self) -> dict[str, float]:
         """The configured loss and every category's mean over the *whole* validation set, as one step."""
@@ -156,13 +171,12 @@ class SFTTrainer:
             StepCollator(self.run.loss_for(validation.dataset), validation.dataset.categories),
             self.config.data.num_workers,
         )
-        for batch in batches:
-            sums = self._sums(batch)
-            loss = StepLoss(torch.ones(1, dtype=torch.float64, device=get_device_id()), 1, sums)
-            micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
-            with self.engine.eval_mode():
-                self.engine.evaluate(micro_batches, loss)
-            total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
+        with self.engine.eval_mode():
+            for batch in batches:
+                sums = self._sums(batch)
+                micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
+                self.engine.evaluate(micro_batches, StepLoss(1.0, 1, sums))
+                total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
         assert total is not None
         return total.reduced(self._sum_over_data_parallel).report("val", validation.dataset.categories.names)
 
@@ -188,7 +202,12 @@ class SFTTrainer:
         metrics["train/skipped_steps"] = self.skipped_steps
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
         self.progress.show(metrics)
-        self.tracking.log(metrics, step)
+        self._track(metrics, step)
+
+    def _track(self, metrics: dict[str, float], step: int) -> None:
+        if self.tracking is not None:
+            with self.progress.aside():
+                self.tracking.log(metrics, step)
 
     def _count_skipped(self, step: int, outcome: StepOutcome) -> None:
         if not outcome.skipped:
@@ -197,7 +216,7 @@ class SFTTrainer:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         self.progress.say(
-            f"step {step} skipped: its gradient norm is {outcome.grad_norm} ({self.skipped_steps} so far)"
+            f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({self.skipped_steps} so far)"
         )
         limit = self.config.trainer.max_skipped_steps
         if self.skipped_in_a_row > limit:
@@ -211,10 +230,10 @@ class SFTTrainer:
         paused = self.progress.pause()
         if self.run.validation is not None and (last or self._is_due(step, self.run.test_freq)):
             metrics = self.validate()
-            if self.tracking is not None:
-                self.tracking.log(metrics, step)
+            self._track(metrics, step)
         if last or self._is_due(step, self.run.save_freq):
-            self.checkpoints.save(step)
+            with self.progress.aside():
+                self.checkpoints.save(step)
         self.progress.resume(paused)
 
     def _is_due(self, step: int, every: int) -> bool:

@@ -13,12 +13,13 @@ class StepLoss:
     gather over sequence-parallel ranks already balances its own group. Nothing here waits for the device.
 
     Args:
-        normaliser: Z of the global step, one element on the engine's device.
+        normaliser: Z of the global step, above 0.
         data_parallel_size: ranks whose shares add up to the loss.
         sums: where weighted and category losses are collected; None on steps that are not logged.
     """
 
-    def __init__(self, normaliser: torch.Tensor, data_parallel_size: int, sums: StepSums | None) -> None:
+    def __init__(self, normaliser: float, data_parallel_size: int, sums: StepSums | None) -> None:
+        assert normaliser > 0, "a step without a weighted target is skipped, not divided by 0"
         self.scale = data_parallel_size / normaliser
         self.sums = sums
 
@@ -33,4 +34,4 @@ class StepLoss:
         if self.sums is not None:
             self.sums.weighted_loss.add_(terms.detach().double().sum())
             self.sums.category_loss.index_add_(0, data["category_index"].values(), nll.detach().double())
-        return terms.sum() * self.scale.to(terms.dtype).squeeze(), {}
+        return terms.sum() * self.scale, {}
