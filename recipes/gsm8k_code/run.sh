@@ -14,28 +14,10 @@ if (($# < 3)); then
     sed -n '/^#   recipes/s/^#   /usage: /p' "${BASH_SOURCE[0]}" >&2
     exit 2
 fi
-gsm8k=$1 code=$2 tokenizer=$3 run=${4:-gsm8k_code_run}
+gsm8k=$1 code=$2 tokenizer=$3 folder=${4:-gsm8k_code_run}
 shift $(($# < 4 ? $# : 4))
-
-say() { printf '\n[%3ds] %s\n' "$SECONDS" "$1"; }
-
-if [[ -e "$run" && ! -e "$run/.gsm8k_code" && -n "$(ls -A "$run" 2>/dev/null || echo file)" ]]; then
-    echo "recipes/gsm8k_code/run.sh: FOLDER must be new, empty or of an earlier run; got $run" >&2
-    exit 2
-fi
-if ! python -c 'import verl_ext, matplotlib' 2>/dev/null; then
-    echo "recipes/gsm8k_code/run.sh: python on PATH must have verl-ext[test] installed; got $(command -v python || echo none)" >&2
-    exit 2
-fi
-mkdir -p "$run"
-touch "$run/.gsm8k_code"
-run=$(cd "$run" && pwd)
-data=$run/data
-
-export CUDA_VISIBLE_DEVICES=        # CPU ranks, also where there is a GPU
-export TOKENIZERS_PARALLELISM=false # the tokenise command has processes of its own
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export VERL_FILE_LOGGER_PATH="$run/metrics.jsonl"
+source "$here/../small_run.sh"
+open_run gsm8k_code "$folder"
 
 say "1/5  Holding out a part of each file."
 python "$here/hold_out.py" --output "$data" "gsm8k=$gsm8k" "code=$code"

@@ -7,28 +7,9 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-run=${1:-quickstart_run}
 overrides=("${@:2}")
-
-say() { printf '\n[%3ds] %s\n' "$SECONDS" "$1"; }
-
-if [[ -e "$run" && ! -e "$run/.quickstart" && -n "$(ls -A "$run" 2>/dev/null || echo file)" ]]; then
-    echo "recipes/quickstart/run.sh: FOLDER must be new, empty or of an earlier quickstart; got $run" >&2
-    exit 2
-fi
-if ! python -c 'import verl_ext, matplotlib' 2>/dev/null; then
-    echo "recipes/quickstart/run.sh: python on PATH must have verl-ext[test] installed; got $(command -v python || echo none)" >&2
-    exit 2
-fi
-mkdir -p "$run"
-touch "$run/.quickstart"
-run=$(cd "$run" && pwd)
-data=$run/data
-
-export CUDA_VISIBLE_DEVICES=        # CPU ranks, also where there is a GPU
-export TOKENIZERS_PARALLELISM=false # the tokenise command has processes of its own
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export VERL_FILE_LOGGER_PATH="$run/metrics.jsonl"
+source "$here/../small_run.sh"
+open_run quickstart "${1:-quickstart_run}"
 
 say "1/5  Writing chats of three categories; the longest is more than 20 times the shortest."
 python "$here/make_data.py" --output "$data"

@@ -147,7 +147,7 @@ def _share_scan(dataset: SFTDataSet) -> None:
 def _notices(config: DictConfig, plan: StepPlan) -> Iterator[str]:
     """What is allowed, and may not be what was meant."""
     if plan.num_packs < plan.batch_size:
-        yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes {plan.num_packs} packs: a step has those"
+        yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"
     missing = [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]
     if missing:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
