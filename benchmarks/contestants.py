@@ -27,16 +27,14 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, open_dict
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import sft_loss
 
 from benchmarks.lengths import Document
-from verl_ext.attention import has_flash_attn
-from verl_ext.attention.packed import NAME as PACKED_ATTENTION
+from verl_ext.attention import PACKED_ATTENTION, has_flash_attn
 from verl_ext.config import compose
 from verl_ext.data import SFTDataSet
 from verl_ext.plugin import VENDOR as OURS
@@ -44,6 +42,7 @@ from verl_ext.plugin import register_engine
 from verl_ext.trainer.preparation import Run, prepare
 from verl_ext.trainer.sft_trainer import SFTTrainer
 from verl_ext.trainer.step_batch import StepBatch, StepCollator
+from verl_ext.trainer.worker import training_worker
 
 NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 STOCK = "stock"
@@ -165,7 +164,7 @@ class PackedContestant:
         dataset = SFTDataSet(
             str(step.folder), data.max_tokens, 0, strategy=data.strategy, seed=data.seed, pad_mode=data.pad_mode
         )
-        collate = StepCollator(self.run.loss, self.run.train_set.categories)
+        collate = StepCollator(self.run.loss_for(self.run.train_set), self.run.train_set.categories)
         return collate([dataset[pack] for pack in range(len(dataset))])
 
     def train(self, batch: StepBatch, logged: bool = True) -> float:
@@ -222,18 +221,7 @@ def _best_stock_attention() -> str:
 
 def _build_worker(config: DictConfig, vendor: str, total_steps: int) -> TrainingWorker:
     os.environ["VERL_ENGINE_VENDOR"] = vendor
-    optimizer = omega_conf_to_dataclass(config.optim)
-    optimizer.total_training_steps = total_steps
-    worker = TrainingWorker(
-        config=TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=omega_conf_to_dataclass(config.model),
-            engine_config=omega_conf_to_dataclass(config.engine),
-            optimizer_config=optimizer,
-            checkpoint_config=omega_conf_to_dataclass(config.checkpoint),
-            profiler_config=omega_conf_to_dataclass(config.profiler),
-        )
-    )
+    worker = training_worker(config, total_steps)
     worker.reset()
     expected = FSDPEngineWithLMHead if vendor == STOCK else None
     assert expected is None or type(worker.engine) is expected, "verl's own class is what competes"

@@ -4,11 +4,11 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.config import compose
 from verl_ext.plugin import select_engine
+from verl_ext.trainer.worker import training_worker
 
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
@@ -30,17 +30,7 @@ def build_worker(model: str | os.PathLike, sequence_parallel: int = 1, overrides
             *overrides,
         ]
     )
-    optimizer = omega_conf_to_dataclass(config.optim)
-    optimizer.total_training_steps = 1000
-    worker_config = TrainingWorkerConfig(
-        model_type="language_model",
-        model_config=omega_conf_to_dataclass(config.model),
-        engine_config=omega_conf_to_dataclass(config.engine),
-        optimizer_config=optimizer,
-        checkpoint_config=omega_conf_to_dataclass(config.checkpoint),
-        profiler_config=omega_conf_to_dataclass(config.profiler),
-    )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        worker = TrainingWorker(config=worker_config)
+        worker = training_worker(config, total_steps=1000)
         worker.reset()
     return worker

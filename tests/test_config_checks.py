@@ -73,7 +73,7 @@ TABLE = [
         {"trainer__device": "auto", "attention__backend": "varlen", "engine__mixed_precision": {"param_dtype": "fp32"}},
         1,
         "cuda",
-        "attention.backend=varlen needs engine.mixed_precision.param_dtype=bf16 or fp16; got fp32",
+        "attention.backend=varlen needs half precision (engine.mixed_precision.param_dtype); got torch.float32",
     ),
     ({"data__train_dir": None}, 1, None, "data.train_dir is required"),
     ({"data__train_dir": "/no/such"}, 1, None, "data.train_dir must be an existing folder; got /no/such"),

@@ -1,4 +1,4 @@
-"""verl's FSDP engine for packs: document boundaries handed down, fp32 token losses, no host synchronisation.
+"""verl's FSDP engine for packs: document boundaries handed down, fp32 token losses, the loss left on the device.
 
 A subclass of ``FSDPEngineWithLMHead``, registered beside verl's own under vendor ``verl_ext``; everything that it does
 not name here (sharding, offload, LoRA, checkpoints, clipping, the learning-rate schedule) is verl's.
@@ -61,10 +61,9 @@ class PackedEngine(FSDPEngineWithLMHead):
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """verl's forward step without waiting for the device: inputs are laid out on the host, and no ``loss.item()``.
+        """verl's forward step, with its inputs laid out on the host and without its ``loss.item()``.
 
-        verl lays them out on the device, which takes a synchronisation a micro-batch and moves all T tokens to each of
-        the n ranks that keep T/n.
+        On a device verl's layout repeats a tensor by lengths that lie there, which waits for it in every micro-batch.
         """
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
         self._layout = document_layout(micro_batch["position_ids"].values().cpu(), device)

@@ -25,7 +25,7 @@ from verl_ext.trainer.process_group import TRAINING_FAILED, errors_told_once, le
 def train(config: DictConfig) -> None:
     """Validate the composed configuration, build the run and fit it."""
     from verl_ext.trainer.preparation import prepare
-    from verl_ext.trainer.sft_trainer import NonFiniteGradients, SFTTrainer
+    from verl_ext.trainer.sft_trainer import SFTTrainer, TooManySkippedSteps
 
     run = prepare(config)
     say(run.notices)
@@ -35,7 +35,7 @@ def train(config: DictConfig) -> None:
         trainer.resume()
     try:
         trainer.fit()
-    except NonFiniteGradients as error:  # every rank sees the same norms
+    except TooManySkippedSteps as error:  # on every rank: all see the same norms
         leave_together(str(error), TRAINING_FAILED)
 
 

@@ -8,7 +8,7 @@ Legend: C categories; slot 0 is "no category" and is never reported.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,7 @@ class StepSums:
     """
 
     values: torch.Tensor
-    slots: int = field(default=0)
+    slots: int
 
     @classmethod
     def zeros(cls, categories: int, device: torch.device | str) -> "StepSums":

@@ -3,4 +3,6 @@
 from verl_ext.attention.backends import BACKENDS, choose_backend, has_flash_attn
 from verl_ext.attention.layout import DocumentLayout, document_layout
 
-__all__ = ["BACKENDS", "DocumentLayout", "choose_backend", "document_layout", "has_flash_attn"]
+PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
+
+__all__ = ["BACKENDS", "PACKED_ATTENTION", "DocumentLayout", "choose_backend", "document_layout", "has_flash_attn"]

@@ -19,10 +19,9 @@ from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_world_size,
 )
 
+from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.backends import FUNCTIONS, AttentionOptions, as_computed, choose_backend
 from verl_ext.attention.layout import DocumentLayout
-
-NAME = "verl_ext_packed"
 
 _requested = "auto"
 _layout_required = False
@@ -87,8 +86,9 @@ def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> 
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         unsupported.append("bidirectional attention")
     if unsupported:
+        missing = ", ".join(unsupported)
         raise ValueError(
-            f"model.path: {type(module).__name__} needs {', '.join(unsupported)}, which {NAME} does not compute"
+            f"model.path: {type(module).__name__} needs {missing}, which {PACKED_ATTENTION} does not compute"
         )
 
 
@@ -105,7 +105,8 @@ def _scatter_heads(
 def _one_document_a_row(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:
     if query.size(1) != key.size(1) or attention_mask is not None:
         raise ValueError(
-            f"{NAME} trains packs and keeps no cache; load the model with attn_implementation=sdpa to generate"
+            f"{PACKED_ATTENTION} trains packs and keeps no cache; load the model with attn_implementation=sdpa "
+            "to generate"
         )
     rows, length = query.shape[:2]
     offsets = tuple(range(0, rows * length + 1, length))
@@ -114,7 +115,7 @@ def _one_document_a_row(query: torch.Tensor, key: torch.Tensor, attention_mask: 
 
 def register() -> None:
     """Make ``attn_implementation=verl_ext_packed`` known to transformers; idempotent."""
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 register()

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_ext.attention import BACKENDS, choose_backend
 from verl_ext.config import nodes
 from verl_ext.config.fields import type_problems
 from verl_ext.config.model_support import model_support_problems
@@ -132,17 +134,14 @@ def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
 def attention_problems(config: DictConfig, accelerator: str | None) -> list[str]:
     """Whether the attention kernel that is asked for runs here."""
     backend = config.attention.backend
-    if backend not in ("flash_attn", "varlen"):
-        return []
-    if OmegaConf.select(config, "engine.mixed_precision.param_dtype") in ("fp32", "float32"):
-        return [f"attention.backend={backend} needs engine.mixed_precision.param_dtype=bf16 or fp16; got fp32"]
-    if accelerator != "cuda" or config.trainer.device == "cpu":
-        return [f"attention.backend={backend} needs a CUDA GPU; none is used; use attention.backend=sdpa or auto"]
-    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return [
-            "attention.backend=flash_attn needs the package flash-attn, which is not installed: "
-            "pip install 'verl-ext[gpu]', or use attention.backend=varlen"
-        ]
+    if backend not in BACKENDS:
+        return []  # auto, or told by the attention node
+    full = OmegaConf.select(config, "engine.mixed_precision.param_dtype") == "fp32"
+    device = "cpu" if accelerator is None or config.trainer.device == "cpu" else accelerator
+    try:
+        choose_backend(backend, device, torch.float32 if full else torch.bfloat16)
+    except ValueError as error:
+        return [str(error)]
     return []
 
 

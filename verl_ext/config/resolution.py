@@ -7,9 +7,9 @@ import os
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config.nearest import choice_problem
 
-PACKED_ATTENTION = "verl_ext_packed"
 OWN_DATASET = "SFTDataSet"
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}

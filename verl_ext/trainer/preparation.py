@@ -46,7 +46,6 @@ class Run:
     plan: StepPlan
     pack_tokens: np.ndarray
     validation: Validation | None
-    loss: LossSpec
     total_steps: int
     save_freq: int
     test_freq: int
@@ -80,8 +79,10 @@ class Run:
             yield from data_report("val", self.validation.dataset)
 
     def loss_for(self, dataset: SFTDataSet) -> LossSpec:
-        """The configured loss over another dataset's category table."""
-        return _loss_spec(self.config, dataset)
+        """The configured loss over a dataset's category table."""
+        loss = loss_config(self.config)
+        weights = category_weight_table(loss.category_weights, dataset.categories.names)
+        return LossSpec(loss.mode, weights, loss.documents_per_pack)
 
 
 def prepare(config: DictConfig) -> Run:
@@ -117,7 +118,6 @@ def prepare(config: DictConfig) -> Run:
             plan=plan,
             pack_tokens=train_set.pack_tokens(),
             validation=None if val_set is None else _validation(config, val_set, data_parallel),
-            loss=_loss_spec(config, train_set),
             total_steps=total_steps,
             save_freq=_frequency(config.trainer.save_freq, plan),
             test_freq=_frequency(config.trainer.test_freq, plan),
@@ -172,12 +172,6 @@ def _step_plan(config: DictConfig, dataset: SFTDataSet) -> StepPlan:
 def _validation(config: DictConfig, dataset: SFTDataSet, data_parallel: int) -> Validation:
     batch = data_parallel * config.data.micro_batch_size_per_gpu
     return Validation(dataset, StepPlan(len(dataset), batch, config.data.seed, shuffle=False))
-
-
-def _loss_spec(config: DictConfig, dataset: SFTDataSet) -> LossSpec:
-    loss = loss_config(config)
-    weights = category_weight_table(loss.category_weights, dataset.categories.names)
-    return LossSpec(loss.mode, weights, loss.documents_per_pack)
 
 
 def _refuse_steps_without_target(dataset: SFTDataSet, plan: StepPlan, total_steps: int) -> None:

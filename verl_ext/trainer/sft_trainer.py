@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from verl.utils.config import omega_conf_to_dataclass
+from torch.utils.data import DataLoader
 from verl.utils.device import get_device_id
-from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
+from verl_ext.data import SFTDataSet
 from verl_ext.engine import PackedEngine
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
@@ -27,7 +28,9 @@ from verl_ext.trainer.preparation import Run
 from verl_ext.trainer.progress import Progress
 from verl_ext.trainer.step_batch import StepBatch, StepCollator
 from verl_ext.trainer.step_loss import StepLoss
+from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.trainer.tracking import open_tracking
+from verl_ext.trainer.worker import training_worker
 
 
 @contextlib.contextmanager
@@ -37,8 +40,8 @@ def _upstream_quiet() -> Iterator[None]:
         yield
 
 
-class NonFiniteGradients(RuntimeError):
-    """More steps in a row than `trainer.max_skipped_steps` had a gradient that is not finite."""
+class TooManySkippedSteps(RuntimeError):
+    """More steps in a row than `trainer.max_skipped_steps` were skipped."""
 
 
 @dataclass
@@ -81,18 +84,8 @@ class SFTTrainer:
         select_engine()
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it
-        optimizer = omega_conf_to_dataclass(self.config.optim)
-        optimizer.total_training_steps = self.run.total_steps
-        worker = TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=omega_conf_to_dataclass(self.config.model),
-            engine_config=omega_conf_to_dataclass(self.config.engine),
-            optimizer_config=optimizer,
-            checkpoint_config=omega_conf_to_dataclass(self.config.checkpoint),
-            profiler_config=omega_conf_to_dataclass(self.config.profiler),
-        )
         with _upstream_quiet():
-            return TrainingWorker(config=worker)
+            return training_worker(self.config, self.run.total_steps)
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
@@ -106,16 +99,7 @@ class SFTTrainer:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
             self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
-        batches = pack_loader(
-            self.run.train_set,
-            self.run.plan,
-            self.first_step,
-            self.run.total_steps,
-            self.rank,
-            self.ranks,
-            StepCollator(self.run.loss, self.run.train_set.categories),
-            self.config.data.num_workers,
-        )
+        batches = self._batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
             outcome = self.train_step(batch, logged=self._is_due(step, self.config.trainer.log_freq))
@@ -161,16 +145,7 @@ class SFTTrainer:
         validation = self.run.validation
         assert validation is not None
         total: StepSums | None = None
-        batches = pack_loader(
-            validation.dataset,
-            validation.plan,
-            0,
-            validation.plan.steps_per_epoch,
-            self.rank,
-            self.ranks,
-            StepCollator(self.run.loss_for(validation.dataset), validation.dataset.categories),
-            self.config.data.num_workers,
-        )
+        batches = self._batches(validation.dataset, validation.plan, 0, validation.plan.steps_per_epoch)
         with self.engine.eval_mode():
             for batch in batches:
                 sums = self._sums(batch)
@@ -180,9 +155,15 @@ class SFTTrainer:
         assert total is not None
         return total.reduced(self._sum_over_data_parallel).report("val", validation.dataset.categories.names)
 
+    def _batches(self, dataset: SFTDataSet, plan: StepPlan, first_step: int, last_step: int) -> DataLoader:
+        """This rank's share of steps ``first_step`` to ``last_step - 1``, the loss laid out."""
+        collate = StepCollator(self.run.loss_for(dataset), dataset.categories)
+        workers = self.config.data.num_workers
+        return pack_loader(dataset, plan, first_step, last_step, self.rank, self.ranks, collate, workers)
+
     def _sums(self, batch: StepBatch) -> StepSums:
         device: Any = get_device_id()
-        sums = StepSums.zeros(len(batch.counts) - 5, device)
+        sums = StepSums.zeros(batch.categories, device)
         sums.add_counts(batch.counts)
         return sums
 
@@ -220,9 +201,9 @@ class SFTTrainer:
         )
         limit = self.config.trainer.max_skipped_steps
         if self.skipped_in_a_row > limit:
-            raise NonFiniteGradients(
-                f"{self.skipped_in_a_row} steps in a row had no finite gradient, up to step {step}; "
-                f"trainer.max_skipped_steps allows {limit}"
+            raise TooManySkippedSteps(
+                f"{self.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
+                f"gradient or of a target of a weight above 0; trainer.max_skipped_steps allows {limit}"
             )
 
     def _validate_and_save(self, step: int) -> None:

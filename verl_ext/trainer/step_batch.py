@@ -48,6 +48,11 @@ class StepBatch:
     counts: torch.Tensor
 
     @property
+    def categories(self) -> int:
+        """C."""
+        return len(self.counts) - 5
+
+    @property
     def normaliser(self) -> torch.Tensor:
         """float64[1]: this rank's term of Z."""
         return self.counts[:1]

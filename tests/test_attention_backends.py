@@ -1,0 +1,71 @@
+"""Which kernel runs where, and what it is given."""
+
+import pytest
+import torch
+
+from verl_ext.attention import choose_backend, document_layout, has_flash_attn
+from verl_ext.attention.backends import AttentionOptions, as_computed, varlen
+
+
+def test_the_fastest_backend_of_a_device_is_chosen():
+    assert choose_backend("auto", "cpu") == "sdpa"
+    assert choose_backend("auto", "cuda") == ("flash_attn" if has_flash_attn() else "varlen")
+    assert choose_backend("sdpa", "cuda") == "sdpa"
+    assert choose_backend("varlen", "cuda") == "varlen"
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+def test_a_gpu_backend_is_refused_on_cpu(backend):
+    with pytest.raises(ValueError, match=rf"^attention\.backend={backend} needs a CUDA GPU; this run is on cpu$"):
+        choose_backend(backend, "cpu")
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"^attention\.backend must be auto, flash_attn, varlen, sdpa; got eager$"):
+        choose_backend("eager", "cpu")
+
+
+@pytest.mark.skipif(has_flash_attn(), reason="the flash-attn package is installed")
+def test_flash_attn_without_its_package_is_refused():
+    with pytest.raises(ValueError, match=r"^attention\.backend=flash_attn needs the flash-attn package"):
+        choose_backend("flash_attn", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "limit"),
+    [(torch.float32, 64, "half precision"), (torch.bfloat16, 512, "up to 256"), (torch.bfloat16, 12, "multiple of 8")],
+)
+def test_what_flash_kernels_cannot_compute_goes_to_sdpa_or_is_refused(dtype, head_size, limit):
+    assert choose_backend("auto", "cuda", dtype, head_size) == "sdpa"
+    with pytest.raises(ValueError, match=rf"^attention\.backend=varlen needs .*{limit}"):
+        choose_backend("varlen", "cuda", dtype, head_size)
+
+
+def test_under_autocast_queries_keys_and_values_have_its_type():
+    mixed = (torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16))
+    assert [x.dtype for x in as_computed(*mixed)] == [torch.float32, torch.float32, torch.bfloat16]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {x.dtype for x in as_computed(*mixed)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("takes_grouped_heads", [True, False])
+def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes(monkeypatch, takes_grouped_heads):
+    """The kernel itself needs CUDA: what it is given is checked here."""
+    import torch.nn.attention.varlen as module
+
+    given = {}
+
+    def plain(query, key, value, *lengths, scale, window_size):
+        given.update(heads=(query.size(1), key.size(1)), sizes=(query.size(2), value.size(2)), window=window_size)
+        return value
+
+    def grouped(query, key, value, *lengths, scale, window_size, enable_gqa=False):
+        assert enable_gqa
+        return plain(query, key, value, *lengths, scale=scale, window_size=window_size).repeat_interleave(2, dim=1)
+
+    monkeypatch.setattr(module, "varlen_attn", grouped if takes_grouped_heads else plain)
+    query, key, value = torch.rand(6, 4, 16), torch.rand(6, 2, 16), torch.rand(6, 2, 8)
+    layout = document_layout(torch.tensor([0, 1, 2, 0, 1, 2]))
+    output = varlen(query, key, value, layout, AttentionOptions(window=3))
+    assert given == {"heads": (4, 2 if takes_grouped_heads else 4), "sizes": (16, 16), "window": (2, 0)}
+    assert torch.equal(output, value.repeat_interleave(2, dim=1))
