@@ -26,6 +26,8 @@ ATTENTION_BACKENDS = ("auto", *BACKENDS)
 RESUME_MODES = ("auto", "disable", "resume_path")
 DEVICES = ("auto", "cpu", "cuda")
 AFTER_EACH_EPOCH = "after_each_epoch"
+BALANCES = ("sorted", "none")
+COSTS = ("flops", "tokens")
 
 
 @dataclass
@@ -75,8 +77,14 @@ class DataConfig:
     over_length: str = "error"
     pad_mode: str = "no_padding"
     seed: int = 42
+    balance: str = "sorted"
+    balance_group: int | None = None
+    cost: str = "flops"
     drop_last: bool = False
+    mixture: dict[str, Any] | None = None
     num_workers: int = 2
+    prefetch_factor: int = 2
+    pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
         problems: list[str | None] = [*type_problems(DataConfig, vars(self), "data")]
@@ -86,10 +94,14 @@ class DataConfig:
             _at_least(self, "data", "train_batch_size", 1),
             _at_least(self, "data", "micro_batch_size_per_gpu", 1),
             _at_least(self, "data", "seed", 0),
+            _at_least(self, "data", "balance_group", 1),
             _at_least(self, "data", "num_workers", 0),
+            _at_least(self, "data", "prefetch_factor", 1),
             choice_problem("data.strategy", self.strategy, STRATEGIES),
             choice_problem("data.over_length", self.over_length, OVER_LENGTH_POLICIES),
             choice_problem("data.pad_mode", self.pad_mode, PAD_MODES),
+            choice_problem("data.balance", self.balance, BALANCES),
+            choice_problem("data.cost", self.cost, COSTS),
         ]
         _raise(problems)
 

@@ -23,6 +23,7 @@ UPSTREAM_PRIMARY = "sft_trainer_engine"
 
 FREE_FORM = (
     "data.apply_chat_template_kwargs",
+    "data.mixture",
     "engine.turbo_config",
     "engine.wrap_policy",
     "hydra",
