@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.packing import STRATEGIES, cut_spans, epoch_order, plan_packs
+from verl_ext.packing import STRATEGIES, PackPlan, cut_spans, epoch_order, plan_packs
 
 STRATEGY_NAMES = sorted(STRATEGIES)
 
@@ -114,7 +114,7 @@ def test_documents_that_fill_or_spoil_a_pack_stand_alone(strategy, lengths, max_
     assert plan_packs(lengths, max_tokens, strategy).num_packs == packs
 
 
-@pytest.mark.parametrize("strategy", ["best_fit", "next_fit"])
+@pytest.mark.parametrize("strategy", ["best_fit", "next_fit", "sorted_batch"])
 def test_one_token_documents_fill_packs_of_a_budget_that_is_no_power_of_two(strategy):
     plan = plan_packs([1] * 1000, 37, strategy)
     assert plan.pack_sums([1] * 1000).tolist() == [37] * 27 + [1]
@@ -125,6 +125,55 @@ def test_no_document_gives_no_pack(strategy):
     document_index, pack_offsets = plan_packs([], 10, strategy)
     assert document_index.tolist() == []
     assert pack_offsets.tolist() == [0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_the_index_of_documents_takes_four_bytes_each_and_the_lengths_stay_as_they_were(strategy):
+    lengths = np.asarray([5, 3, 5, 8])
+    plan = plan_packs(lengths, 8, strategy)
+    assert (plan.document_index.dtype, plan.pack_offsets.dtype) == (np.int32, np.int64)
+    assert lengths.tolist() == [5, 3, 5, 8]
+
+
+@settings(deadline=None)
+@given(packing_inputs(), st.integers(0, 3))
+def test_sorted_batch_packs_neighbours_of_the_sorted_order(inputs, seed):
+    lengths, max_tokens = np.asarray(inputs[0], np.int64), inputs[1]
+    plan = plan_packs(lengths, max_tokens, "sorted_batch", seed)
+    ascending = lengths[plan.document_index]
+    assert (np.diff(ascending) >= 0).all()
+    assert plan.pack_offsets.tolist() == plan_packs(ascending, max_tokens, "next_fit").pack_offsets.tolist()
+
+
+@pytest.mark.parametrize("strategy", ["best_fit", "sorted_batch"])
+def test_the_seed_decides_between_documents_of_equal_length(strategy):
+    plans = [plan_packs([4] * 30, 10, strategy, seed) for seed in (0, 1)]
+    assert not np.array_equal(plans[0].document_index, plans[1].document_index)
+    assert not np.array_equal(plans[0].document_index, np.arange(30))
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_a_huge_budget_costs_nothing(strategy):
+    lengths = [2**31, 2**30, 2**30, 1, 2**31 - 1]
+    plan = plan_packs(lengths, 2**31, strategy)
+    assert (plan.pack_sums(lengths) <= 2**31).all()
+    assert plan.num_packs == {"none": 5, "next_fit": 3, "best_fit": 3, "sorted_batch": 4}[strategy]
+
+
+def test_a_plan_of_a_selection_is_named_in_the_numbers_of_the_whole():
+    plan = plan_packs([6, 4, 5], 10, "next_fit")
+    chosen = plan.of(np.asarray([70, 7, 70]))
+    assert packs_of(chosen) == [[70, 7], [70]]
+    assert chosen.num_packs == plan.num_packs == 2
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(1, 5))
+def test_pack_sums_count_a_document_as_often_as_a_plan_names_it(documents, packs):
+    offsets = np.linspace(0, len(documents), packs + 1).astype(np.int64)
+    plan = PackPlan(np.asarray(documents, np.int32), offsets)
+    values = [3, 1, 4, 1, 5]
+    assert plan.pack_sums(values).tolist() == [sum(values[i] for i in pack) for pack in packs_of(plan)]
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])
@@ -147,7 +196,8 @@ def test_any_integer_array_is_accepted(dtype):
         (([5], 10, "best_fit", -1), "data.seed must be at least 0; got -1"),
         (
             ([5], 10, "bestfit"),
-            "data.strategy must be one of best_fit, next_fit, none; got 'bestfit' (did you mean best_fit?)",
+            "data.strategy must be one of best_fit, next_fit, none, sorted_batch; got 'bestfit' "
+            "(did you mean best_fit?)",
         ),
     ],
 )

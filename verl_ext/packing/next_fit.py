@@ -7,15 +7,15 @@ lengths; it is for data whose order matters, and for comparison.
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.packing.plan import PackPlan
+from verl_ext.packing.plan import PackPlan, index_type
 
 
 def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
     """Packs of consecutive documents; lengths int64[D], each 1..max_tokens. `seed` changes nothing."""
     tokens_before = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=tokens_before[1:])
+    ends = (np.searchsorted(tokens_before, tokens_before + max_tokens, side="right") - 1).data
     offsets = [0]
     while offsets[-1] < len(lengths):
-        budget_end = tokens_before[offsets[-1]] + max_tokens
-        offsets.append(int(np.searchsorted(tokens_before, budget_end, side="right")) - 1)
-    return PackPlan(np.arange(len(lengths), dtype=np.int64), np.asarray(offsets, np.int64))
+        offsets.append(ends[offsets[-1]])  # where the pack ends that begins there
+    return PackPlan(np.arange(len(lengths), dtype=index_type(len(lengths))), np.asarray(offsets, np.int64))

@@ -3,9 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.packing.plan import PackPlan
+from verl_ext.packing.plan import PackPlan, index_type
 
 
 def single(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
     """As many packs as documents, in their order. `max_tokens` and `seed` change nothing."""
-    return PackPlan(np.arange(len(lengths), dtype=np.int64), np.arange(len(lengths) + 1, dtype=np.int64))
+    return PackPlan(
+        np.arange(len(lengths), dtype=index_type(len(lengths))), np.arange(len(lengths) + 1, dtype=np.int64)
+    )

@@ -10,20 +10,29 @@ from verl_ext.packing.checks import check_choice, whole_number
 from verl_ext.packing.next_fit import next_fit
 from verl_ext.packing.plan import PackPlan
 from verl_ext.packing.single import single
+from verl_ext.packing.sorted_batch import sorted_batch
 
 Strategy = Callable[[NDArray[np.int64], int, int], PackPlan]
 
-STRATEGIES: dict[str, Strategy] = {"best_fit": best_fit, "next_fit": next_fit, "none": single}
+STRATEGIES: dict[str, Strategy] = {
+    "best_fit": best_fit,
+    "next_fit": next_fit,
+    "none": single,
+    "sorted_batch": sorted_batch,
+}
 
 
 def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", seed: int = 0) -> PackPlan:
-    """Packs of whole documents, none above `max_tokens` tokens: (document_index int64[D], pack_offsets int64[P+1]).
+    """Packs of whole documents, none above `max_tokens` tokens: (document_index int32[D], pack_offsets int64[P+1]).
+
+    From 2^31 documents on the index is int64.
 
     Args:
         lengths: integer[D], tokens of each document, each 1..max_tokens; may be empty.
         max_tokens: budget of a pack, in tokens.
-        strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `none` (one document a pack).
-        seed: decides between equal choices; the plan depends on the arguments alone.
+        strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `sorted_batch` (documents of like length
+            together), `none` (one document a pack).
+        seed: decides between documents of equal length; the plan depends on the arguments alone.
 
     Raises:
         ValueError: an unknown strategy, lengths that are no integers or outside 1..max_tokens, a negative seed.
@@ -47,4 +56,4 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
         raise ValueError(
             f"lengths must be at most data.max_tokens={max_tokens}; got {array.max()} at document {array.argmax()}"
         )
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
