@@ -33,10 +33,21 @@ from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, Train
         (lambda: DataConfig("d", drop_last="maybe"), "data.drop_last must be true or false; got maybe"),
         (
             lambda: DataConfig("d", strategy="bestfit"),
-            "data.strategy must be one of best_fit, next_fit, none; got bestfit",
+            "data.strategy must be one of best_fit, next_fit, none, sorted_batch; got bestfit (nearest: best_fit)",
         ),
         (lambda: DataConfig("d", over_length="cut"), "data.over_length must be one of error, drop, truncate, split"),
         (lambda: DataConfig("d", pad_mode="left"), "data.pad_mode must be one of no_padding, right; got left"),
+        (lambda: DataConfig("d", balance="sort"), "data.balance must be one of sorted, none; got sort"),
+        (lambda: DataConfig("d", balance_group=0), "data.balance_group must be at least 1; got 0"),
+        (lambda: DataConfig("d", balance_group=9), "data.balance_group must be at most data.train_batch_size=8; got 9"),
+        (lambda: DataConfig("d", cost="time"), "data.cost must be one of flops, tokens; got time"),
+        (lambda: DataConfig("d", prefetch_factor=0), "data.prefetch_factor must be at least 1; got 0"),
+        (lambda: DataConfig("d", pin_memory="x"), "data.pin_memory must be true or false; got x"),
+        (lambda: DataConfig("d", mixture={"sources": {"a": {"weight": 1}}, "scal": 2}), "unknown key data.mixture.sc"),
+        (
+            lambda: DataConfig(mixture={"sources": {"a": {"tokens": 1}}}),
+            "data.train_dir is required: the folder that `python -m verl_ext.tokenize` wrote; got ",
+        ),
         (lambda: TrainerConfig(), "trainer.default_local_dir is required"),
         (lambda: TrainerConfig("d", log_freq=0), "trainer.log_freq must be at least 1; got 0"),
         (lambda: TrainerConfig("d", max_skipped_steps=-1), "trainer.max_skipped_steps must be at least 0; got -1"),
@@ -88,6 +99,10 @@ def test_typed_views_hold_the_values_of_the_composed_config():
     assert (data.train_dir, data.max_tokens, data.strategy) == ("d", 8192, "best_fit")
     assert (trainer.experiment_name, trainer.default_local_dir) == ("7", "checkpoints/verl_ext/7")
     assert (trainer.test_freq, trainer.logger) == ("after_each_epoch", ["console"])
+
+
+def test_a_mixture_whose_sources_name_their_folders_needs_no_other():
+    assert DataConfig(mixture={"sources": {"a": {"tokens": 1, "train_dir": "d"}}}).train_dir == ""
 
 
 def test_a_missing_mandatory_value_is_told_by_its_key():

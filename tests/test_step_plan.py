@@ -1,5 +1,7 @@
 """Which packs each rank runs in each step: every pack once an epoch, the same steps whatever the ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,16 @@ from hypothesis import strategies as st
 from verl_ext.trainer.step_plan import StepPlan
 
 sizes = {"num_packs": st.integers(1, 60), "batch_size": st.integers(1, 20), "seed": st.integers(0, 5)}
-plans = st.builds(StepPlan, **sizes)
+
+
+def _with_costs(plan: StepPlan, group_size: int, seed: int) -> StepPlan:
+    """The same steps, balanced by random costs."""
+    costs = np.random.default_rng(seed).integers(1, 9, plan.num_packs).astype(np.float64)
+    return replace(plan, costs=costs, group_size=group_size)
+
+
+shuffled = st.builds(StepPlan, **sizes)
+plans = st.one_of(shuffled, st.builds(_with_costs, shuffled, st.integers(1, 8), st.integers(0, 3)))
 ranks_of_a_run = st.integers(1, 6)
 
 
@@ -33,6 +44,23 @@ def test_every_step_but_the_last_of_an_epoch_is_full(plan):
 def test_drop_last_leaves_out_only_what_fills_no_step(plan):
     assert plan.steps_per_epoch == plan.num_packs // plan.batch_size
     assert all(len(packs) == plan.batch_size for packs in _epoch(plan, 1) if plan.steps_per_epoch)
+
+
+@given(plans, st.integers(0, 2))
+def test_what_an_epoch_leaves_out_is_what_it_does_not_visit(plan, epoch):
+    dropping = replace(plan, drop_last=True)
+    left_out = dropping.left_out(epoch)
+    assert len(left_out) == plan.num_packs % plan.batch_size
+    if dropping.steps_per_epoch:
+        visited = np.concatenate(_epoch(dropping, epoch))
+        assert sorted([*visited, *left_out]) == list(range(plan.num_packs))
+    assert plan.left_out(epoch).tolist() == []
+
+
+@given(plans, st.integers(0, 2))
+def test_an_epoch_leaves_out_the_same_packs_whatever_the_group_size(plan, epoch):
+    kept = [set(replace(plan, drop_last=True, group_size=size).order(epoch)) for size in (1, 3)]
+    assert kept[0] == kept[1]
 
 
 @given(plans, ranks_of_a_run, st.integers(0, 40))
@@ -79,6 +107,26 @@ def test_steps_without_a_target_are_those_whose_packs_have_none(plan, epoch, dat
     targets = np.array(data.draw(st.lists(st.integers(0, 1), min_size=plan.num_packs, max_size=plan.num_packs)))
     expected = [step for step, packs in enumerate(_epoch(plan, epoch)) if not targets[packs].sum()]
     assert plan.steps_without_target(targets, epoch) == expected
+
+
+def test_balanced_ranks_run_packs_of_like_cost_side_by_side():
+    costs = np.array([9.0, 1, 5, 2, 8, 6, 1, 9])
+    plan = StepPlan(8, 4, seed=0, costs=costs, group_size=2)
+    pairs = [
+        costs[[a, b]] for step in (0, 1) for a, b in zip(*(plan.rank_packs(step, r, 2) for r in (0, 1)), strict=True)
+    ]
+    assert sorted(map(sorted, pairs)) == [[1, 1], [2, 5], [6, 8], [9, 9]]
+    assert plan.cost_over_ideal(costs, 2) == 2 * (1 + 5 + 8 + 9) / 41
+
+
+def test_a_group_larger_than_a_step_is_a_step():
+    plan = StepPlan(6, 2, seed=0, costs=np.arange(6.0), group_size=4)
+    assert all(np.ptp(packs) == 1 for packs in _epoch(plan, 0))
+
+
+def test_validation_runs_packs_by_cost_the_dearest_first():
+    plan = StepPlan(4, 2, seed=0, shuffle=False, costs=np.array([2.0, 9, 1, 5]))
+    assert [packs.tolist() for packs in _epoch(plan, 3)] == [[1, 3], [0, 2]]
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 3), (True, 2)])

@@ -57,6 +57,7 @@ def runs(data, tiny_model, tmp_path_factory):
             f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
             "trainer.total_epochs=2",
             "checkpoint.save_contents=[hf_model]",
+            *("data.balance_group=2", "data.cost=tokens"),  # what would follow from the layout
         )
         run_ranks(train_alone, ranks, overrides)
         results[name] = output, metrics(output)

@@ -18,25 +18,35 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl_ext.config.overrides import prepare_overrides
-from verl_ext.trainer.process_group import TRAINING_FAILED, errors_told_once, leave_together, process_group
+from verl_ext.trainer.process_group import TRAINING_FAILED, errors_told_once, leave_alone, leave_together, process_group
 
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 def train(config: DictConfig) -> None:
     """Validate the composed configuration, build the run and fit it."""
+    from verl_ext.trainer.data_report import report_lines, write_report
     from verl_ext.trainer.preparation import prepare
     from verl_ext.trainer.sft_trainer import SFTTrainer, TooManySkippedSteps
+    from verl_ext.trainer.worker_deaths import LoadingFailed
 
     run = prepare(config)
     say(run.notices)
-    report(run.data_report())
-    trainer = SFTTrainer(run)
+    facts = run.data_report() if dist.get_rank() == 0 else {}
+    report(report_lines(facts))
+    trainer = None if config.trainer.plan_only else SFTTrainer(run)
     with errors_told_once():
-        trainer.resume()
+        if facts:
+            write_report(facts, run.output)
+        if trainer is not None:
+            trainer.resume()
+    if trainer is None:
+        return
     try:
         trainer.fit()
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         leave_together(str(error), TRAINING_FAILED)
+    except LoadingFailed as error:  # on this rank alone
+        leave_alone(str(error), TRAINING_FAILED)
 
 
 def say(notices: Sequence[str]) -> None:

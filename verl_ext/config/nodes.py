@@ -18,6 +18,7 @@ from verl.base_config import BaseConfig
 from verl_ext.attention import BACKENDS
 from verl_ext.config.fields import simple_fields, type_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
+from verl_ext.data.mixture_options import MixtureOptions
 from verl_ext.data.pack_options import PAD_MODES
 from verl_ext.losses import MODES
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
@@ -87,9 +88,8 @@ class DataConfig:
     pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
-        problems: list[str | None] = [*type_problems(DataConfig, vars(self), "data")]
+        problems: list[str | None] = [*type_problems(DataConfig, vars(self), "data"), *self._folder_problems()]
         problems += [
-            _required("data.train_dir", self.train_dir, "the folder that `python -m verl_ext.tokenize` wrote"),
             _at_least(self, "data", "max_tokens", 2),
             _at_least(self, "data", "train_batch_size", 1),
             _at_least(self, "data", "micro_batch_size_per_gpu", 1),
@@ -102,13 +102,32 @@ class DataConfig:
             choice_problem("data.pad_mode", self.pad_mode, PAD_MODES),
             choice_problem("data.balance", self.balance, BALANCES),
             choice_problem("data.cost", self.cost, COSTS),
+            self._group_problem(),
         ]
         _raise(problems)
+
+    def _group_problem(self) -> str | None:
+        group, step = self.balance_group, self.train_batch_size
+        if isinstance(group, int) and isinstance(step, int) and group > step > 0:
+            return f"data.balance_group must be at most data.train_batch_size={step}; got {group}"
+        return None
+
+    def _folder_problems(self) -> list[str | None]:
+        """data.train_dir, which a mixture whose sources all name their own folders does without, and the mixture."""
+        if self.mixture is not None:
+            try:
+                if not MixtureOptions.read(self.mixture).needs_train_dir:
+                    return []
+            except ValueError as error:
+                return [*str(error).splitlines()]
+        return [_required("data.train_dir", self.train_dir, "the folder that `python -m verl_ext.tokenize` wrote")]
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """verl's trainer node with our keys (device, log_freq, max_skipped_steps, overwrite). Frequencies are in steps."""
+    """verl's trainer node with our keys: device, log_freq, max_skipped_steps, overwrite, plan_only.
+
+    Frequencies are in steps."""
 
     default_local_dir: str = ""
     default_hdfs_dir: str | None = None
@@ -131,6 +150,7 @@ class TrainerConfig:
     log_freq: int = 1
     max_skipped_steps: int = 10
     overwrite: bool = False
+    plan_only: bool = False
 
     def __post_init__(self) -> None:
         problems: list[str | None] = [*type_problems(TrainerConfig, vars(self), "trainer")]

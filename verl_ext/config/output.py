@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -11,6 +12,7 @@ from verl_ext.config.resolution import PATHS
 from verl_ext.config.writable import writable_problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
+REPORT = "data_report.json"
 _SAVED = ("model", "optim", "extra_state")  # what each rank must have saved to be resumed
 
 
@@ -43,7 +45,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
         raise ValueError(f"trainer.default_local_dir must be a folder; got the file {folder}")
     if problem := writable_problem("trainer.default_local_dir", str(folder)):
         raise ValueError(problem)
-    used = folder.is_dir() and any(folder.iterdir())
+    used = folder.is_dir() and any(entry.name != REPORT for entry in folder.iterdir())
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
         return _resume_named(config, folder, used, named, world_size)
@@ -141,7 +143,10 @@ def _check_ranks(checkpoint: Path, world_size: int | None) -> None:
 
 def _check_replaceable(config: DictConfig, folder: Path) -> None:
     """Replacing deletes: never a folder that holds what the run reads, the working directory or the home."""
-    held = [(key, path) for key in PATHS if key != "trainer.default_local_dir" for path in _listed(config, key)]
+    read = {key: OmegaConf.select(config, key) for key in PATHS if key != "trainer.default_local_dir"}
+    for name, source in (OmegaConf.select(config, "data.mixture.sources") or {}).items():
+        read[f"data.mixture.sources.{name}.train_dir"] = source.get("train_dir")
+    held = [(key, path) for key, value in read.items() for path in _listed(value)]
     held += [("the working directory", os.getcwd()), ("the home directory", os.path.expanduser("~"))]
     for name, value in held:
         if not os.path.exists(os.path.expanduser(value)):
@@ -154,8 +159,7 @@ def _check_replaceable(config: DictConfig, folder: Path) -> None:
             )
 
 
-def _listed(config: DictConfig, key: str) -> list[str]:
-    """The paths of a key: none, one or a list."""
-    value = OmegaConf.select(config, key)
+def _listed(value: Any) -> list[str]:
+    """The paths of a value: none, one or a list."""
     values = value if isinstance(value, ListConfig) else [value]
     return [str(path) for path in values if path]

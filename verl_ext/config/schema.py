@@ -123,20 +123,27 @@ def groups() -> tuple[str, ...]:
 
 
 def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """The choices of a group; a recipe is named by its folder. folders: config folders of the user's own."""
+    """The choices of a group; a recipe is named by its folder, or folder and file. folders: a user's config folders."""
     if group in _UPSTREAM_GROUPS:
         return list(_UPSTREAM_GROUPS[group])
     entries = {entry.name: entry for root in _roots(group, folders) if root.is_dir() for entry in root.iterdir()}
     if group == "recipe":
-        return sorted(name for name, entry in entries.items() if entry.joinpath("config.yaml").is_file())
+        return sorted(choice for entry in entries.values() if entry.is_dir() for choice in _recipes(entry))
     return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+
+
+def _recipes(folder: Any) -> Iterator[str]:
+    """What a recipe's folder is chosen by: NAME for its config.yaml, NAME/STAGE for another yaml file of it."""
+    for file in folder.iterdir():
+        if file.name.endswith(".yaml"):
+            yield folder.name if file.name == "config.yaml" else f"{folder.name}/{file.name.removesuffix('.yaml')}"
 
 
 def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
     """What Hydra calls a choice: `NAME/config` for a recipe; raises ValueError listing the choices."""
     available = options(group, folders)
     if choice in available:
-        return f"{choice}/config" if group == "recipe" else choice
+        return f"{choice}/config" if group == "recipe" and "/" not in choice else choice
     if group == "recipe" and any(root.joinpath(f"{choice}.yaml").is_file() for root in _roots(group, folders)):
         return choice
     close = nearest_name(choice, available)

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
 
-from verl_ext.config.output import TRACKER
+from verl_ext.config.output import REPORT, TRACKER
 from verl_ext.engine import PackedEngine
 from verl_ext.trainer.tracking import METRICS
 
@@ -92,5 +92,5 @@ def clear_output(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in saved_folders(folder):
         shutil.rmtree(path)
-    for name in (TRACKER, METRICS, f"{METRICS}.before_resume"):
+    for name in (TRACKER, REPORT, METRICS, f"{METRICS}.before_resume"):
         (folder / name).unlink(missing_ok=True)

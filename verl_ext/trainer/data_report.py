@@ -1,21 +1,114 @@
-"""What the data became: packs, fill, and every document that over-length handling touched. Printed once, by rank 0."""
+"""What the data became: packs and their fill, every document that is not trained on as it stands, mixtures, steps.
 
-from collections.abc import Iterator
+One dict of plain numbers, printed once by rank 0 and written beside the run as data_report.json.
+"""
 
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
+from verl_ext.config.output import REPORT
 from verl_ext.data import SFTDataSet
+from verl_ext.data.mixture_report import mixture_table
+from verl_ext.data.over_length_report import without_target
+from verl_ext.trainer.step_plan import StepPlan
+
+Facts = dict[str, Any]
 
 
-def data_report(name: str, dataset: SFTDataSet) -> Iterator[str]:
-    """Lines on one dataset; ``name`` is what to call it."""
-    tokens, documents = int(dataset.pack_tokens().sum()), int(dataset.pack_documents().sum())
-    fill = tokens / max(len(dataset) * dataset.options.max_tokens, 1)
+def data_facts(dataset: SFTDataSet) -> Facts:
+    """One dataset in numbers: documents, tokens, targets, packs, fill, and what was done to which documents."""
+    tokens, packs = int(dataset.pack_tokens().sum()), len(dataset)
+    rows = [*dataset.over_length_report, *without_target(dataset.spans, dataset.scan.targets)]
+    return {
+        "folders": list(dataset.folders),
+        "documents": int(dataset.pack_documents().sum()),
+        "tokens": tokens,
+        "target_tokens": int(dataset.pack_targets().sum()),
+        "packs": packs,
+        "max_tokens": dataset.options.max_tokens,
+        "fill": tokens / max(packs * dataset.options.max_tokens, 1),
+        "not_as_they_stand": [vars(row) for row in rows],
+        "mixture": [vars(row) for row in dataset.mixture_report],
+    }
+
+
+def step_facts(
+    dataset: SFTDataSet, plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
+) -> Facts:
+    """The steps of an epoch in numbers; busy is the share of an epoch that an average rank works, by the cost model.
+
+    `costs` float64[P] of the packs; ranks are data-parallel ones.
+    """
+    shuffled = StepPlan(plan.num_packs, plan.batch_size, plan.seed, plan.drop_last)
+    left_out = plan.left_out(0)
+    return {
+        "steps_per_epoch": plan.steps_per_epoch,
+        "packs_per_step": plan.batch_size,
+        "packs_in_last_step": plan.batch_size if plan.drop_last else (plan.num_packs - 1) % plan.batch_size + 1,
+        "data_parallel_ranks": ranks,
+        "busy": 1 / plan.cost_over_ideal(costs, ranks, micro_batch_size),
+        "busy_if_shuffled": 1 / shuffled.cost_over_ideal(costs, ranks, micro_batch_size),
+        "left_out_packs": len(left_out),
+        "left_out_documents": int(dataset.pack_documents()[left_out].sum()),
+        "left_out_tokens": int(dataset.pack_tokens()[left_out].sum()),
+    }
+
+
+def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
+    """What is printed of {"train": facts, "val": facts, "steps": facts}."""
+    for name in ("train", "val"):
+        if name in report:
+            yield from _data_lines(name, report[name])
+    if "steps" in report:
+        yield from _step_lines(report["steps"])
+
+
+def write_report(report: Mapping[str, Facts], folder: Path) -> None:
+    """`report` as data_report.json in `folder`, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{REPORT}.partial"
+    partial.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, folder / REPORT)
+
+
+def _data_lines(name: str, facts: Facts) -> Iterator[str]:
     yield (
-        f"{name}: {documents:,} documents, {tokens:,} tokens ({int(dataset.pack_targets().sum()):,} targets) "
-        f"in {len(dataset):,} packs of {dataset.options.max_tokens:,}, {fill:.1%} full"
+        f"{name}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['target_tokens']:,} targets) "
+        f"in {facts['packs']:,} packs of {facts['max_tokens']:,}, {facts['fill']:.1%} full"
     )
-    rows = [vars(row) for row in dataset.over_length_report]
-    if rows:
-        yield f"{name}: documents over data.max_tokens={dataset.options.max_tokens}, or without a token:"
-        yield pd.DataFrame(rows).to_string(index=False)
+    if facts["mixture"]:
+        yield f"{name}: the mixture:"
+        yield mixture_table(facts["mixture"])
+    if facts["not_as_they_stand"]:
+        yield f"{name}: documents over data.max_tokens={facts['max_tokens']}, without a token or without a target:"
+        yield _table(facts["not_as_they_stand"])
+
+
+def _step_lines(facts: Facts) -> Iterator[str]:
+    last = facts["packs_in_last_step"]
+    shorter = "" if last == facts["packs_per_step"] else f" (the last {last})"
+    line = f"steps: {facts['steps_per_epoch']:,} an epoch of {facts['packs_per_step']} packs{shorter}"
+    if facts["data_parallel_ranks"] > 1:
+        line += (
+            f"; by cost, {facts['data_parallel_ranks']} data-parallel ranks are busy {facts['busy']:.1%} of the time "
+            f"(shuffled: {facts['busy_if_shuffled']:.1%})"
+        )
+    yield line
+    if facts["left_out_packs"]:
+        yield (
+            f"steps: every epoch leaves out other packs (data.drop_last=true); the first {facts['left_out_packs']}, "
+            f"{facts['left_out_documents']:,} documents, {facts['left_out_tokens']:,} tokens"
+        )
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    frame = pd.DataFrame(rows)
+    formats = {name: "{:,}".format for name in frame if pd.api.types.is_integer_dtype(frame[name])}
+    return frame.to_string(index=False, formatters={**formats, "share": "{:.2%}".format})

@@ -1,7 +1,7 @@
 """Everything that is settled before a model is loaded: configuration, data, packs, steps.
 
 A mistake found here is told in one line that names the requirement, the dotted key and the value; no device has been
-touched and nothing has been written.
+touched, and nothing has been written but the memo of the scan beside the data.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.nodes import loss_config
@@ -21,11 +21,15 @@ from verl_ext.config.resolution import resolve_config, resolve_device
 from verl_ext.config.schema import check_keys
 from verl_ext.config.topology import check_positions
 from verl_ext.data import SFTDataSet, check_vocabulary
+from verl_ext.data.mixture_report import mixture_notices
 from verl_ext.losses import LossSpec, category_weight_table
 from verl_ext.metrics import RESERVED
-from verl_ext.trainer.data_report import data_report
+from verl_ext.packing import CostModel
+from verl_ext.trainer.data_report import data_facts, step_facts
 from verl_ext.trainer.dataset_class import dataset_class
+from verl_ext.trainer.model_cost import cost_model
 from verl_ext.trainer.process_group import accelerator, errors_told_once
+from verl_ext.trainer.scan_sharing import share_scan
 from verl_ext.trainer.step_plan import StepPlan
 
 
@@ -45,6 +49,8 @@ class Run:
     train_set: SFTDataSet
     plan: StepPlan
     pack_tokens: np.ndarray
+    cost: CostModel
+    data_parallel_size: int
     validation: Validation | None
     total_steps: int
     save_freq: int
@@ -61,8 +67,15 @@ class Run:
     def fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs."""
         data = self.config.data
-        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last")
-        return {**{f"data.{key}": data[key] for key in keys}, "packs in data.train_dir": self.plan.num_packs}
+        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "balance")
+        balanced = self.plan.costs is not None
+        return {
+            **{f"data.{key}": data[key] for key in keys},
+            "data.mixture": OmegaConf.to_container(data.mixture, resolve=True) if data.mixture else None,
+            "data.balance_group": self.plan.group_size if balanced else None,
+            "packs in data.train_dir": self.plan.num_packs,
+            "cost of l tokens (data.cost, model, sequence-parallel size)": str(self.cost) if balanced else None,
+        }
 
     @property
     def lora_metadata(self) -> dict[str, Any] | None:
@@ -72,11 +85,15 @@ class Run:
             return None
         return {"r": int(model.lora_rank), "lora_alpha": int(model.lora_alpha or 0), "task_type": "CAUSAL_LM"}
 
-    def data_report(self) -> Iterator[str]:
-        """What the data became, for rank 0 to print."""
-        yield from data_report("train", self.train_set)
+    def data_report(self) -> dict[str, dict[str, Any]]:
+        """What the data became, for rank 0 to print and to write."""
+        report = {"train": data_facts(self.train_set)}
         if self.validation is not None:
-            yield from data_report("val", self.validation.dataset)
+            report["val"] = data_facts(self.validation.dataset)
+        micro = self.config.data.micro_batch_size_per_gpu
+        costs = self.train_set.pack_costs(self.cost)
+        report["steps"] = step_facts(self.train_set, self.plan, costs, self.data_parallel_size, micro)
+        return report
 
     def loss_for(self, dataset: SFTDataSet) -> LossSpec:
         """The configured loss over a dataset's category table."""
@@ -98,9 +115,9 @@ def prepare(config: DictConfig) -> Run:
         output = check_output(config, world_size)
         train_set = _open(config, "train_dir")
         val_set = None if config.data.val_dir is None else _open(config, "val_dir")
-    _share_scan(train_set)
+    share_scan(train_set)
     if val_set is not None:
-        _share_scan(val_set)
+        share_scan(val_set)
     with errors_told_once():
         for dataset in filter(None, (train_set, val_set)):
             check_vocabulary(dataset.scan, hf_config.get_text_config().vocab_size, dataset.key)
@@ -108,44 +125,41 @@ def prepare(config: DictConfig) -> Run:
             check_positions(longest, config.data.max_tokens, hf_config, config.model.override_config)
             _refuse_reserved_names(dataset)
         check_categories(loss_config(config), train_set.categories.names)
-        plan = _step_plan(config, train_set)
+        data_parallel = world_size // config.engine.ulysses_sequence_parallel_size
+        cost = cost_model(config.data.cost, hf_config, config.engine.ulysses_sequence_parallel_size)
+        plan = _step_plan(config, train_set.pack_costs(cost), data_parallel)
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * config.trainer.total_epochs
         _refuse_steps_without_target(train_set, plan, total_steps)
-        data_parallel = world_size // config.engine.ulysses_sequence_parallel_size
         return Run(
             config=config,
             train_set=train_set,
             plan=plan,
             pack_tokens=train_set.pack_tokens(),
-            validation=None if val_set is None else _validation(config, val_set, data_parallel),
+            cost=cost,
+            data_parallel_size=data_parallel,
+            validation=None if val_set is None else _validation(config, val_set, cost, data_parallel),
             total_steps=total_steps,
             save_freq=_frequency(config.trainer.save_freq, plan),
             test_freq=_frequency(config.trainer.test_freq, plan),
             clear_output=output.action is OutputAction.REPLACE,
-            notices=(*notices, *_notices(config, plan)),
+            notices=(*notices, *_notices(config, train_set, plan)),
         )
 
 
 def _open(config: DictConfig, which: str) -> SFTDataSet:
     """The dataset of `data.train_dir` or `data.val_dir` with its packs planned."""
-    limit = config.data.train_max_samples if which == "train_dir" else config.data.val_max_samples
+    data = config.data.copy()
+    if which == "val_dir":
+        data.mixture = None  # a validation set is measured as it is
+    limit = data.train_max_samples if which == "train_dir" else data.val_max_samples
     return dataset_class(config)(
-        parquet_files=config.data[which], tokenizer=None, config=config.data, max_samples=limit, key=f"data.{which}"
+        parquet_files=OmegaConf.select(data, which), tokenizer=None, config=data, max_samples=limit, key=f"data.{which}"
     )
 
 
-def _share_scan(dataset: SFTDataSet) -> None:
-    """Rank 0 reads every token once; the others take its word."""
-    with errors_told_once():
-        if dist.get_rank() == 0:
-            dataset.scan  # noqa: B018  (computed here, with its mistakes told)
-    scans: list[Any] = [dataset.scan if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(scans)
-    dataset.scan = scans[0]
-
-
-def _notices(config: DictConfig, plan: StepPlan) -> Iterator[str]:
+def _notices(config: DictConfig, train_set: SFTDataSet, plan: StepPlan) -> Iterator[str]:
     """What is allowed, and may not be what was meant."""
+    yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"
     missing = [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]
@@ -159,8 +173,16 @@ def _refuse_reserved_names(dataset: SFTDataSet) -> None:
             raise ValueError(f"{dataset.key}: categories.json must not name a category {name}, which is a metric")
 
 
-def _step_plan(config: DictConfig, dataset: SFTDataSet) -> StepPlan:
-    plan = StepPlan(len(dataset), config.data.train_batch_size, config.data.seed, config.data.drop_last)
+def _step_plan(config: DictConfig, costs: np.ndarray, data_parallel: int) -> StepPlan:
+    data = config.data
+    plan = StepPlan(
+        num_packs=len(costs),
+        batch_size=data.train_batch_size,
+        seed=data.seed,
+        drop_last=data.drop_last,
+        costs=costs if data.balance == "sorted" else None,
+        group_size=data.balance_group or data_parallel * data.micro_batch_size_per_gpu,
+    )
     if plan.steps_per_epoch == 0:
         raise ValueError(
             f"data.drop_last=true leaves no step: data.train_dir makes {plan.num_packs} packs, "
@@ -169,9 +191,9 @@ def _step_plan(config: DictConfig, dataset: SFTDataSet) -> StepPlan:
     return plan
 
 
-def _validation(config: DictConfig, dataset: SFTDataSet, data_parallel: int) -> Validation:
-    batch = data_parallel * config.data.micro_batch_size_per_gpu
-    return Validation(dataset, StepPlan(len(dataset), batch, config.data.seed, shuffle=False))
+def _validation(config: DictConfig, dataset: SFTDataSet, cost: CostModel, data_parallel: int) -> Validation:
+    batch, costs = data_parallel * config.data.micro_batch_size_per_gpu, dataset.pack_costs(cost)
+    return Validation(dataset, StepPlan(len(dataset), batch, config.data.seed, shuffle=False, costs=costs))
 
 
 def _refuse_steps_without_target(dataset: SFTDataSet, plan: StepPlan, total_steps: int) -> None:

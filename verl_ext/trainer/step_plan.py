@@ -1,12 +1,12 @@
 """Which packs each data-parallel rank runs in each optimizer step. Pure.
 
-An epoch visits every pack once, in an order of the seed and the epoch alone; a step takes the next
-``train_batch_size`` of them and deals them out to the ranks. A rank that gets fewer packs than another runs an idle
-micro-batch in their place, because FSDP's collectives need every rank in every forward pass.
+An epoch visits every pack once, in an order of the seed and the epoch (and, balanced, of the packs' costs and the group
+size); a step takes the next ``train_batch_size`` of them and deals them out to the ranks. A rank that gets fewer packs
+than another runs an idle micro-batch in their place, because FSDP's collectives need every rank in every forward pass.
 
 ```
-step of 5 packs, 2 ranks      rank 0   p0  p2  p4
-                              rank 1   p1  p3  idle
+step of 5 packs, 2 ranks      rank 0   p0  p2  p4        a micro-step runs what stands in one column:
+                              rank 1   p1  p3  idle      balanced, packs of like cost
 ```
 """
 
@@ -14,22 +14,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from verl_ext.data import epoch_order
-
-_epoch_order = lru_cache(maxsize=2)(epoch_order)  # every step of an epoch asks for it
+from verl_ext.packing import balanced_order, cost_over_ideal, epoch_order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """The steps of a run; steps are counted from 0.
 
     Attributes:
-        num_packs: packs of the dataset.
+        num_packs: packs of the dataset, P.
         batch_size: packs per step over all ranks (`data.train_batch_size`).
         seed: of the order of packs (`data.seed`).
         drop_last: leave out the packs of an epoch that do not fill its last step (`data.drop_last`).
-        shuffle: False keeps the dataset's order, for validation.
+        shuffle: False keeps one order in every epoch, for validation: the dataset's, or by cost.
+        costs: float64[P] of the packs; given, packs of like cost share a micro-step (`data.balance=sorted`).
+        group_size: packs of like cost that are kept together (`data.balance_group`), at most a step's.
     """
 
     num_packs: int
@@ -37,6 +38,8 @@ class StepPlan:
     seed: int
     drop_last: bool = False
     shuffle: bool = True
+    costs: NDArray[np.float64] | None = None
+    group_size: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -44,11 +47,18 @@ class StepPlan:
         full, rest = divmod(self.num_packs, self.batch_size)
         return full if self.drop_last else full + bool(rest)
 
-    def packs(self, step: int) -> np.ndarray:
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """int64[≤ P]: the packs in the order in which an epoch visits them."""
+        return _order(self, epoch if self.shuffle else 0)
+
+    def left_out(self, epoch: int) -> NDArray[np.int64]:
+        """int64[P mod batch_size] with `drop_last`, else empty: the packs that an epoch does not visit."""
+        return np.setdiff1d(np.arange(self.num_packs), self.order(epoch), assume_unique=True)
+
+    def packs(self, step: int) -> NDArray[np.int64]:
         """int64[≤ batch_size]: the packs of one step, over all ranks."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = _epoch_order(self.num_packs, self.seed, epoch) if self.shuffle else np.arange(self.num_packs)
-        return order[position * self.batch_size : (position + 1) * self.batch_size]
+        return self.order(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def rank_packs(self, step: int, rank: int, ranks: int) -> list[int | None]:
         """One data-parallel rank's packs of a step; None where it idles. Equally long on every rank."""
@@ -57,7 +67,23 @@ class StepPlan:
         slots = -(-len(packs) // ranks)
         return mine + [None] * (slots - len(mine))
 
-    def steps_without_target(self, pack_targets: np.ndarray, epoch: int) -> list[int]:
+    def cost_over_ideal(self, costs: NDArray[np.float64], ranks: int, micro_batch_size: int = 1) -> float:
+        """How much longer the first epoch takes on so many ranks than with perfectly shared micro-steps."""
+        return cost_over_ideal(costs[self.order(0)], ranks, self.batch_size, micro_batch_size)
+
+    def steps_without_target(self, pack_targets: NDArray[np.int64], epoch: int) -> list[int]:
         """Steps of an epoch, counted from its first, whose packs hold no target token at all."""
         first = epoch * self.steps_per_epoch
         return [s for s in range(self.steps_per_epoch) if not pack_targets[self.packs(first + s)].any()]
+
+
+@lru_cache(maxsize=4)  # every step of an epoch asks for it, in training and in validation
+def _order(plan: StepPlan, epoch: int) -> NDArray[np.int64]:
+    costs = plan.costs
+    if not plan.shuffle:
+        return np.arange(plan.num_packs) if costs is None else np.argsort(-costs, kind="stable")
+    if costs is None:
+        visited = plan.steps_per_epoch * plan.batch_size if plan.drop_last else plan.num_packs
+        return epoch_order(plan.num_packs, plan.seed, epoch)[:visited]
+    group = min(plan.group_size, plan.batch_size)
+    return balanced_order(costs, plan.batch_size, group, plan.seed, epoch, plan.drop_last)

@@ -1,0 +1,103 @@
+"""What rank 0 prints and writes about the data: every document that is not trained on as it stands, and the steps."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.test_command_line import environment
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+from verl_ext.data import SFTDataSet
+from verl_ext.packing import TOKENS
+from verl_ext.trainer.data_report import data_facts, report_lines, step_facts, write_report
+from verl_ext.trainer.step_plan import StepPlan
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Lengths 3, 9, 5, 2, 20 and an empty document; the one of 5 has no target, cut to 8 the one of 20 loses all."""
+    documents = random_documents(np.random.default_rng(0), [3, 9, 5, 2, 20, 0], VOCABULARY, 2)
+    documents[2]["loss_mask"][:] = 0
+    documents[4]["loss_mask"][:19] = 0
+    for document in documents:
+        document["category_ids"] = document["loss_mask"] * np.int32(2)
+    return write_tokenised(tmp_path / "data", documents, {1: "maths", 2: "code"})
+
+
+def rows_of(facts):
+    names = ("category", "reason", "documents", "tokens", "tokens_kept", "without_target")
+    return [tuple(row[name] for name in names) for row in facts["not_as_they_stand"]]
+
+
+def test_every_document_that_is_not_trained_on_as_it_stands_has_a_reason(folder):
+    facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="truncate"))
+    assert rows_of(facts) == [
+        ("code", "truncate", 2, 29, 16, 1),
+        ("(none)", "empty", 1, 0, 0, 0),
+        ("(none)", "no target", 2, 13, 13, 0),
+    ]
+    assert [round(row["share"], 6) for row in facts["not_as_they_stand"]] == [round(29 / 39, 6), 0, round(13 / 26, 6)]
+    assert (facts["documents"], facts["tokens"], facts["packs"]) == (5, 26, 4)
+
+
+def test_a_split_document_is_without_target_only_when_all_of_its_pieces_are(folder):
+    facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="split"))
+    assert rows_of(facts)[2] == ("(none)", "no target", 1, 5, 5, 0)
+    assert facts["tokens"] == 39
+
+
+def test_documents_that_all_stand_as_they_are_make_no_table(tmp_path):
+    documents = random_documents(np.random.default_rng(0), [3, 9], VOCABULARY, 1)
+    dataset = SFTDataSet(write_tokenised(tmp_path / "data", documents), max_tokens=16)
+    facts = data_facts(dataset)
+    assert facts["not_as_they_stand"] == []
+    assert list(report_lines({"train": facts})) == [
+        f"train: 2 documents, 12 tokens ({facts['target_tokens']} targets) in 1 packs of 16, 75.0% full"
+    ]
+
+
+def test_the_steps_say_what_the_ranks_wait_for_and_what_is_left_out(folder):
+    dataset = SFTDataSet(folder, max_tokens=20, strategy="none")
+    costs = dataset.pack_costs(TOKENS)
+    assert sorted(costs) == [2, 3, 5, 9, 20]
+    plan = StepPlan(5, 2, seed=0, drop_last=True, costs=costs, group_size=2)
+    facts = step_facts(dataset, plan, costs, ranks=2, micro_batch_size=1)
+    (left,) = plan.left_out(0)
+    assert (facts["left_out_packs"], facts["left_out_documents"], facts["left_out_tokens"]) == (1, 1, costs[left])
+    kept = np.sort(np.delete(costs, left))
+    assert facts["busy"] == pytest.approx(kept.sum() / (2 * (kept[1] + kept[3])))
+    assert facts["busy"] >= facts["busy_if_shuffled"]
+    lines = "\n".join(report_lines({"steps": facts}))
+    assert "every epoch leaves out other packs (data.drop_last=true); the first 1, 1 documents" in lines
+
+
+def test_the_report_is_json_that_replaces_an_older_one(folder, tmp_path):
+    facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop"))
+    for _ in range(2):
+        write_report({"train": facts}, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == {"train": facts}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
+
+
+def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_usable(folder, tiny_model, tmp_path):
+    def run(*overrides):
+        command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer", *given, *overrides]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=True
+        ).stdout
+
+    given = (
+        *(f"data.train_dir={folder}", "data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0"),
+        *(f"model.path={tiny_model}", "parallel=cpu", f"trainer.default_local_dir={tmp_path / 'run'}"),
+    )
+    planned = run("trainer.plan_only=true")
+    assert "train: 5 documents, 39 tokens" in planned
+    assert "steps: 1 an epoch of 2 packs" in planned
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
+    assert list(report) == ["train", "steps"]
+    assert "train/loss" in run()
+    assert (tmp_path / "run" / "global_step_1").is_dir()

@@ -1,0 +1,62 @@
+"""The cost model of data.cost=flops against the operations that torch counts in a real forward pass."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+
+from verl_ext.trainer.model_cost import cost_model
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+HEADS = {"num_key_value_heads": 2, "head_dim": 32}
+
+
+def counted(model, tokens):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64))
+    return counter.get_total_flops()
+
+
+def test_the_ratio_is_that_of_the_operations_that_torch_counts():
+    config = Qwen3Config(**SIZES, **HEADS, intermediate_size=160, attn_implementation="eager")
+    model = Qwen3ForCausalLM(config)
+    short, long = counted(model, 32), counted(model, 64)
+    quadratic = (long - 2 * short) / (64**2 - 2 * 32**2)  # of the eager attention, which computes what is masked too
+    linear = short / 32 - quadratic * 32
+    cost = cost_model("flops", config, 1)
+    unit = 2 * 4 * 32
+    assert cost.quadratic * unit * 2 == quadratic
+    assert cost.linear * unit == pytest.approx(linear, abs=unit / 2)
+
+
+def test_cost_by_tokens_asks_nothing_of_the_model():
+    assert cost_model("tokens", None, 8).documents([5, 7]).tolist() == [5, 7]
+
+
+def test_sequence_parallelism_adds_its_communication_to_every_token():
+    config = Qwen3Config(**SIZES, **HEADS, intermediate_size=160)
+    alone, shared, wide = (cost_model("flops", config, ranks) for ranks in (1, 2, 4))
+    assert alone.linear < shared.linear < wide.linear
+    assert alone.quadratic == shared.quadratic == wide.quadratic
+
+
+def test_a_token_costs_the_experts_that_it_visits():
+    dense = Qwen3Config(**SIZES, **HEADS, intermediate_size=160)
+    sparse = Qwen3MoeConfig(
+        **SIZES, **HEADS, intermediate_size=999, moe_intermediate_size=40, num_experts_per_tok=4, num_experts=64
+    )
+    assert cost_model("flops", sparse, 1) == cost_model("flops", dense, 1)
+
+
+def test_sliding_window_layers_cost_their_window():
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    config = Qwen3Config(
+        **SIZES, **HEADS, intermediate_size=160, use_sliding_window=True, sliding_window=16, layer_types=kinds
+    )
+    cost = cost_model("flops", config, 1)
+    assert (cost.quadratic, cost.windowed, cost.window) == (1, 2, 16)
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), LlamaConfig()])
+def test_configs_without_head_or_mlp_sizes_have_a_cost(config):
+    assert cost_model("flops", config, 1).linear > 0
