@@ -207,7 +207,7 @@ def over_length(tmp_path):
 
 def report_of(dataset):
     return [
-        (row.category, row.action, row.documents, row.tokens, row.tokens_kept, row.tokens_removed, row.targets_removed)
+        (row.category, row.reason, row.documents, row.tokens, row.tokens_kept, row.tokens_removed, row.targets_removed)
         for row in dataset.over_length_report
     ]
 

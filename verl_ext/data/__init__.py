@@ -1,6 +1,7 @@
 """Tokenised datasets as packs. Importing this imports neither verl nor `datasets`."""
 
 from verl_ext.data.categories import CategoryTable
+from verl_ext.data.mixture_report import MixtureRow
 from verl_ext.data.over_length_report import OverLengthRow
 from verl_ext.data.scan import DocumentScan, check_vocabulary
 from verl_ext.data.sft_dataset import SFTDataSet
@@ -9,6 +10,7 @@ from verl_ext.packing import PackPlan, epoch_order, plan_packs
 __all__ = [
     "CategoryTable",
     "DocumentScan",
+    "MixtureRow",
     "OverLengthRow",
     "PackPlan",
     "SFTDataSet",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.data.mixture_options import MixtureOptions
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES, check_choice, whole_number
 
 PAD_MODES = ("no_padding", "right")
@@ -11,7 +12,8 @@ PAD_MODES = ("no_padding", "right")
 
 @dataclass(frozen=True)
 class PackOptions:
-    """max_tokens: budget of a pack; padding_value: the token that fills a pack under pad_mode=right (None: unknown)."""
+    """max_tokens: budget of a pack; padding_value: the token that fills a pack under pad_mode=right (None: unknown);
+    mixture: None for every document once."""
 
     max_tokens: int
     padding_value: int | None = 0
@@ -19,6 +21,7 @@ class PackOptions:
     seed: int = 42
     over_length: str = "error"
     pad_mode: str = "no_padding"
+    mixture: MixtureOptions | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is None:
@@ -36,10 +39,12 @@ class PackOptions:
         """The keys of `config` (verl's data node or a mapping), `given` where it has none or null; the padding is the
         tokenizer's. A max_tokens that is given wins over the config's."""
         options = dict(given)
-        for name in ("max_tokens", "strategy", "seed", "over_length", "pad_mode"):
+        for name in ("max_tokens", "strategy", "seed", "over_length", "pad_mode", "mixture"):
             value = config.get(name)
             if value is not None and not (name == "max_tokens" and given["max_tokens"] is not None):
                 options[name] = value
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             options["padding_value"] = tokenizer.pad_token_id
+        if options.get("mixture") is not None:
+            options["mixture"] = MixtureOptions.read(options["mixture"])
         return cls(**options)

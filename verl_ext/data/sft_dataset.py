@@ -10,12 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryTable
+from verl_ext.data.mixture_draw import draw_spans
+from verl_ext.data.mixture_options import MixtureOptions
+from verl_ext.data.mixture_report import MixtureRow
 from verl_ext.data.over_length_report import OverLengthRow, over_length_report
 from verl_ext.data.pack_options import PackOptions
 from verl_ext.data.pack_row import pack_row
 from verl_ext.data.scan import DocumentScan, check_has_targets, scan_documents
 from verl_ext.data.tokenised_data import TokenisedData
-from verl_ext.packing import PackPlan, Spans, cut_spans, plan_packs
+from verl_ext.packing import CostModel, PackPlan, Spans, cut_spans, plan_packs
+from verl_ext.packing.repeated import plan_repeated
 
 
 class SFTDataSet(torch.utils.data.Dataset):
@@ -23,10 +27,13 @@ class SFTDataSet(torch.utils.data.Dataset):
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
     `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
-    `config` (max_tokens, strategy, seed, over_length, pad_mode). A folder is a path or a list of paths, read one after
-    the other. The plan depends on the data and these options alone.
+    `config` (max_tokens, strategy, seed, over_length, pad_mode, mixture). A folder is a path or a list of paths, read
+    one after the other. The plan depends on the data and these options alone.
 
-    spans: the documents after over-length handling; plan: which of them lie in which pack.
+    spans: the documents after over-length handling; plan: which of them lie in which pack. A mixture (the form of
+    `mixture_options.py`) draws from spans, so that one may lie in several packs or in none, the same in every epoch;
+    mixture_report: what it drew by source and length interval, empty without one. Its sources' own folders are read
+    after train_dir, which is not needed where every source has its own.
     """
 
     def __init__(
@@ -44,13 +51,14 @@ class SFTDataSet(torch.utils.data.Dataset):
         seed: int = 42,
         over_length: str = "error",
         pad_mode: str = "no_padding",
+        mixture: Mapping[str, Any] | None = None,
         key: str = "data.train_dir",
     ) -> None:
         """`max_samples`: the first so many documents, all when it is not above 0. `key`: the config key that messages
         name for the folder. `processor` is verl's argument for images and not used.
 
         Raises:
-            ValueError: an option or a folder that cannot be used; one line with the key and the value received.
+            ValueError: an option or a folder that cannot be used; a line with the key and the value received for each.
         """
         given = {
             "max_tokens": max_tokens,
@@ -59,18 +67,28 @@ class SFTDataSet(torch.utils.data.Dataset):
             "seed": seed,
             "over_length": over_length,
             "pad_mode": pad_mode,
+            "mixture": mixture,
         }
         self.options = PackOptions.from_config(config or {}, tokenizer, given)
         self.key = key
-        self._data = TokenisedData(_folders(train_dir, parquet_files, key), key)
+        drawn_by = self.options.mixture
+        if drawn_by is not None and max_samples > 0:
+            raise ValueError(
+                f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
+            )
+        folders = _folders(train_dir, parquet_files, key, needed=drawn_by is None or drawn_by.needs_train_dir)
+        self._data = TokenisedData(folders if drawn_by is None else drawn_by.all_folders(folders), key)
         lengths = self._data.lengths()
         self._documents = min(len(lengths), max_samples) if max_samples > 0 else len(lengths)
         self.spans: Spans = cut_spans(
             lengths[: self._documents], self.options.max_tokens, self.options.over_length, key
         )
-        self.plan: PackPlan = plan_packs(
-            self.spans.length, self.options.max_tokens, self.options.strategy, self.options.seed
-        )
+        self.mixture_report: list[MixtureRow] = []
+        self.plan: PackPlan
+        if drawn_by is None:
+            self.plan = plan_packs(self.spans.length, self.options.max_tokens, self.options.strategy, self.options.seed)
+        else:
+            self.plan = self._plan_mixture(drawn_by, folders)
         self._scan: DocumentScan | None = None
 
     def __len__(self) -> int:
@@ -99,9 +117,9 @@ class SFTDataSet(torch.utils.data.Dataset):
     @property
     def scan(self) -> DocumentScan:
         """Targets of every document, token ids and categories; one pass over the tokens at the first use. Settable,
-        so that one rank may compute it for all. ValueError when there is no target, or for values out of range."""
+        so that ranks may compute it together. ValueError when there is no target, or for values out of range."""
         if self._scan is None:
-            self.scan = scan_documents(self._data, self.spans)
+            self.scan = self.scan_part(0, len(self.spans))
         assert self._scan is not None
         return self._scan
 
@@ -111,6 +129,11 @@ class SFTDataSet(torch.utils.data.Dataset):
         check_has_targets(scan, self.key)
         self._scan = scan
         self.__dict__.pop("categories", None)
+
+    def scan_part(self, first: int, last: int, progress: bool = True) -> DocumentScan:
+        """The scan of documents first..last-1 of `spans` alone (at least one); `progress`: with a bar."""
+        part = Spans(self.spans.row[first:last], self.spans.start[first:last], self.spans.length[first:last])
+        return scan_documents(self._data, part, progress=progress)
 
     @cached_property
     def categories(self) -> CategoryTable:
@@ -127,6 +150,10 @@ class SFTDataSet(torch.utils.data.Dataset):
         """int64[P]: tokens of each pack, without padding."""
         return self.plan.pack_sums(self.spans.length)
 
+    def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
+        """float64[P]: what each pack costs to run."""
+        return cost.packs(self.plan, self.spans.length)
+
     def pack_documents(self) -> NDArray[np.int64]:
         """int64[P]: documents of each pack."""
         return np.diff(self.plan.pack_offsets)
@@ -135,12 +162,27 @@ class SFTDataSet(torch.utils.data.Dataset):
         """int64[P]: target tokens of each pack (needs the scan)."""
         return self.plan.pack_sums(self.scan.targets)
 
+    def _plan_mixture(self, mixture: MixtureOptions, train_folders: Sequence[str]) -> PackPlan:
+        """The plan of the spans that the mixture draws, one as often as it is drawn; sets mixture_report."""
+        drawn, self.mixture_report = draw_spans(
+            mixture, self.spans, self.folders, _first_rows(self._data), train_folders, self.options.seed
+        )
+        options = self.options
+        return plan_repeated(self.spans.length, drawn, options.max_tokens, options.strategy, options.seed)
 
-def _folders(train_dir: Any, parquet_files: Any, key: str) -> list[str]:
+
+def _folders(train_dir: Any, parquet_files: Any, key: str, needed: bool) -> list[str]:
     if train_dir is not None and parquet_files is not None:
         raise ValueError(f"{key} must be given once; got train_dir={train_dir!r} and parquet_files={parquet_files!r}")
     given = parquet_files if train_dir is None else train_dir
     paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
+    if not paths and not needed:
+        return []
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
         raise ValueError(f"{key} must name a tokenised dataset folder; got {given!r}")
     return [os.path.abspath(os.path.expanduser(path)) for path in paths]
+
+
+def _first_rows(data: TokenisedData) -> NDArray[np.int64]:
+    """int64[F+1]: the first row of every folder, and the number of rows."""
+    return np.cumsum([0, *(table.num_rows for table in data._tables)], dtype=np.int64)
