@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from verl_ext.data.scan import DocumentScan
 
 FILE_NAME = "categories.json"
+SMALL_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,25 @@ class CategoryTable:
     def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
         """Dense index 1..C of each category id, 0 for id 0; same shape. ValueError for an id not in the table."""
         wanted = np.asarray(category_ids, np.int64)
-        known = np.asarray((0, *self.ids), np.int64)
-        dense = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-        unknown = known[dense] != wanted
+        if wanted.size == 0:
+            return wanted
+        if wanted.min() >= 0 and wanted.max() < len(self._dense):  # looking up is many times faster than searching
+            dense = self._dense[wanted]
+            unknown = dense < 0
+        else:
+            known = np.asarray((0, *self.ids), np.int64)
+            dense = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+            unknown = known[dense] != wanted
         if unknown.any():
             raise ValueError(f"category ids must be of the table {self.ids}; got {wanted[unknown][0]}")
+        return dense
+
+    @cached_property
+    def _dense(self) -> NDArray[np.int64]:
+        """Dense index by id, for ids below SMALL_IDS; -1 where there is none."""
+        small = [number for number in (0, *self.ids) if number < SMALL_IDS]
+        dense = np.full(small[-1] + 1, -1, np.int64)
+        dense[small] = np.arange(len(small))
         return dense
 
     @classmethod

@@ -7,6 +7,7 @@ Arrow keeps a list column in chunks (record batches); each has the values of its
     values    7 8 9   4      5 6
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,15 @@ from numpy.typing import NDArray
 
 LIST_KINDS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
+Piece = tuple[int, int, int]  # chunk, begin, end: values of one chunk, counted from the first value of its first row
+
 
 class ListColumn:
-    """Rows 0..N-1 of one column, possibly of several tables one after the other (their types may differ)."""
+    """Rows 0..N-1 of one column, possibly of several tables one after the other (their types may differ).
+
+    Columns with the same chunks and the same row lengths have the same pieces: what `pieces` of one of them finds,
+    `gather` of each takes.
+    """
 
     def __init__(self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str) -> None:
         """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. ValueError names `key`."""
@@ -34,13 +41,10 @@ class ListColumn:
     def __len__(self) -> int:
         return int(self.first_row[-1])
 
-    def row_lengths(self) -> NDArray[np.int64]:
-        """int64[N]: values in each row."""
-        lengths = np.empty(len(self), np.int64)
-        for number, first in enumerate(self.first_row[:-1]):
-            offsets = self._view(number)[0]
-            lengths[first : first + len(offsets) - 1] = np.diff(offsets)
-        return lengths
+    def row_lengths(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(first row, values in each of the rows from there on), chunk by chunk."""
+        for number, chunk in enumerate(self._chunks):
+            yield int(self.first_row[number]), np.diff(_offsets(chunk))
 
     def block(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Rows first..last-1, all in one chunk: (offsets int64[last-first+1] from 0, values[offsets[-1]])."""
@@ -49,42 +53,55 @@ class ListColumn:
         row = first - int(self.first_row[number])
         assert row + last - first < len(offsets), "a block must lie in one chunk"
         ends = offsets[row : row + last - first + 1].astype(np.int64)
-        return ends - ends[0], _flat(values, int(ends[0]), int(ends[-1]))
+        begin = int(ends[0]) - int(offsets[0])
+        ends -= ends[0]
+        return ends, values[begin : begin + int(ends[-1])]
 
     def row(self, row: int) -> NDArray[Any]:
         """The values of one row."""
         return self.block(row, row + 1)[1]
 
-    def gather(
-        self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: NDArray[Any]
-    ) -> None:
-        """Write tokens start..start+length of each row to `out`, one after the other."""
+    def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
+        """Where tokens start..start+length of each row lie."""
         chunk = np.searchsorted(self.first_row, row, side="right") - 1
         within = row - self.first_row[chunk]
-        at = 0
+        found = []
         for number, local, skip, count in zip(
             chunk.tolist(), within.tolist(), start.tolist(), length.tolist(), strict=True
         ):
-            offsets, values = self._view(number)
-            begin = int(offsets[local]) + skip
-            out[at : at + count] = _flat(values, begin, begin + count)
-            at += count
+            offsets = self._view(number)[0]
+            begin = offsets.item(local) - offsets.item(0) + skip
+            found.append((number, begin, begin + count))
+        return found
+
+    def gather(self, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
+        """Write the values of `pieces` to `out`, one after the other."""
+        values = {number: self._view(number)[1] for number in {number for number, _, _ in pieces}}
+        # Slices win over an index of every token, also for documents of 200 tokens: 1.4 against 1.9 ns a token.
+        parts = [values[number][begin:end] for number, begin, end in pieces]
+        np.concatenate(parts, out=out, casting="same_kind")
 
     def _view(self, number: int) -> tuple[NDArray[Any], Any]:
-        """(offsets, values) of a chunk; values is a numpy view, or the Arrow array where it is bit-packed."""
+        """(offsets, values) of a chunk, values from the first of its first row on; slices of values are numpy arrays,
+        views but where the values are bit-packed."""
         view = self._views[number]
         if view is None:
             chunk = self._chunks[number]
-            values = chunk.values
-            flat = values if pa.types.is_boolean(values.type) else values.to_numpy(zero_copy_only=True)
-            view = self._views[number] = (_offsets(chunk), flat)
+            offsets = _offsets(chunk)
+            values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+            flat = _Bits(values) if pa.types.is_boolean(values.type) else values.to_numpy(zero_copy_only=True)
+            view = self._views[number] = (offsets, flat)
         return view
 
 
-def _flat(values: Any, begin: int, end: int) -> NDArray[Any]:
-    if isinstance(values, np.ndarray):
-        return values[begin:end]
-    return values.slice(begin, end - begin).to_numpy(zero_copy_only=False)
+class _Bits:
+    """Bit-packed values, unpacked slice by slice."""
+
+    def __init__(self, values: pa.Array) -> None:
+        self._values = values
+
+    def __getitem__(self, part: slice) -> NDArray[np.bool_]:
+        return self._values[part].to_numpy(zero_copy_only=False)
 
 
 def _offsets(chunk: pa.Array) -> NDArray[Any]:

@@ -32,26 +32,24 @@ def pack_row(
     """
     tokens = int(length.sum())
     size = tokens if pad_to is None else pad_to
-    names = ("input_ids", "loss_mask", "category_ids")
-    out = {name: np.zeros(size, np.int64) for name in names}
+    out = {name: np.empty(size, np.int64) for name in ("input_ids", "loss_mask", "category_ids")}
     if data.has_loss_weight:
-        out["loss_weight"] = np.zeros(size, np.float32)
+        out["loss_weight"] = np.empty(size, np.float32)
+    pieces = data.pieces(row, start, length)
     for name, values in out.items():
-        data.columns[name].gather(row, start, length, values)
-    begins = np.cumsum(length) - length
-    out["input_ids"][tokens:] = padding_value
-    out["loss_mask"][begins] = 0
-    out["category_ids"][out["loss_mask"] == 0] = 0
-    out["position_ids"] = _positions(begins, length, size)
+        data.columns[name].gather(pieces, values[:tokens])
+        values[tokens:] = padding_value if name == "input_ids" else 0
+    out["loss_mask"][np.cumsum(length) - length] = 0
+    out["category_ids"] *= out["loss_mask"]
+    out["position_ids"] = _positions(length, size)
     if pad_to is not None:
-        out["attention_mask"] = (np.arange(size) < tokens).astype(np.int64)
+        out["attention_mask"] = np.zeros(size, np.int64)
+        out["attention_mask"][:tokens] = 1
     return {name: torch.from_numpy(values) for name, values in out.items()}
 
 
-def _positions(begins: NDArray[np.int64], length: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+def _positions(length: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """int64[size]: 0, 1, … from every document's first token, and from the first token of the padding."""
-    positions = np.arange(size, dtype=np.int64)
-    tokens = int(length.sum())
-    positions[:tokens] -= np.repeat(begins, length)
-    positions[tokens:] -= tokens
-    return positions
+    counts = [*length.tolist(), size - int(length.sum())]
+    ramp = np.arange(max(counts))
+    return np.concatenate([ramp[:count] for count in counts])

@@ -32,8 +32,10 @@ class DocumentScan:
     category_ids: tuple[int, ...]
 
 
-def scan_documents(data: TokenisedData, spans: Spans, block_tokens: int = BLOCK_TOKENS) -> DocumentScan:
-    """One pass over the tokens of `spans` (at least one).
+def scan_documents(
+    data: TokenisedData, spans: Spans, block_tokens: int = BLOCK_TOKENS, progress: bool = True
+) -> DocumentScan:
+    """One pass over the tokens of `spans` (at least one); with `progress`, a bar when it takes more than 3 s.
 
     Raises:
         ValueError: a loss_mask other than 0 and 1, a negative category id, a loss_weight negative or not finite; the
@@ -44,7 +46,8 @@ def scan_documents(data: TokenisedData, spans: Spans, block_tokens: int = BLOCK_
     lowest, highest = [], []
     first, last = int(spans.row[0]), int(spans.row[-1]) + 1
     total = int(spans.length.sum(dtype=np.int64))
-    with tqdm(total=total, desc="reading tokens", unit="tok", unit_scale=True, delay=3, disable=None) as bar:
+    off = None if progress else True  # None: where nobody looks
+    with tqdm(total=total, desc="reading tokens", unit="tok", unit_scale=True, delay=3, disable=off) as bar:
         for begin, end in data.blocks(first, last, block_tokens):
             low, high = np.searchsorted(spans.row, [begin, end])
             if low == high:

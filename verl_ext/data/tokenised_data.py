@@ -7,7 +7,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from verl_ext.data.folder import open_folder
-from verl_ext.data.list_column import ListColumn
+from verl_ext.data.list_column import ListColumn, Piece
 
 VALUE_KINDS = {
     "input_ids": ("integer",),
@@ -52,13 +52,20 @@ class TokenisedData:
 
     def lengths(self) -> NDArray[np.int64]:
         """int64[N]: the `length` column."""
-        chunks = self._chunks("length")
-        for chunk in chunks:
+        lengths = np.empty(len(self), np.int64)
+        row = 0
+        for chunk in self._chunks("length"):
             if not pa.types.is_integer(chunk.type):
                 raise ValueError(f"{self.key} must have column length as integer; got {chunk.type}")
             if chunk.null_count:
                 raise ValueError(f"{self.key} must have no null in column length")
-        return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks]).astype(np.int64, copy=False)
+            lengths[row : row + len(chunk)] = chunk.to_numpy()
+            row += len(chunk)
+        return lengths
+
+    def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
+        """Where tokens start..start+length of each row lie, in every column."""
+        return self.columns["input_ids"].pieces(row, start, length)
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows that cover first..last-1 in order; each lies in one chunk of every column and has at most
@@ -80,11 +87,16 @@ class TokenisedData:
     def _check_lengths(self) -> None:
         lengths = self.lengths()
         for name, column in self.columns.items():
-            counts = column.row_lengths()
-            wrong = counts != lengths
-            if wrong.any():
-                row = int(wrong.argmax())
+            wrong, first_wrong = 0, (0, 0)
+            for first, counts in column.row_lengths():
+                differs = counts != lengths[first : first + len(counts)]
+                if differs.any():
+                    at = int(differs.argmax())
+                    first_wrong = first_wrong if wrong else (first + at, int(counts[at]))
+                    wrong += int(differs.sum())
+            if wrong:
+                row, count = first_wrong
                 raise ValueError(
                     f"{self.key} must have as many {name} as length says in every row; row {row} has length "
-                    f"{lengths[row]} and {counts[row]} {name} ({int(wrong.sum())} such rows)"
+                    f"{lengths[row]} and {count} {name} ({wrong} such rows)"
                 )

@@ -114,7 +114,7 @@ def shift_left(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     offsets 0 3 7     values  0 0 1 | 0 1 1 1     shifted  0 1 0 | 1 1 1 0
     ```
     """
-    shifted = np.zeros_like(values)
+    shifted = np.empty_like(values)
     shifted[:-1] = values[1:]
     shifted[offsets[1:] - 1] = 0
     return shifted

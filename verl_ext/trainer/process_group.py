@@ -5,6 +5,7 @@ the others leave with the same exit code, instead of each rank printing its own 
 """
 
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -78,6 +79,16 @@ def leave_together(message: str, code: int) -> NoReturn:
         print(f"error: {message}", file=sys.stderr, flush=True)
     dist.barrier()  # no rank leaves, and has torchrun stop the others, before the line is out
     raise SystemExit(code)
+
+
+def leave_alone(message: str, code: int) -> NoReturn:
+    """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
+    print(f"\nerror: rank {dist.get_rank()}: {message}", file=sys.stderr)  # below a progress bar
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(code)  # leaving the process group in order would wait for the others
 
 
 def _default_to_one_rank() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
@@ -23,7 +22,7 @@ from verl_ext.engine import PackedEngine
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
 from verl_ext.trainer.checkpoints import Checkpoints, PlanState, clear_output
-from verl_ext.trainer.loader import pack_loader
+from verl_ext.trainer.loader import PackLoader, pack_loader
 from verl_ext.trainer.preparation import Run
 from verl_ext.trainer.progress import Progress
 from verl_ext.trainer.step_batch import StepBatch, StepCollator
@@ -155,11 +154,22 @@ class SFTTrainer:
         assert total is not None
         return total.reduced(self._sum_over_data_parallel).report("val", validation.dataset.categories.names)
 
-    def _batches(self, dataset: SFTDataSet, plan: StepPlan, first_step: int, last_step: int) -> DataLoader:
+    def _batches(self, dataset: SFTDataSet, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
         """This rank's share of steps ``first_step`` to ``last_step - 1``, the loss laid out."""
         collate = StepCollator(self.run.loss_for(dataset), dataset.categories)
-        workers = self.config.data.num_workers
-        return pack_loader(dataset, plan, first_step, last_step, self.rank, self.ranks, collate, workers)
+        data = self.config.data
+        return pack_loader(
+            dataset,
+            plan,
+            first_step,
+            last_step,
+            self.rank,
+            self.ranks,
+            collate,
+            num_workers=data.num_workers,
+            prefetch_factor=data.prefetch_factor,
+            pin_memory=data.pin_memory,
+        )
 
     def _sums(self, batch: StepBatch) -> StepSums:
         device: Any = get_device_id()

@@ -107,7 +107,7 @@ class StepCollator:
         columns: list[tuple[np.ndarray, ...]] = []
         for pack in packs:
             columns.append(_idle() if pack is None else self._laid_out(pack, counts))
-        flat = (torch.from_numpy(np.concatenate(column)) for column in zip(*columns, strict=True))
+        flat = (torch.from_numpy(_joined(column)) for column in zip(*columns, strict=True))
         return StepBatch(
             **dict(zip(_COLUMNS, flat, strict=True)),
             pack_lengths=[len(column[0]) for column in columns],
@@ -123,14 +123,21 @@ class StepCollator:
         share = pack_coefficients(
             self.loss, columns["loss_mask"], category, offsets, columns.get("loss_weight"), documents
         )
-        counts[:4] += share.normaliser, tokens, columns["loss_mask"].sum(), 1
-        counts[4:] += np.bincount(category, weights=columns["loss_mask"], minlength=len(counts) - 4)
+        targets = int(columns["loss_mask"].sum())
+        by_category = np.bincount(category, minlength=len(counts) - 4)
+        by_category[0] = targets - by_category[1:].sum()  # not the tokens that are no target
+        counts[:4] += share.normaliser, tokens, targets, 1
+        counts[4:] += by_category
         return (
             columns["input_ids"],
             columns["position_ids"],
             shift_left(share.coefficients.astype(np.float32), offsets),
-            shift_left(category.astype(np.int64), offsets),
+            shift_left(category, offsets),
         )
+
+
+def _joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, int]:

@@ -1,0 +1,182 @@
+"""The loader: the same batches however many processes make them, and failures that end the run in one line."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+from verl_ext.data import SFTDataSet
+from verl_ext.losses import LossSpec
+from verl_ext.trainer import loader as loader_module
+from verl_ext.trainer.loader import pack_loader
+from verl_ext.trainer.process_group import TRAINING_FAILED
+from verl_ext.trainer.step_batch import StepCollator
+from verl_ext.trainer.step_plan import StepPlan
+from verl_ext.trainer.worker_deaths import LoadingFailed, WorkerDeaths
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A dataset whose pack 3 does to the loader's process what VERL_EXT_TEST_FATE says.
+BROKEN = """
+import os, signal
+from verl_ext.data import SFTDataSet
+
+class Broken(SFTDataSet):
+    def __getitem__(self, pack):
+        if pack == 3:
+            fate = os.environ["VERL_EXT_TEST_FATE"]
+            if fate == "raise":
+                raise OSError(5, "Input/output error")
+            if fate == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(pack)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    documents = random_documents(np.random.default_rng(0), range(10, 30), VOCABULARY, 2)
+    return write_tokenised(tmp_path / "data", documents, {1: "maths", 2: "code"})
+
+
+@pytest.fixture
+def broken(tmp_path, folder):
+    """The dataset of the class above, and the file that defines it."""
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    names: dict = {}
+    exec(BROKEN, names)
+    return names["Broken"](folder, 64, strategy="none"), path
+
+
+def loader_of(dataset, **options):
+    collate = StepCollator(LossSpec("token", np.ones(len(dataset.categories) + 1), 30), dataset.categories)
+    plan = StepPlan(len(dataset), 2, seed=0, shuffle=False)
+    return pack_loader(dataset, plan, 0, plan.steps_per_epoch, 0, 1, collate, **options)
+
+
+def test_batches_do_not_depend_on_processes_or_prefetch(folder):
+    dataset = SFTDataSet(folder, 64, strategy="none")
+    alone = list(loader_of(dataset, num_workers=0, prefetch_factor=3))
+    assert len(alone) == len(loader_of(dataset, num_workers=0)) == 10
+    for options in ({"num_workers": 1}, {"num_workers": 3, "prefetch_factor": 1}):
+        for ours, theirs in zip(alone, loader_of(dataset, **options), strict=True):
+            assert torch.equal(ours.input_ids, theirs.input_ids)
+            assert torch.equal(ours.counts, theirs.counts)
+            assert ours.pack_lengths == theirs.pack_lengths
+
+
+def test_prefetch_and_pinned_memory_are_torchs(folder, monkeypatch):
+    given = {}
+    monkeypatch.setattr(loader_module, "DataLoader", lambda *args, **options: given.update(options))
+    dataset = SFTDataSet(folder, 64)
+    loader_of(dataset, num_workers=2, prefetch_factor=5, pin_memory=True)
+    assert (given["num_workers"], given["prefetch_factor"], given["pin_memory"]) == (2, 5, True)
+    loader_of(dataset, num_workers=0, prefetch_factor=5)
+    assert (given["prefetch_factor"], given["pin_memory"]) == (None, torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_a_pack_is_one_line_with_its_number(broken, num_workers, monkeypatch):
+    monkeypatch.setenv("VERL_EXT_TEST_FATE", "raise")
+    told = r"^data.train_dir: pack 2, 3 cannot be loaded; OSError: \[Errno 5\] Input/output error$"
+    with pytest.raises(LoadingFailed, match=told):
+        list(loader_of(broken[0], num_workers=num_workers))
+
+
+def test_the_full_error_is_there_for_who_asks(broken, monkeypatch):
+    monkeypatch.setenv("VERL_EXT_TEST_FATE", "raise")
+    monkeypatch.setenv("VERL_EXT_FULL_ERROR", "1")
+    with pytest.raises(OSError, match="Input/output error"):
+        list(loader_of(broken[0], num_workers=0))
+
+
+def test_a_killed_process_is_told_and_what_to_lower(broken, monkeypatch):
+    monkeypatch.setenv("VERL_EXT_TEST_FATE", "kill")
+    with pytest.raises(LoadingFailed, match="was killed by signal: Killed; where the host ran out of memory") as error:
+        list(loader_of(broken[0], num_workers=1))
+    assert "data.num_workers" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("notice", "told"),
+    [
+        ("DataLoader worker (pid(s) 7, 9) exited unexpectedly", r"process \(pid\(s\) 7, 9\) exited; where the host"),
+        ("DataLoader worker (pid 7) exited unexpectedly with exit code 1. Details", r"process \(pid 7\) exited; where"),
+        (
+            "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible",
+            r"process \(pid 7\) was killed by signal: Bus error; shared memory \(/dev/shm\) that is too small",
+        ),
+    ],
+)
+def test_every_notice_of_torch_is_read(notice, told):
+    with pytest.raises(LoadingFailed, match=told), WorkerDeaths().told():
+        raise RuntimeError(notice)
+
+
+def test_a_notice_that_became_another_error_is_still_told():
+    def lookup():
+        try:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+        except RuntimeError:
+            raise AttributeError("no such attribute") from None
+
+    with pytest.raises(LoadingFailed, match="pid 7"), WorkerDeaths().told():
+        lookup()
+
+
+def test_a_death_between_two_batches_is_told_at_the_next(folder):
+    batches = iter(loader_of(SFTDataSet(folder, 64, strategy="none"), num_workers=1, prefetch_factor=1))
+    next(batches)
+    (process,) = multiprocessing.active_children()
+    os.kill(process.pid, signal.SIGKILL)
+    connection.wait([process.sentinel])  # dies while nobody waits for a batch
+    with pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"):
+        list(batches)
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
+def test_a_batch_whose_process_is_gone_is_a_death_too(error):
+    told = "a loader process exited before its batch was taken; where"
+    with pytest.raises(LoadingFailed, match=told), WorkerDeaths().told():
+        raise error
+
+
+def test_other_errors_pass_through():
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), WorkerDeaths().told():
+        raise RuntimeError("out of memory")
+
+
+def run(folder, tiny_model, output, broken, launcher):
+    """The trainer as a user starts it, on a dataset whose pack 3 kills the process that reads it."""
+    command = [
+        *(sys.executable, *launcher, "-m", "verl_ext.fsdp_sft_trainer", f"data.train_dir={folder}"),
+        *(f"model.path={tiny_model}", f"trainer.default_local_dir={output}", "parallel=cpu", "trainer.logger=[file]"),
+        *("data.max_tokens=64", "data.strategy=none", "data.train_batch_size=2", "data.num_workers=2"),
+        *(f"data.custom_cls.path={broken[1]}", "data.custom_cls.name=Broken"),
+    ]
+    kept = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "VERL_ENGINE_VENDOR")}
+    environment = {**kept, "OMP_NUM_THREADS": "1", "VERL_EXT_TEST_FATE": "kill"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tiny_model, tmp_path, broken, free_port, ranks):
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port}"]
+    done = run(folder, tiny_model, tmp_path / "out", broken, torchrun if ranks > 1 else [])
+    assert done.returncode == (TRAINING_FAILED if ranks == 1 else 1), done.stderr  # torchrun's own code is 1
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, done.stderr
+    assert "a loader process (pid" in told[0]
+    assert "killed by signal: Killed" in told[0]
+    assert "data.num_workers" in told[0]

@@ -1,0 +1,67 @@
+"""The scan of a dataset over all ranks: each reads a share of the tokens, and the next start none.
+
+    spans of the dataset   | 0 … 40 | 41 … 97 | 98 … 120 |     about as many tokens in each share
+    read by rank               0         1          2
+
+A sum over the ranks puts the shares together; what is gathered does not grow with their number.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from verl_ext.data import DocumentScan, SFTDataSet
+from verl_ext.data.scan_memo import ScanMemo
+from verl_ext.trainer.process_group import errors_told_once
+
+
+def share_scan(dataset: SFTDataSet) -> None:
+    """Give `dataset` its scan, on every rank: from the memo beside the data, or by reading each token once.
+
+    All ranks call it together; a mistake in the data is told once and ends all of them.
+    """
+    memo: ScanMemo | None = None
+    remembered: DocumentScan | None = None
+    with errors_told_once():
+        if dist.get_rank() == 0:
+            memo = ScanMemo(dataset.folders, dataset.spans)
+            remembered = memo.read()
+    scan = _from_first_rank(remembered) or _read_together(dataset)
+    with errors_told_once():
+        dataset.scan = scan  # refuses data without a target
+    if memo is not None and remembered is None:
+        memo.write(scan)
+
+
+def shares(lengths: NDArray[np.integer], ranks: int) -> NDArray[np.int64]:
+    """int64[ranks+1]: rank r reads spans shares[r]..shares[r+1]-1, about as many tokens as any other."""
+    begins = np.cumsum(lengths, dtype=np.int64)
+    total = int(begins[-1])
+    begins -= lengths
+    return np.searchsorted(begins, np.arange(ranks + 1) * (total / ranks))
+
+
+def _from_first_rank(scan: DocumentScan | None) -> DocumentScan | None:
+    box = [scan]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _read_together(dataset: SFTDataSet) -> DocumentScan:
+    rank = dist.get_rank()
+    first, last = shares(dataset.spans.length, dist.get_world_size())[rank : rank + 2].tolist()
+    part: DocumentScan | None = None
+    with errors_told_once():
+        if first < last:  # a rank has no share where there are fewer documents than ranks
+            part = dataset.scan_part(first, last, progress=rank == 0)
+    targets = np.zeros(len(dataset.spans), np.int32)
+    if part is not None:
+        targets[first:last] = part.targets
+    dist.all_reduce(torch.from_numpy(targets))  # every span is of one share: the sum puts the shares together
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, part and (part.min_token_id, part.max_token_id, part.category_ids))
+    lowest, highest, categories = zip(*filter(None, values), strict=True)
+    return DocumentScan(targets, min(lowest), max(highest), tuple(sorted(set().union(*categories))))
