@@ -208,7 +208,13 @@ def test_over_length_policies_count_what_they_do(tmp_path: Path, model: Path, po
         assert counts == {"dropped_documents": 2, "dropped_tokens": sum(lengths[1:])}
     elif policy == "truncate":
         assert data == [whole[0], {**{k: v[:8] for k, v in whole[1].items() if k != "length"}, "length": 8}]
-        assert counts == {"truncated_documents": 1, "truncated_tokens": lengths[1] - 8}
+        lost = sum(whole[1]["loss_mask"][8:])
+        assert counts == {
+            "truncated_documents": 1,
+            "truncated_tokens": lengths[1] - 8,
+            "truncated_targets_lost": lost,
+            "truncated_last_target_lost": 1,
+        }
         assert report["bad_records"] == {"no_target_after_truncation": 1}
     else:
         assert [t for row in data for t in row["input_ids"]] == [t for row in whole for t in row["input_ids"]]
@@ -217,6 +223,18 @@ def test_over_length_policies_count_what_they_do(tmp_path: Path, model: Path, po
         lost = sum(sum(row["loss_mask"]) for row in whole) - sum(sum(row["loss_mask"]) for row in data)
         assert counts["split_targets_lost"] == lost > 0
         assert counts["split_pieces_without_target"] == sum(not any(row["loss_mask"]) for row in data)
+
+
+def test_the_table_says_what_was_cut_and_whether_a_last_target_was_lost(tmp_path: Path, model: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the"}, {"text": "the cat sat on the mat " * 4}])
+    report = tokenise({"a": source}, tmp_path / "out", model, "max_tokens=8", "over_length=truncate")
+    header, row = report.table().split("\n\n")[1].splitlines()
+    tally = report.total
+    removed = tally.over_length["truncated_tokens"]
+    assert header.split()[:3] == ["category", "over", "max_tokens"]
+    share = f"{removed / (tally.tokens + removed):.2%}"
+    lost = str(tally.over_length["truncated_targets_lost"])
+    assert row.split() == ["a", "truncated", "1", str(removed), share, lost, "1"]
 
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import pyarrow as pa
 from verl_ext.tokenize.worker import ChunkResult
 
 SHARD_BYTES = 500 * 1000 * 1000
+BATCH_TOKENS = 1 << 22  # of a record batch, about: each costs 60 µs and 5 kB wherever the dataset is opened
+TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
 COLUMNS = {
     "input_ids": pa.list_(pa.int32()),
     "loss_mask": pa.list_(pa.int8()),
@@ -34,6 +36,8 @@ class DatasetWriter:
         self.shard_bytes = shard_bytes
         self.weighted = False
         self._shards: list[tuple[Path, bool]] = []  # path, has loss_weight
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_tokens = 0
         self._sink: Any = None
         self._stream: Any = None
         self._hash = hashlib.blake2b(digest_size=8)
@@ -43,17 +47,29 @@ class DatasetWriter:
         if not len(result.lengths):
             return
         if result.weights is not None and not self.weighted:
+            self._write_pending()
             self.weighted = True
             self._end_shard()
-        batch = self._batch(result)
+        self._pending.append(self._batch(result))
+        self._pending_tokens += len(result.input_ids)
+        if self._pending_tokens >= BATCH_TOKENS or self._pending_tokens * TOKEN_BYTES >= self.shard_bytes:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        """The results added since the last time, as one record batch."""
+        if not self._pending:
+            return
+        table = pa.Table.from_batches(self._pending).combine_chunks()
+        self._pending, self._pending_tokens = [], 0
         if self._stream is None:
             self._begin_shard()
-        self._stream.write_batch(batch)
+        self._stream.write_table(table)
         if self._sink.tell() >= self.shard_bytes:
             self._end_shard()
 
     def close(self) -> None:
         """Finish the shards and write the two files that make the folder a dataset."""
+        self._write_pending()
         self._end_shard()
         files = []
         for number, (path, has_weights) in enumerate(self._shards):

@@ -1,7 +1,8 @@
 """Documents longer than `max_tokens`: dropped, truncated or split, and counted.
 
-`truncate` keeps the first `max_tokens` tokens. `split` keeps every token, in pieces of at most `max_tokens`; a piece's
-first token is no target, and a piece without any target is kept and counted.
+`truncate` keeps the first `max_tokens` tokens; a document that this costs its last target is counted. `split` keeps
+every token, in pieces of at most `max_tokens`; a piece's first token is no target, and a piece without any target is
+kept and counted.
 """
 
 from collections import Counter
@@ -51,10 +52,14 @@ def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter
     if not any(targets):
         past = {"truncate": "truncation", "split": "split"}[policy]
         raise BadRecord(f"no_target_after_{past}", f"no target is left of {tokens} tokens at max_tokens={max_tokens}")
+    done = {"truncate": "truncated", "split": "split"}[policy]
+    counts[f"{done}_documents"] += 1
+    counts[f"{done}_targets_lost"] += int(document.loss_mask.sum()) - sum(targets)
     if policy == "truncate":
-        counts.update(truncated_documents=1, truncated_tokens=tokens - max_tokens)
+        counts["truncated_tokens"] += tokens - max_tokens
+        counts["truncated_last_target_lost"] += int(document.loss_mask[max_tokens:].any())
     else:
-        counts.update(split_documents=1, split_tokens=tokens, split_pieces=len(pieces))
-        counts.update(split_targets_lost=int(document.loss_mask.sum()) - sum(targets))
-        counts.update(split_pieces_without_target=targets.count(0))
+        counts["split_tokens"] += tokens
+        counts["split_pieces"] += len(pieces)
+        counts["split_pieces_without_target"] += targets.count(0)
     return pieces

@@ -1,6 +1,7 @@
 """The closing table and report.json: what was written, and everything that was not, by category."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,14 @@ class Report:
             (folder / file).write_text(text, encoding="utf-8")
 
     def table(self) -> str:
-        """The closing table, and one of the bad records where there are any."""
+        """The closing table, and one of documents over max_tokens and one of bad records where there are any."""
         rows = [_row(name, tally) for name, tally in self.tallies.items()]
         if len(rows) > 1:
             rows.append(_row("all", self.total))
         parts = [_aligned(rows)]
+        cut = [row for name, tally in self.tallies.items() for row in _cut_rows(name, tally)]
+        if cut:
+            parts.append(_aligned(cut))
         bad = [
             {"category": name, "bad record": reason, "records": f"{count:,}", "first": tally.examples[reason][0]}
             for name, tally in self.tallies.items()
@@ -67,14 +71,10 @@ class Report:
 
 
 def _row(name: str, tally: Tally) -> dict[str, str]:
-    over = tally.over_length
     row: dict[str, str | int] = {
         "category": name,
         "records": tally.records,
         "bad": tally.bad.total(),
-        "dropped": _with_tokens(over["dropped_documents"], over["dropped_tokens"]),
-        "truncated": _with_tokens(over["truncated_documents"], over["truncated_tokens"]),
-        "split": _with_tokens(over["split_documents"], over["split_tokens"]),
         "documents": tally.documents,
         "tokens": tally.tokens,
         "targets": tally.target_tokens,
@@ -85,14 +85,28 @@ def _row(name: str, tally: Tally) -> dict[str, str]:
     return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
 
 
-def _with_tokens(documents: int, tokens: int) -> str:
-    return f"{documents:,} ({tokens:,} tokens)" if documents else "0"
+def _cut_rows(name: str, tally: Tally) -> Iterator[dict[str, str]]:
+    """A row for each thing that was done to documents over max_tokens: tokens are those removed (of `split`, cut)."""
+    over = tally.over_length
+    before = tally.tokens + over["dropped_tokens"] + over["truncated_tokens"]
+    for reason in ("dropped", "truncated", "split"):
+        if over[f"{reason}_documents"]:
+            tokens = over[f"{reason}_tokens"]
+            yield {
+                "category": name,
+                "over max_tokens": reason,
+                "documents": f"{over[f'{reason}_documents']:,}",
+                "tokens": f"{tokens:,}",
+                "share": f"{tokens / before:.2%}",
+                "targets lost": "all" if reason == "dropped" else f"{over[f'{reason}_targets_lost']:,}",
+                "last target lost": f"{over[f'{reason}_last_target_lost']:,}" if reason == "truncated" else "–",
+            }
 
 
 def _aligned(rows: list[dict[str, str]]) -> str:
     """Rows as a table: text to the left, numbers to the right."""
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    left = ("category", "bad record", "first")
+    left = ("category", "over max_tokens", "bad record", "first")
 
     def line(cells: dict[str, str]) -> str:
         padded = (cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items())
