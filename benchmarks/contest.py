@@ -64,7 +64,7 @@ def compete(contestants: dict[str, Contestant], steps: Sequence[Step], warm_up: 
 
 def _train(contestant: Contestant, step: Step, record: Record) -> None:
     forwards = contestant.forwards
-    forwards.tokens = forwards.calls = 0
+    forwards.clear()
     gc.collect()
     loading = time.perf_counter()
     batch = contestant.load(step)

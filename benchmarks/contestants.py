@@ -10,14 +10,12 @@
 Two more say where a difference comes from: ``dynamic_ours`` runs verl's partition on our engine, and ``single`` is
 ``padded`` with one document a micro-batch. Both of verl's run ``FSDPEngineWithLMHead.train_batch`` with verl's own
 collator, micro-batching and ``sft_loss``; ours run the trainer's own step with its category losses. All start from the
-same weights and see the same documents at every step.
+same weights and see the same documents at every step. On several data-parallel ranks each holds its share of a step.
 """
 
-import contextlib
 import copy
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +26,15 @@ import torch.distributed as dist
 from omegaconf import DictConfig, open_dict
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
+from verl.utils.device import get_device_id
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import sft_loss
 
+from benchmarks.forwards import Forwards
 from benchmarks.lengths import Document
+from benchmarks.quiet import quiet
 from verl_ext.attention import PACKED_ATTENTION, has_flash_attn
 from verl_ext.config import compose
 from verl_ext.data import SFTDataSet
@@ -67,23 +68,6 @@ class Step:
     @property
     def target_tokens(self) -> int:
         return sum(int(document["loss_mask"].sum()) for document in self.documents)
-
-
-@dataclass
-class Forwards:
-    """What went through a model: tokens with padding, and calls."""
-
-    tokens: int = 0
-    calls: int = 0
-
-    def watch(self, module: torch.nn.Module) -> None:
-        """Count every forward of ``module`` from now on."""
-
-        def count(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            self.tokens += kwargs["input_ids"].numel()
-            self.calls += 1
-
-        module.register_forward_pre_hook(count, with_kwargs=True)
 
 
 class Contestant(Protocol):
@@ -129,20 +113,26 @@ class StockContestant:
         }
 
     def load(self, step: Step) -> dict[str, Any]:
+        """The whole step, as one rank takes it."""
+        return self.collate(step.documents)
+
+    def collate(self, documents: Sequence[Document]) -> dict[str, Any]:
         """verl's rows, jagged by verl's collator."""
         rows = []
-        for document in step.documents:
+        for document in documents:
             tensors = {name: torch.from_numpy(document[name]) for name in ("input_ids", "loss_mask")}
             rows.append({**tensors, "position_ids": torch.arange(len(document["input_ids"]))})
         return self._collate(rows)
 
     def train(self, batch: dict[str, Any]) -> float:
-        """verl's ``train_batch`` and schedule; the micro-batches' shares of the loss add up to the step's."""
+        """verl's ``train_batch``, schedule and reported loss: the micro-batches' shares, averaged over the ranks."""
         data = tu.get_tensordict(tensor_dict=batch, non_tensor_dict=dict(self.meta))
         with self.engine.train_mode():
             output = self.engine.train_batch(data, loss_function=self.loss)
         self.engine.lr_scheduler_step()
-        return float(sum(float(loss) for loss in output["loss"]))
+        loss = torch.tensor(output["loss"], dtype=torch.float64, device=get_device_id()).sum()
+        dist.all_reduce(loss, group=self.engine.get_data_parallel_group())
+        return loss.item() / self.engine.get_data_parallel_size()
 
 
 class PackedContestant:
@@ -164,8 +154,12 @@ class PackedContestant:
         dataset = SFTDataSet(
             str(step.folder), data.max_tokens, 0, strategy=data.strategy, seed=data.seed, pad_mode=data.pad_mode
         )
-        collate = StepCollator(self.run.loss_for(self.run.train_set), self.run.train_set.categories)
-        return collate([dataset[pack] for pack in range(len(dataset))])
+        return self.collate([dataset[pack] for pack in range(len(dataset))])
+
+    @property
+    def collate(self) -> StepCollator:
+        """The trainer's collator of packs, None where a rank idles."""
+        return StepCollator(self.run.loss_for(self.run.train_set), self.run.train_set.categories)
 
     def train(self, batch: StepBatch, logged: bool = True) -> float:
         """The trainer's step; NaN when it is not logged, because nothing is collected then."""
@@ -177,37 +171,54 @@ class PackedContestant:
         return sums.report("train", self.run.train_set.categories.names)["train/loss"]
 
 
-def build_contestants(
-    names: tuple[str, ...], first: Step, model: Path, output: Path, budget: int, micro_batch_size: int, steps: int
-) -> dict[str, Contestant]:
-    """Contestants by name, each with its own copy of the model's weights; ``first`` is one step's data."""
+@dataclass(frozen=True)
+class Setting:
+    """What all contestants have in common: a model, data, a budget of tokens, a schedule of so many steps.
 
-    def prepared(name: str, strategy: str, pad_mode: str) -> Run:
-        overrides = (
-            f"model.path={model}",
+    Attributes:
+        data: a dataset folder; of a contest, one step's.
+        overrides: of conf/sft.yaml, for everybody.
+    """
+
+    model: Path
+    data: Path
+    output: Path
+    budget: int
+    steps: int
+    overrides: tuple[str, ...] = ()
+
+    def stock(self, name: str, padded: int | None, vendor: str = STOCK, attention: str = "") -> StockContestant:
+        """verl's batches on verl's engine, or another's; by default with the fastest attention that it can run."""
+        return StockContestant(self._run(name, ()), attention or _best_stock_attention(), vendor, padded)
+
+    def packed(self, name: str, strategy: str, *overrides: str) -> PackedContestant:
+        """Our engine on the packs of ``strategy``, with its own copy of the weights."""
+        return PackedContestant(self._run(name, (f"data.strategy={strategy}", *overrides)))
+
+    def _run(self, name: str, overrides: tuple[str, ...]) -> Run:
+        shared = (
+            f"model.path={self.model}",
             "model.enable_gradient_checkpointing=false",
             "parallel=auto",
-            f"data.train_dir={first.folder}",
-            f"data.max_tokens={budget}",
-            f"data.strategy={strategy}",
-            f"data.pad_mode={pad_mode}",
-            f"trainer.default_local_dir={output / name}",
-            f"trainer.total_training_steps={steps}",
+            f"data.train_dir={self.data}",
+            f"data.max_tokens={self.budget}",
+            "data.pad_mode=no_padding",
+            f"trainer.default_local_dir={self.output / name}",
+            f"trainer.total_training_steps={self.steps}",
             "optim.lr_warmup_steps=0",
         )
-        return prepare(compose(overrides))
+        return prepare(compose((*shared, *self.overrides, *overrides)))
 
-    def stock(name: str, attention: str, vendor: str, padded: int | None) -> Contestant:
-        return StockContestant(prepared(name, "best_fit", "no_padding"), attention, vendor, padded)
 
-    best = _best_stock_attention()
+def build_contestants(names: Sequence[str], setting: Setting, micro_batch_size: int) -> dict[str, Contestant]:
+    """Contestants by name, each with its own copy of the model's weights."""
     builders: dict[str, Callable[[], Contestant]] = {
-        "padded": lambda: stock("padded", best, STOCK, micro_batch_size),
-        "dynamic": lambda: stock("dynamic", best, STOCK, None),
-        "next_fit": lambda: PackedContestant(prepared("next_fit", "next_fit", "right")),
-        "ours": lambda: PackedContestant(prepared("ours", "best_fit", "no_padding")),
-        "dynamic_ours": lambda: stock("dynamic_ours", PACKED_ATTENTION, OURS, None),
-        "single": lambda: stock("single", best, STOCK, 1),
+        "padded": lambda: setting.stock("padded", micro_batch_size),
+        "dynamic": lambda: setting.stock("dynamic", None),
+        "next_fit": lambda: setting.packed("next_fit", "next_fit", "data.pad_mode=right"),
+        "ours": lambda: setting.packed("ours", "best_fit"),
+        "dynamic_ours": lambda: setting.stock("dynamic_ours", None, OURS, PACKED_ATTENTION),
+        "single": lambda: setting.stock("single", 1),
     }
     register_engine()
     with quiet():
@@ -226,15 +237,3 @@ def _build_worker(config: DictConfig, vendor: str, total_steps: int) -> Training
     expected = FSDPEngineWithLMHead if vendor == STOCK else None
     assert expected is None or type(worker.engine) is expected, "verl's own class is what competes"
     return worker
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """verl and transformers report sizes, NUMA and their progress while an engine is built."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            yield
-    finally:
-        logging.disable(before)

@@ -1,9 +1,11 @@
-"""Target tokens per second of ours, next-fit packs, and stock verl with padded and with dynamic batches.
+"""How fast ours trains against stock verl and LongAlign's methods, on the same documents.
 
-    python benchmarks/train_throughput.py --output throughput.json
+    python benchmarks/train_throughput.py --output throughput.json      # step by step, one rank
+    python benchmarks/train_throughput.py --table longalign             # epoch by epoch, one rank and two
 
-One process, one rank, one thread on a CPU. Contestants take turns on the same documents, step by step, and must report
-the same loss. README.md beside this file says what is compared; contestants.py how, lengths.py on which lengths.
+One thread a rank on a CPU. `contest`: contestants take turns on the same documents, step by step, and must report the
+same loss. `longalign`: the time of naive, sorted and packed batches for the same documents. README.md beside this file
+says what is compared; contestants.py and methods.py how, lengths.py on which lengths.
 """
 
 import argparse
@@ -21,50 +23,85 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 import torch
 from tqdm import tqdm
 
+from benchmarks import longalign
+from benchmarks.quiet import no_progress_bars
 from verl_ext.trainer.process_group import process_group
 
+DEFAULTS = {  # of options that depend on the table
+    "contest": {"documents": 40, "budget": 4096, "repeats": 5},
+    "longalign": {"documents": 64, "budget": 2048, "repeats": 3},
+}
 ROW = "{:<13} {:>6} {:>9} {:>8} {:>6} {:>8} {:>9}"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=int, default=40, help="documents per optimizer step")
-    parser.add_argument("--budget", type=int, default=4096, help="tokens of a pack, limit of a dynamic batch")
+    parser.add_argument("--table", choices=DEFAULTS, default="contest", help="what is measured")
+    parser.add_argument("--documents", type=int, help=f"documents per optimizer step {_default('documents')}")
+    parser.add_argument("--budget", type=int, help=f"tokens of a pack, limit of a dynamic batch {_default('budget')}")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="documents of a padded micro-batch")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5, help="measured steps per contestant, each on new documents")
+    parser.add_argument(
+        "--repeats", type=int, help=f"measured steps, each on new documents, or epochs {_default('repeats')}"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
-    parser.add_argument("--contestants", default="padded,dynamic,next_fit,ours", help="also: dynamic_ours, single")
-    parser.add_argument("--cost-pairs", type=int, default=5, help="steps with and without category loss; 0: leave out")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU, in each rank")
     parser.add_argument("--output", type=Path, help="JSON file")
+    contest = parser.add_argument_group("contest")
+    contest.add_argument("--contestants", default="padded,dynamic,next_fit,ours", help="also: dynamic_ours, single")
+    contest.add_argument("--cost-pairs", type=int, default=5, help="steps with and without category loss; 0: leave out")
+    epochs = parser.add_argument_group("longalign")
+    on_one = ", ".join(longalign.ON_ONE_RANK)
+    epochs.add_argument("--methods", help=f"default: {on_one}; on several ranks {', '.join(longalign.METHODS)}")
+    epochs.add_argument("--ranks", default="1,2", help="data-parallel ranks, a table each")
+    epochs.add_argument("--steps", type=int, default=4, help="optimizer steps of an epoch")
     options = parser.parse_args(argv)
-    for name in ("documents", "micro_batch_size", "layers", "repeats", "threads"):
+    options.contestants = options.contestants.split(",")
+    options.methods = options.methods.split(",") if options.methods else []
+    options.ranks = [int(ranks) if ranks.isdecimal() else 0 for ranks in options.ranks.split(",")]
+    for name, value in DEFAULTS[options.table].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    _check(options, parser)
+    return options
+
+
+def _default(name: str) -> str:
+    return "(" + ", ".join(f"{table}: {defaults[name]}" for table, defaults in DEFAULTS.items()) + ")"
+
+
+def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    for name in ("documents", "micro_batch_size", "layers", "repeats", "threads", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
-    if options.documents % options.micro_batch_size:
-        parser.error(f"--documents must be a multiple of --micro-batch-size; got {options.documents}")
     if options.budget < 256:
         parser.error(f"--budget must be at least 256; got {options.budget}")
-    options.contestants = tuple(options.contestants.split(","))
-    return options
+    if min(options.ranks) < 1:
+        parser.error("--ranks must be whole numbers of at least 1, with commas between them")
+    if options.table == "contest" and options.documents % options.micro_batch_size:
+        parser.error(f"--documents must be a multiple of --micro-batch-size; got {options.documents}")
+    if options.table == "longalign":
+        known = (*longalign.METHODS, *longalign.ON_REQUEST)
+        if unknown := set(options.methods).difference(known):
+            parser.error(f"--methods must be of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+        for ranks in options.ranks:
+            if options.documents % (options.micro_batch_size * ranks):
+                parser.error(
+                    f"--documents must be a multiple of --micro-batch-size × {ranks} ranks; got {options.documents}"
+                )
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The contest and the cost of category loss, in a process group; writes below ``folder``."""
-    import datasets
-    import transformers
-
     from benchmarks import contest
-    from benchmarks.contestants import NAMES, build_contestants
+    from benchmarks.contestants import NAMES, Setting, build_contestants
     from benchmarks.model import VOCABULARY, write_model
 
     if unknown := set(options.contestants) - set(NAMES):
         raise ValueError(f"--contestants must be of {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
+    no_progress_bars()
     torch.set_num_threads(options.threads)
     write_model(folder / "model", options.hidden, options.layers, options.budget, options.seed)
     group = options.micro_batch_size
@@ -72,15 +109,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sizes = [warm_up] + [options.documents] * options.repeats
     steps = contest.make_steps(sizes, options.budget, VOCABULARY, folder, options.seed)
     total = len(steps) + 2 * options.cost_pairs
-    contestants = build_contestants(
-        options.contestants, steps[0], folder / "model", folder, options.budget, options.micro_batch_size, total
-    )
+    setting = Setting(folder / "model", steps[0].folder, folder, options.budget, total)
+    contestants = build_contestants(options.contestants, setting, options.micro_batch_size)
     with tqdm(total=len(steps) * len(contestants), unit="step") as bar:
         records = contest.compete(contestants, steps, 1, bar)
     baselines = {name: records[name] for name in ("padded", "dynamic") if name in records}
     return {
-        "settings": {**vars(options), "output": None},
-        "machine": _machine(),
         "documents_per_step": options.documents,
         "tokens_per_step": [step.tokens for step in steps[1:]],
         "target_tokens_per_step": [step.target_tokens for step in steps[1:]],
@@ -119,7 +153,7 @@ def report(result: dict[str, Any]) -> str:
     tokens, targets = (result[f"{kind}_per_step"] for kind in ("tokens", "target_tokens"))
     lines = [
         f"{result['documents_per_step']} documents, {sum(tokens) / len(tokens):,.0f} tokens, "
-        f"{sum(targets) / len(targets):,.0f} targets a step; {len(tokens)} steps; {result['machine']}",
+        f"{sum(targets) / len(targets):,.0f} targets a step; {len(tokens)} steps",
     ]
     for clock in ("wall", "cpu"):
         if clock not in next(iter(result["contestants"].values())):
@@ -153,18 +187,26 @@ def _row(name: str, row: dict[str, Any], clock: str) -> str:
     return text
 
 
+def _contest(options: argparse.Namespace) -> dict[str, Any]:
+    with process_group(), tempfile.TemporaryDirectory() as folder:
+        if torch.distributed.get_world_size() > 1:
+            raise ValueError("the contest is between single ranks; start it without torchrun")
+        return measure(options, Path(folder))
+
+
 def main() -> None:
     """Measure, print, write."""
     options = arguments()
+    torch.set_num_threads(options.threads)
+    measured, printed = {"contest": (_contest, report), "longalign": (longalign.table, longalign.report)}[options.table]
     try:
-        with process_group(), tempfile.TemporaryDirectory() as folder:
-            if torch.distributed.get_world_size() > 1:
-                raise ValueError("the contest is between single ranks; start it without torchrun")
-            result = measure(options, Path(folder))
+        result = measured(options)
     except ValueError as mistake:
         raise SystemExit(f"error: {mistake}") from None
-    print(report(result))
+    print(f"{_machine()}\n{printed(result)}")
     if options.output is not None:
+        settings = {**vars(options), "output": None}
+        result = {"settings": settings, "machine": _machine(), **result}
         options.output.write_text(json.dumps(result, indent=2, default=float) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The throughput contest is fair: same documents, same targets, same loss; no timing is asserted."""
+"""The throughput tables are fair: same documents, same targets, same loss; no timing is asserted."""
 
 import itertools
 import json
@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import train_throughput
+from benchmarks import longalign, train_throughput
+from benchmarks.document_order import dealt_out, sorted_batching
 from benchmarks.lengths import long_tailed_lengths, make_documents
 from tests.ranks import run_ranks
 
@@ -31,12 +32,13 @@ def result(measured):
 
 def _on_one_rank(folder):
     from benchmarks.contest import make_steps
-    from benchmarks.contestants import build_contestants
+    from benchmarks.contestants import Setting, build_contestants
     from benchmarks.model import VOCABULARY
 
     result = train_throughput.measure(train_throughput.arguments(_OPTIONS), folder)
     step = make_steps([8], 256, VOCABULARY, folder / "again", seed=1)[0]
-    contestants = build_contestants(_CONTESTANTS[:4], step, folder / "model", folder / "again", 256, 4, 1)
+    setting = Setting(folder / "model", step.folder, folder / "again", budget=256, steps=1)
+    contestants = build_contestants(_CONTESTANTS[:4], setting, micro_batch_size=4)
     return {
         "result": result,
         "loaded": {name: _documents_of(contestant.load(step)) for name, contestant in contestants.items()},
@@ -119,11 +121,87 @@ def _log_probs_around_a_change(dynamic, folder):
             output = dynamic.engine.infer_batch(data, loss_function=dynamic.loss)
         return [values.numpy() for values in output["model_output"]["log_probs"].unbind()]
 
-    dynamic.forwards.calls = 0
+    dynamic.forwards.clear()
     before = log_probs()
     documents[0]["input_ids"][0] += 1
     after = log_probs()
     return dynamic.forwards.calls, before, after
+
+
+_METHODS = (*longalign.METHODS, *longalign.ON_REQUEST)
+_EPOCH = (
+    *("--table", "longalign", "--documents", "16", "--steps", "2", "--budget", "256", "--hidden", "128"),
+    *("--layers", "1", "--repeats", "1", "--ranks", "2", "--methods", ",".join(_METHODS)),
+)
+
+
+@pytest.fixture(scope="module")
+def epochs(tmp_path_factory):
+    """LongAlign's table of 32 documents on two ranks: what each rank got."""
+    folder = tmp_path_factory.mktemp("longalign")
+    options = train_throughput.arguments(_EPOCH)
+    longalign.write_inputs(options, folder)
+    return run_ranks(_measured, 2, options, folder)
+
+
+def _measured(options, folder):
+    from benchmarks.epochs import measure
+
+    return measure(options, folder)
+
+
+@pytest.fixture
+def rows(epochs):
+    """Its rows by method."""
+    return epochs[0]["methods"]
+
+
+def test_all_methods_train_on_the_same_documents_and_targets(rows):
+    assert set(rows) == set(_METHODS)
+    assert {row["documents"] for row in rows.values()} == {32}
+    assert len({row["targets"] for row in rows.values()}) == 1
+    nll = np.array([row["nll"] for row in rows.values()])
+    assert np.ptp(nll) < 1e-4 * nll.mean()
+
+
+def test_both_ranks_ran_equally_many_forwards(rows):
+    forwards = {name: row["forwards"] for name, row in rows.items()}
+    assert all(one == other for one, other in forwards.values())
+    assert forwards["naive"] == forwards["sorted"] == [32 // 4 // 2] * 2
+    assert forwards["naive_1"] == forwards["sorted_1"] == forwards["single"] == [32 // 2] * 2
+    assert forwards["packing"] == forwards["balanced"] < forwards["naive"]
+
+
+def test_only_padded_methods_run_more_tokens_than_the_documents_have(epochs, rows):
+    for name, row in rows.items():
+        idle_slots = sum(row["forwards"]) if row["engine"] == "ours" else 0
+        assert (row["tokens"] > epochs[0]["tokens"] + idle_slots) == (name in ("naive", "sorted")), name
+    assert rows["sorted"]["tokens"] < rows["naive"]["tokens"]
+
+
+def test_like_lengths_and_like_costs_share_a_micro_step(rows):
+    assert rows["sorted_1"]["cost_over_ideal"] < rows["naive_1"]["cost_over_ideal"]
+    assert rows["balanced"]["cost_over_ideal"] <= rows["packing"]["cost_over_ideal"]
+    assert all(row["cost_over_ideal"] >= 1 for row in rows.values())
+
+
+def test_the_table_names_every_method_and_longaligns_own_figures(epochs):
+    table = longalign.report({"ranks": {"2": json.loads(json.dumps(epochs[0]))}})
+    assert all(f"\n{name} " in table for name in (*_METHODS, *longalign.PUBLISHED))
+
+
+def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
+    lengths = np.random.default_rng(0).integers(1, 10**6, 96)
+    order = sorted_batching(lengths, 8, seed=0)
+    assert sorted(order) == list(range(96))
+    groups = lengths[order].reshape(12, 8)
+    by_length = groups[np.argsort(groups[:, 0])]
+    assert (np.diff(by_length.ravel()) >= 0).all()
+    assert (np.diff(groups[:, 0]) < 0).any()
+    shares = dealt_out(order, steps=3, micro_batch_size=4, ranks=2)
+    assert shares.shape == (2, 3, 16)
+    micro_steps = shares.reshape(2, 12, 4).swapaxes(0, 1).reshape(12, 8)  # what the ranks run at a time is one group
+    assert (micro_steps == order.reshape(12, 8)).all()
 
 
 def test_lengths_are_long_tailed_and_within_the_budget():
@@ -151,3 +229,12 @@ def test_refuses_documents_that_do_not_fill_the_padded_micro_batches(capsys):
     with pytest.raises(SystemExit):
         train_throughput.arguments(["--documents", "10"])
     assert "--documents must be a multiple of --micro-batch-size; got 10" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_throughput.arguments(["--table", "longalign", "--documents", "12"])
+    assert "--documents must be a multiple of --micro-batch-size × 2 ranks; got 12" in capsys.readouterr().err
+
+
+def test_refuses_methods_that_do_not_exist(capsys):
+    with pytest.raises(SystemExit):
+        train_throughput.arguments(["--table", "longalign", "--methods", "naive,sort"])
+    assert "--methods must be of naive, sorted" in capsys.readouterr().err

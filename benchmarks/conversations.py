@@ -1,0 +1,76 @@
+"""The conversations that the readers of loading.py read: made-up words, as JSONL, parquet and tokenised."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedTokenizerFast
+
+from recipes.quickstart.make_model import train_tokenizer
+
+WORDS = 3000
+TOKENIZER = 4096  # tokens of its vocabulary
+# ChatML without the newline after a turn's end, which verl trains on and we do not: so every reader has one truth.
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+Conversation = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Conversations of one shape: words of each turn, user and assistant in turn; max_tokens of a pack."""
+
+    name: str
+    words: tuple[tuple[int, int], ...]
+    max_tokens: int
+
+
+CHATS = Kind("chats", ((8, 60),) * 4, 8192)
+LONG = Kind("long documents", ((6_600, 24_000), (200, 600)), 32_768)
+
+
+def make_conversations(kind: Kind, count: int, rng: np.random.Generator) -> list[Conversation]:
+    """``count`` of them, of words whose frequencies fall as in a language (Zipf)."""
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    vocabulary = ["".join(rng.choice(letters, rng.integers(3, 9))) for _ in range(WORDS)]
+    share = 1 / np.arange(1, WORDS + 1)
+    share /= share.sum()
+
+    def turn(index: int) -> dict[str, str]:
+        words = rng.choice(vocabulary, rng.integers(*kind.words[index]), p=share)
+        return {"role": "assistant" if index % 2 else "user", "content": " ".join(words)}
+
+    return [[turn(index) for index in range(len(kind.words))] for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One kind's conversations in every contestant's form."""
+
+    kind: Kind
+    parquet: Path
+    tokenised: Path
+    tokenizer: PreTrainedTokenizerFast
+
+
+def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
+    """Write them below ``folder``, with a tokenizer trained on them, tokenised by ``verl_ext.tokenize``."""
+    from verl_ext.tokenize.config import load_config
+    from verl_ext.tokenize.run import tokenize
+
+    folder.mkdir(parents=True)
+    conversations = make_conversations(kind, count, np.random.default_rng(seed))
+    lines = folder / "conversations.jsonl"
+    lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    pd.DataFrame({"messages": conversations}).to_parquet(folder / "conversations.parquet")
+    tokenizer = train_tokenizer([lines], TOKENIZER)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    command = [f"sources={{made_up:{lines}}}", f"output_dir={folder / 'tokenised'}", "num_workers=1"]
+    tokenize(load_config([*command, f"model.path={folder / 'tokenizer'}"]))
+    return Corpus(kind, folder / "conversations.parquet", folder / "tokenised", tokenizer)
