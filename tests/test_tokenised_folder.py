@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import CategoryTable, DocumentScan, SFTDataSet, check_vocabulary
+from verl_ext.data.category_numbers import CategoryNumbers
 from verl_ext.data.list_column import ListColumn
 from verl_ext.data.scan import scan_documents
 from verl_ext.data.tokenised_data import TokenisedData
@@ -194,12 +195,47 @@ def test_a_bad_categories_file_is_answered_with_one_line(tmp_path, text, message
     assert "\n" not in str(error.value)
 
 
-def test_folders_that_name_a_category_differently_are_an_error(tmp_path):
-    for folder, name in (("a", "code"), ("b", "math")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "categories.json").write_text(json.dumps({"1": name}))
-    with pytest.raises(ValueError, match="must give category 1 one name in all folders; got 'code' and 'math'"):
-        CategoryTable.read([str(tmp_path / "a"), str(tmp_path / "b")])
+def write_names(folder, names):
+    folder.mkdir()
+    if names is not None:
+        (folder / "categories.json").write_text(json.dumps(names))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "names", "lookups"),
+    [
+        ([{"1": "code"}, {"1": "code"}], {1: "code"}, [None, None]),
+        ([{"1": "code"}, {"1": "math"}], {1: "code", 2: "math"}, [None, [0, 2]]),
+        (
+            [{"1": "a", "2": "b"}, {"1": "b", "2": "c"}, {"2": "a"}],
+            {1: "a", 2: "b", 3: "c"},
+            [None, [0, 2, 3], [0, 1, 1]],
+        ),
+        ([{"1": "a"}, {"1": "b", "2": "c"}], {1: "a", 3: "b", 2: "c"}, [None, [0, 3, 2]]),
+        ([None, {"1": "a"}], {1: "a"}, [None, None]),
+    ],
+)
+def test_a_categorys_name_has_one_number_in_all_folders(tmp_path, files, names, lookups):
+    numbers = CategoryNumbers.read([write_names(tmp_path / str(n), file) for n, file in enumerate(files)])
+    assert numbers.names == names
+    assert [lookup if lookup is None else lookup.tolist() for lookup in numbers.lookups] == lookups
+
+
+def test_folders_that_were_numbered_on_their_own_are_read_by_name(tmp_path):
+    """Scan, packs, the table and the over-length report see a category by its name."""
+    rng = np.random.default_rng(0)
+    folders = []
+    for name, categories in (("a", {1: "math", 2: "code"}), ("b", {1: "code", 2: "chat"})):
+        documents = random_documents(rng, [5, 9, 7], vocab=50, categories=1)
+        documents[1]["category_ids"] = 2 * documents[1]["category_ids"]
+        folders.append(write_tokenised(tmp_path / name, documents, categories))
+    dataset = SFTDataSet(folders, max_tokens=8, strategy="none", over_length="truncate")
+    assert dataset.categories.names == ("math", "code", "chat")
+    assert dataset.scan.category_ids == (1, 2, 3)
+    of_pack = [int(dataset[pack]["category_ids"].max()) for pack in range(6)]
+    assert of_pack == [1, 2, 1, 2, 3, 2]
+    assert [row.category for row in dataset.over_length_report] == ["code", "chat"]
 
 
 # Bad folders

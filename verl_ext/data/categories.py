@@ -1,17 +1,15 @@
 """CategoryTable: the fixed list of categories that every rank uses, from categories.json and from the data."""
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from verl_ext.data.category_numbers import FILE_NAME, CategoryNumbers
 from verl_ext.data.scan import DocumentScan
 
-FILE_NAME = "categories.json"
 SMALL_IDS = 1 << 16
 
 
@@ -56,43 +54,9 @@ class CategoryTable:
         Raises:
             ValueError: a file that is not {"1": "name", …}, or two ids with one name.
         """
-        names = category_names([folders] if isinstance(folders, str) else folders)
+        names = CategoryNumbers.read([folders] if isinstance(folders, str) else folders).names
         ids = sorted({*names, *(scan.category_ids if scan else ())})
         return cls(tuple(ids), _unique([names.get(number, str(number)) for number in ids], ids))
-
-
-def category_names(folders: Iterable[str]) -> dict[int, str]:
-    """id -> name of the folders' categories.json, together; empty when there is none."""
-    names: dict[int, str] = {}
-    for folder in folders:
-        for number, name in _read_file(Path(folder) / FILE_NAME).items():
-            if names.setdefault(number, name) != name:
-                raise ValueError(
-                    f"{FILE_NAME} must give category {number} one name in all folders; got {names[number]!r} and "
-                    f"{name!r} in {folder}"
-                )
-    return names
-
-
-def _read_file(path: Path) -> dict[int, str]:
-    if not path.exists():
-        return {}
-    try:
-        pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=list)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be JSON; {str(error).splitlines()[0]}") from error
-    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
-        raise ValueError(f'{path} must be an object like {{"1": "gsm8k"}}; got {str(pairs)[:60]}')
-    names: dict[int, str] = {}
-    for text, name in pairs:
-        if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise ValueError(f"{path} must have category numbers above 0 as its keys; got {text!r}")
-        if int(text) in names:
-            raise ValueError(f"{path} must name each category once; got {text!r} twice")
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"{path} must give category {text} a name; got {name!r}")
-        names[int(text)] = name
-    return names
 
 
 def _unique(names: list[str], ids: list[int]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 LIST_KINDS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
+Lookup = NDArray[np.int64] | None
 Piece = tuple[int, int, int]  # chunk, begin, end: values of one chunk, counted from the first value of its first row
 
 
@@ -26,9 +27,13 @@ class ListColumn:
     `gather` of each takes.
     """
 
-    def __init__(self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str) -> None:
-        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. ValueError names `key`."""
+    def __init__(
+        self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, lookups: Sequence[Lookup] = ()
+    ) -> None:
+        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: for each chunk what its
+        values 0, 1, … are read as, None: as they are. ValueError names `key`."""
         self._chunks = [chunk for chunk in chunks if len(chunk)]
+        self._lookups = [lookup for chunk, lookup in zip(chunks, lookups, strict=True) if len(chunk)] if lookups else []
         for kind in {chunk.type: None for chunk in self._chunks}:
             _check_type(kind, name, kinds, key)
         self.first_row = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)])
@@ -83,13 +88,15 @@ class ListColumn:
 
     def _view(self, number: int) -> tuple[NDArray[Any], Any]:
         """(offsets, values) of a chunk, values from the first of its first row on; slices of values are numpy arrays,
-        views but where the values are bit-packed."""
+        views but where the values are bit-packed or looked up."""
         view = self._views[number]
         if view is None:
             chunk = self._chunks[number]
             offsets = _offsets(chunk)
             values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
             flat = _Bits(values) if pa.types.is_boolean(values.type) else values.to_numpy(zero_copy_only=True)
+            if self._lookups and (lookup := self._lookups[number]) is not None:
+                flat = _LookedUp(flat, lookup)
             view = self._views[number] = (offsets, flat)
         return view
 
@@ -102,6 +109,19 @@ class _Bits:
 
     def __getitem__(self, part: slice) -> NDArray[np.bool_]:
         return self._values[part].to_numpy(zero_copy_only=False)
+
+
+class _LookedUp:
+    """Values by a table, slice by slice; those that it does not have stay as they are."""
+
+    def __init__(self, values: Any, lookup: NDArray[np.int64]) -> None:
+        self._values, self._lookup = values, lookup
+
+    def __getitem__(self, part: slice) -> NDArray[np.int64]:
+        values = self._values[part].astype(np.int64)
+        known = (values >= 0) & (values < len(self._lookup))
+        values[known] = self._lookup[values[known]]
+        return values
 
 
 def _offsets(chunk: pa.Array) -> NDArray[Any]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from verl_ext.data.categories import category_names
+from verl_ext.data.category_numbers import CategoryNumbers
 from verl_ext.data.tokenised_data import TokenisedData
 from verl_ext.packing import Spans
 
@@ -43,7 +43,7 @@ def over_length_report(
     """Rows by category, then the empty documents; `lengths` int64[N] of the rows in use. Only the documents over
     max_tokens are read; a document's category is its most frequent one, of equals the smallest."""
     rows: dict[int, OverLengthRow] = {}
-    names = category_names(data.folders)
+    names = CategoryNumbers.read(data.folders).names
     over = np.flatnonzero(lengths > max_tokens).tolist()
     for row in tqdm(over, desc="counting over-length documents", unit="doc", delay=3, disable=None):
         category = _main_category(data.columns["category_ids"].row(row))

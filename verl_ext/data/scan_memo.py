@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.data.category_numbers import FILE_NAME as CATEGORIES
 from verl_ext.data.scan import DocumentScan
 from verl_ext.packing import Spans
 
@@ -67,7 +68,7 @@ class ScanMemo:
 
 
 def _digest(folders: Sequence[str], spans: Spans) -> str:
-    """Of the data files (name, size, time of change), the datasets' fingerprints and the spans."""
+    """Of the data files (name, size, time of change), the datasets' fingerprints and categories, and the spans."""
     files = [_folder_facts(Path(folder)) for folder in folders]
     digest = hashlib.sha256(json.dumps([FORMAT, files, len(spans)]).encode())
     for array in (spans.row, spans.start, spans.length):
@@ -77,7 +78,8 @@ def _digest(folders: Sequence[str], spans: Spans) -> str:
 
 def _folder_facts(folder: Path) -> list[Any]:
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    facts: list[Any] = [state.get("_fingerprint")]
+    names = folder / CATEGORIES
+    facts: list[Any] = [state.get("_fingerprint"), names.read_text(encoding="utf-8") if names.exists() else None]
     for file in state["_data_files"]:
         status = (folder / file["filename"]).stat()
         facts.append([file["filename"], status.st_size, status.st_mtime_ns])

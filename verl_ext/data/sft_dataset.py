@@ -165,7 +165,7 @@ class SFTDataSet(torch.utils.data.Dataset):
     def _plan_mixture(self, mixture: MixtureOptions, train_folders: Sequence[str]) -> PackPlan:
         """The plan of the spans that the mixture draws, one as often as it is drawn; sets mixture_report."""
         drawn, self.mixture_report = draw_spans(
-            mixture, self.spans, self.folders, _first_rows(self._data), train_folders, self.options.seed
+            mixture, self.spans, self.folders, self._data.first_rows(), train_folders, self.options.seed
         )
         options = self.options
         return plan_repeated(self.spans.length, drawn, options.max_tokens, options.strategy, options.seed)
@@ -181,8 +181,3 @@ def _folders(train_dir: Any, parquet_files: Any, key: str, needed: bool) -> list
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
         raise ValueError(f"{key} must name a tokenised dataset folder; got {given!r}")
     return [os.path.abspath(os.path.expanduser(path)) for path in paths]
-
-
-def _first_rows(data: TokenisedData) -> NDArray[np.int64]:
-    """int64[F+1]: the first row of every folder, and the number of rows."""
-    return np.cumsum([0, *(table.num_rows for table in data._tables)], dtype=np.int64)

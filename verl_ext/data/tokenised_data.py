@@ -6,8 +6,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from verl_ext.data.category_numbers import CategoryNumbers
 from verl_ext.data.folder import open_folder
-from verl_ext.data.list_column import ListColumn, Piece
+from verl_ext.data.list_column import ListColumn, Lookup, Piece
 
 VALUE_KINDS = {
     "input_ids": ("integer",),
@@ -19,7 +20,8 @@ VALUE_KINDS = {
 
 class TokenisedData:
     """`columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, when the folders have it,
-    loss_weight; `lengths()` reads the length column. Pickles as its folders' paths."""
+    loss_weight; `lengths()` reads the length column. Categories of one name have one number in all folders. Pickles as
+    its folders' paths."""
 
     def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
         """Open `folders`; with `check`, every list column must be as long as `length` says, in every row.
@@ -36,7 +38,14 @@ class TokenisedData:
         elif not all(with_weight):
             lacking = self.folders[with_weight.index(False)]
             raise ValueError(f"{key} must have loss_weight in all of its folders or in none; {lacking} lacks it")
-        self.columns = {name: ListColumn(self._chunks(name), name, VALUE_KINDS[name], key) for name in names}
+        numbers = {"category_ids": self._category_lookups()}
+        self.columns = {
+            name: ListColumn(self._chunks(name), name, VALUE_KINDS[name], key, numbers.get(name, ())) for name in names
+        }
+        first_row = self.columns["input_ids"].first_row
+        assert all(np.array_equal(column.first_row, first_row) for column in self.columns.values()), (
+            "Arrow files keep all columns in the same record batches"
+        )
         if check:
             self._check_lengths()
 
@@ -63,6 +72,10 @@ class TokenisedData:
             row += len(chunk)
         return lengths
 
+    def first_rows(self) -> NDArray[np.int64]:
+        """int64[F+1]: the first row of every folder, and the number of rows."""
+        return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
+
     def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
         """Where tokens start..start+length of each row lie, in every column."""
         return self.columns["input_ids"].pieces(row, start, length)
@@ -83,6 +96,14 @@ class TokenisedData:
 
     def _chunks(self, name: str) -> list[pa.Array]:
         return [chunk for table in self._tables for chunk in table.column(name).chunks]
+
+    def _category_lookups(self) -> list[Lookup]:
+        """For each chunk, by what its folder's category numbers are read."""
+        by_folder = CategoryNumbers.read(self.folders).lookups
+        if not any(lookup is not None for lookup in by_folder):
+            return []
+        tables = zip(self._tables, by_folder, strict=True)
+        return [lookup for table, lookup in tables for _ in table.column("category_ids").chunks]
 
     def _check_lengths(self) -> None:
         lengths = self.lengths()
