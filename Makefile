@@ -1,7 +1,7 @@
 # make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
 # make test         the tests
 # make lint         ruff, format check, type check of the public API
-# make bench        the README's performance table
+# make bench        the README's performance table: about a quarter of an hour
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
 #
 # Each target creates .venv and installs what it needs, once; pyproject.toml's changes install again.
@@ -31,7 +31,10 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 
 bench: .venv/.installed-test
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/train_throughput.py
+	$(BIN)/python benchmarks/train_throughput.py --table longalign
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run
