@@ -95,17 +95,21 @@ def test_no_step_stays_on_one_cost_level(groups, levels):
         assert (level.min(axis=1) < level.max(axis=1)).all()
 
 
-@pytest.mark.parametrize("groups", [2, 4, 16])
-def test_consecutive_groups_are_no_more_alike_than_in_a_shuffle(groups):
+@pytest.mark.parametrize(("groups", "group_size"), [(2, 1), (4, 1), (16, 1), (4, 8)])
+def test_consecutive_groups_are_no_more_alike_than_in_a_shuffle(groups, group_size):
     """Mean over epochs of the correlation of one group's cost with the next one's; its standard error is 0.003."""
-    steps, epochs = 3200 // groups, 40
-    costs = np.sort(np.random.default_rng(0).lognormal(0, 1, steps * groups))
+    count, epochs = 3200, 40
+    costs = np.sort(np.random.default_rng(0).lognormal(0, 1, count * group_size))
+    cost_of_group = costs.reshape(count, group_size).sum(axis=1)
 
-    def correlation(order):
-        return np.corrcoef(costs[order][1:], costs[order][:-1])[0, 1]
+    def correlation(values):
+        return np.corrcoef(values[1:], values[:-1])[0, 1]
 
-    balanced = np.mean([correlation(balanced_order(costs, groups, 1, 0, epoch)) for epoch in range(epochs)])
-    shuffled = np.mean([correlation(epoch_order(len(costs), 1, epoch)) for epoch in range(epochs)])
+    def order(epoch):
+        return balanced_order(costs, groups * group_size, group_size, 0, epoch)
+
+    balanced = np.mean([correlation(costs[order(e)].reshape(count, group_size).sum(axis=1)) for e in range(epochs)])
+    shuffled = np.mean([correlation(cost_of_group[epoch_order(count, 1, e)]) for e in range(epochs)])
     assert abs(balanced - shuffled) < 0.02
 
 

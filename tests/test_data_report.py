@@ -101,3 +101,5 @@ def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_us
     assert list(report) == ["train", "steps"]
     assert "train/loss" in run()
     assert (tmp_path / "run" / "global_step_1").is_dir()
+    assert "holds a run: its data_report.json is left as it is" in run("trainer.plan_only=true", "data.max_tokens=21")
+    assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == report

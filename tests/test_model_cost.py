@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from verl_ext.trainer.model_cost import cost_model
 
@@ -55,6 +55,11 @@ def test_sliding_window_layers_cost_their_window():
     )
     cost = cost_model("flops", config, 1)
     assert (cost.quadratic, cost.windowed, cost.window) == (1, 2, 16)
+
+
+def test_a_window_without_layer_types_is_that_of_every_layer():
+    cost = cost_model("flops", MistralConfig(**SIZES, sliding_window=16), 1)
+    assert (cost.quadratic, cost.windowed, cost.window) == (0, 3, 16)
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), LlamaConfig()])

@@ -128,11 +128,40 @@ def test_a_run_resumed_at_an_epoch_boundary_equals_an_uninterrupted_one(data, ti
     assert kept == [f"global_step_{last}"]  # the checkpoint from before the resume counts towards what is kept
 
 
-def test_a_resume_on_other_packs_is_refused(data, tiny_model, tmp_path):
-    overrides = run_of(data, tiny_model, tmp_path / "run")
-    run_ranks(train_alone, 1, overrides)
-    with pytest.raises(AssertionError, match=r"data\.train_batch_size is 2, but the run in .* was trained with 4"):
-        run_ranks(train_alone, 1, [*overrides, "trainer.total_epochs=2", "data.train_batch_size=2"])
+def test_a_run_resumed_on_another_layout_goes_on_with_the_steps_it_began_with(data, tiny_model, tmp_path):
+    """Two data-parallel ranks, then the same ranks as one sequence-parallel group: other groups, if drawn anew."""
+    common = ("data.max_tokens=64", "data.train_batch_size=2", "trainer.total_epochs=3")
+    run_ranks(train_alone, 2, run_of(data, tiny_model, tmp_path / "whole", *common))
+    overrides = run_of(data, tiny_model, tmp_path / "resumed", *common)
+    run_ranks(train_alone, 2, [*overrides, "trainer.total_epochs=1"])
+    run_ranks(train_alone, 2, [*overrides, "engine.ulysses_sequence_parallel_size=2"])
+    whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
+    for name in ("train/tokens", "train/loss"):
+        expected = [value for (_, key), value in whole.items() if key == name]
+        assert [value for (_, key), value in resumed.items() if key == name] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("data.train_batch_size=2", "data.train_batch_size is 2, but the run in .* was trained with 4"),
+        ("data.balance=none", "data.balance is none, but the run in .* was trained with sorted"),
+        ("data.cost=tokens", "data.cost is tokens, but the run in .* was trained with flops"),
+        ("data.mixture={sources: {all: {tokens: 400}}}", "data.mixture is .*, but the run in .* was trained with None"),
+    ],
+)
+def test_a_resume_on_other_packs_is_refused(finished, data, tiny_model, change, told):
+    overrides = run_of(data, tiny_model, finished, "trainer.total_epochs=2", change)
+    with pytest.raises(AssertionError, match=told):
+        run_ranks(train_alone, 1, overrides)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tiny_model, tmp_path_factory):
+    """The folder of a run on one rank, to be left as it is."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    run_ranks(train_alone, 1, run_of(data, tiny_model, output))
+    return output
 
 
 def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(data, tiny_model, tmp_path):

@@ -24,6 +24,8 @@ from verl_ext.trainer.process_group import TRAINING_FAILED, errors_told_once, le
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 def train(config: DictConfig) -> None:
     """Validate the composed configuration, build the run and fit it."""
+    from verl_ext.config.output import REPORT
+    from verl_ext.trainer.checkpoints import saved_folders
     from verl_ext.trainer.data_report import report_lines, write_report
     from verl_ext.trainer.preparation import prepare
     from verl_ext.trainer.sft_trainer import SFTTrainer, TooManySkippedSteps
@@ -35,11 +37,14 @@ def train(config: DictConfig) -> None:
     report(report_lines(facts))
     trainer = None if config.trainer.plan_only else SFTTrainer(run)
     with errors_told_once():
-        if facts:
-            write_report(facts, run.output)
         if trainer is not None:
-            trainer.resume()
+            trainer.resume()  # before anything is written: it refuses other packs
+        holds_run = trainer is None and bool(saved_folders(run.output))
+        if facts and not holds_run:
+            write_report(facts, run.output)
     if trainer is None:
+        if holds_run:
+            report([f"{run.output} holds a run: its {REPORT} is left as it is"])
         return
     try:
         trainer.fit()

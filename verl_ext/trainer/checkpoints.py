@@ -19,16 +19,23 @@ class PlanState:
     """What stands in for the data loader in verl's checkpoints.
 
     The packs of every step follow from the dataset, the budget, the strategy and the seed, so a checkpoint needs no
-    loader position: only these, to refuse a resume that would silently train on other packs.
+    loader position: only these, to refuse a resume that would silently train on other packs. How packs of like cost
+    are grouped follows from the layout of the ranks, which a resume may change: it keeps the groups that it began with.
+
+    Attributes:
+        fingerprint: what must be the same in a resumed run, by dotted key.
+        grouping: `Run.grouping` of this run, and of the checkpoint once one is loaded.
+        folder: of the run, for messages.
     """
 
-    def __init__(self, fingerprint: dict[str, Any], folder: str) -> None:
+    def __init__(self, fingerprint: dict[str, Any], grouping: dict[str, Any], folder: str) -> None:
         self.fingerprint = fingerprint
+        self.grouping = grouping
         self.folder = folder
 
     def state_dict(self) -> dict[str, Any]:
         """Saved beside the model as verl saves a loader's state."""
-        return dict(self.fingerprint)
+        return {**self.fingerprint, "grouping": self.grouping}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Compare with what the checkpoint was trained on.
@@ -42,6 +49,7 @@ class PlanState:
                     f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
                     "or choose another trainer.default_local_dir, or trainer.overwrite=true"
                 )
+        self.grouping = state.get("grouping", self.grouping)
 
 
 class Checkpoints:

@@ -43,7 +43,8 @@ def _mlp(text: Any, hidden: int) -> float:
     size = getattr(text, "intermediate_size", None)
     experts = getattr(text, "num_experts_per_tok", None)
     if experts:
-        size = experts * (getattr(text, "moe_intermediate_size", None) or size or 4 * hidden)
+        expert = getattr(text, "moe_intermediate_size", None) or size or 4 * hidden
+        size = (experts + (getattr(text, "n_shared_experts", None) or 0)) * expert
         size += getattr(text, "shared_expert_intermediate_size", None) or 0
     if not size:
         return 2 * 2 * hidden * 4 * hidden  # GPT-2: two matrices of 4·h
@@ -53,6 +54,6 @@ def _mlp(text: Any, hidden: int) -> float:
 def _windowed_layers(text: Any) -> tuple[int, int | None]:
     """(layers with sliding-window attention, its width in tokens)."""
     window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or []
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers  # Mistral: every layer
     layers = sum(kind == "sliding_attention" for kind in kinds)
     return (layers, int(window)) if window and layers else (0, None)

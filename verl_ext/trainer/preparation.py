@@ -6,7 +6,7 @@ touched, and nothing has been written but the memo of the scan beside the data.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,27 @@ class Run:
     def fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs."""
         data = self.config.data
-        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "balance")
-        balanced = self.plan.costs is not None
+        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "balance", "cost")
         return {
             **{f"data.{key}": data[key] for key in keys},
             "data.mixture": OmegaConf.to_container(data.mixture, resolve=True) if data.mixture else None,
-            "data.balance_group": self.plan.group_size if balanced else None,
             "packs in data.train_dir": self.plan.num_packs,
-            "cost of l tokens (data.cost, model, sequence-parallel size)": str(self.cost) if balanced else None,
         }
+
+    @property
+    def grouping(self) -> dict[str, Any]:
+        """What groups packs of like cost: the packs of a group and the cost model; both follow from the layout."""
+        if self.plan.costs is None:
+            return {}
+        return {"group_size": self.plan.group_size, "cost": list(astuple(self.cost))}
+
+    def grouped(self, grouping: dict[str, Any]) -> "Run":
+        """This run with the groups of a run that it resumes."""
+        if grouping == self.grouping:
+            return self
+        cost = CostModel(*grouping["cost"])
+        plan = replace(self.plan, costs=self.train_set.pack_costs(cost), group_size=grouping["group_size"])
+        return replace(self, cost=cost, plan=plan)
 
     @property
     def lora_metadata(self) -> dict[str, Any] | None:
@@ -162,6 +174,11 @@ def _notices(config: DictConfig, train_set: SFTDataSet, plan: StepPlan) -> Itera
     yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"
+    if plan.costs is not None and plan.group_size >= plan.batch_size > 1:
+        yield (
+            f"data.balance=sorted with data.train_batch_size={plan.batch_size}: every step is one group of packs of "
+            "like cost; raise it for steps that mix costs, or set data.balance=none"
+        )
     missing = [name for name in ("model", "optimizer", "extra") if name not in config.checkpoint.save_contents]
     if missing:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
@@ -202,8 +219,11 @@ def _refuse_steps_without_target(dataset: SFTDataSet, plan: StepPlan, total_step
     if targets.all():
         return
     for epoch in range(math.ceil(total_steps / plan.steps_per_epoch)):
+        first = epoch * plan.steps_per_epoch
         for step in plan.steps_without_target(targets, epoch):
-            packs = ", ".join(map(str, plan.packs(epoch * plan.steps_per_epoch + step)[:4].tolist()))
+            if first + step >= total_steps:
+                break
+            packs = ", ".join(map(str, plan.packs(first + step)[:4].tolist()))
             raise ValueError(
                 f"data.train_dir: step {step + 1} of epoch {epoch + 1} has no target token in its packs (pack {packs})"
                 f"; raise data.train_batch_size={plan.batch_size} or remove documents without a target"

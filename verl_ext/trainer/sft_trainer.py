@@ -73,8 +73,8 @@ class SFTTrainer:
         if run.clear_output and self.leads:
             clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
         dist.barrier()
-        plan = PlanState(run.fingerprint, str(run.output))
-        self.checkpoints = Checkpoints(self.config, self.engine, plan, run.lora_metadata)
+        self.plan_state = PlanState(run.fingerprint, run.grouping, str(run.output))
+        self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.lora_metadata)
         self.first_step = 0
         self.skipped_steps = self.skipped_in_a_row = 0
 
@@ -94,6 +94,7 @@ class SFTTrainer:
         """Train to the last step, validating and saving as `trainer` says; the last step always does both."""
         self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
         self.progress = Progress(self.first_step, self.run.total_steps, self.leads)
+        self._keep_grouping()
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
@@ -111,6 +112,17 @@ class SFTTrainer:
         self.progress.close()
         if self.tracking is not None:
             self.tracking.finish()
+
+    def _keep_grouping(self) -> None:
+        """Go on with the groups of packs that the resumed run began with, whatever the layout of ranks is now."""
+        grouping: list[Any] = [self.plan_state.grouping]
+        dist.broadcast_object_list(
+            grouping
+        )  # a checkpoint has it by data-parallel rank, of which there may be more now
+        if grouping[0] != self.run.grouping:
+            self.progress.say(f"packs stay grouped as the run began: {grouping[0]['group_size']} of like cost")
+        self.plan_state.grouping = grouping[0]
+        self.run = self.run.grouped(grouping[0])
 
     def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
         """One optimizer step over this rank's share of the packs."""

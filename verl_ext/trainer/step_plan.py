@@ -73,8 +73,11 @@ class StepPlan:
 
     def steps_without_target(self, pack_targets: NDArray[np.int64], epoch: int) -> list[int]:
         """Steps of an epoch, counted from its first, whose packs hold no target token at all."""
-        first = epoch * self.steps_per_epoch
-        return [s for s in range(self.steps_per_epoch) if not pack_targets[self.packs(first + s)].any()]
+        order = self.order(epoch)
+        if len(order) == 0:
+            return []
+        of_step = np.add.reduceat(pack_targets[order], np.arange(0, len(order), self.batch_size))
+        return np.flatnonzero(of_step == 0).tolist()
 
 
 @lru_cache(maxsize=4)  # every step of an epoch asks for it, in training and in validation
