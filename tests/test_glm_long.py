@@ -11,7 +11,8 @@ import pytest
 from verl_ext.config import compose
 from verl_ext.data import SFTDataSet
 from verl_ext.data.mixture_options import MixtureOptions
-from verl_ext.packing.mixture import TOLERANCE
+from verl_ext.packing.mixture import TOLERANCE, draw_mixture
+from verl_ext.packing.repeated import plan_repeated
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "glm_long"
 BUDGETS = {  # tokens and the shortest length of each source, as published
@@ -83,6 +84,18 @@ def test_a_scaled_stage_balances_the_tokens_of_its_intervals(stage, data):
     assert dataset.categories.names == ("text",)
     assert dataset.pack_tokens().max() <= config.data.max_tokens
     assert dataset.pack_tokens().mean() > 0.98 * config.data.max_tokens
+
+
+def test_copies_of_a_document_lie_in_different_packs_while_they_are_no_more_than_the_parts():
+    lengths = np.exp(np.random.default_rng(0).uniform(np.log(100), np.log(2**17), 30_000)).astype(np.int64)
+    sources = MixtureOptions.read(compose(["recipe=glm_long/stage1_128k"]).data.mixture).sources
+    draws = draw_mixture(lengths, sources, [np.arange(30_000)] * 3, seed=0, scale=0.1)
+    drawn = np.concatenate([draw.documents for draw in draws])
+    assert np.bincount(drawn).max() >= 4
+    plan = plan_repeated(lengths, drawn, 2**17, "best_fit", seed=0)
+    pack_of = np.repeat(np.arange(plan.num_packs), np.diff(plan.pack_offsets))
+    in_packs = np.unique(pack_of * len(lengths) + plan.document_index)
+    assert len(in_packs) > 0.999 * len(drawn)
 
 
 @pytest.mark.parametrize("stage", BUDGETS)

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet
 from verl_ext.data.mixture_options import MixtureOptions
-from verl_ext.data.mixture_report import mixture_notices
-from verl_ext.packing import plan_packs
-from verl_ext.packing.mixture import TOLERANCE, MixtureSource, draw_mixture
+from verl_ext.data.mixture_report import mixture_notices, mixture_report
+from verl_ext.packing import STRATEGIES, Spans, plan_packs
+from verl_ext.packing.mixture import TOLERANCE, IntervalDraw, MixtureSource, draw_mixture
 from verl_ext.packing.nearest_subset import WINDOW, nearest_subset
-from verl_ext.packing.repeated import PART_PACKS, plan_repeated
+from verl_ext.packing.repeated import MOST_PARTS, PART_PACKS, plan_repeated
 
 EDGES = (8, 16, 32, 64, 128)
 
@@ -140,6 +140,20 @@ def test_a_source_without_documents_or_with_a_budget_for_none_is_an_error():
         draw(np.array([100, 120]), MixtureSource("all", tokens=40))
 
 
+@pytest.mark.parametrize(("tokens", "scale"), [(4e19, 1.0), (2.0**53, 2.0**53), (2e10, 1.0)])
+def test_a_budget_far_too_large_is_one_line_with_its_key(tokens, scale):
+    with pytest.raises(ValueError, match=r"^data.mixture.sources.all must draw fewer than 2\^31 documents") as told:
+        draw(np.array([5, 4]), MixtureSource("all", tokens=tokens), scale=scale)
+    assert "\n" not in str(told.value)
+
+
+def test_an_interval_that_nothing_is_wanted_of_is_not_off():
+    nothing = IntervalDraw("all", 0, 8, np.zeros(0, np.int64), 0, wanted=0, given=0, pool=5, hindrance=None)
+    spans = Spans(np.zeros(1, int), np.zeros(1, int), np.array([5]))
+    (row,) = mixture_report([nothing], spans, ["DIR"], np.array([0, 1]))
+    assert (row.off, row.epochs) == (0.0, 0.0)
+
+
 def test_the_document_that_hinders_is_named_with_what_it_would_change():
     short, long = draw(np.array([9, 9, 9, 30]), MixtureSource("long", tokens=54, edges=(8, 16, 32)))
     assert (short.given, short.hindrance) == (27, None)
@@ -205,6 +219,29 @@ def test_copies_of_a_document_go_into_different_packs():
     assert plan.num_packs <= plan_packs(lengths[documents], 100).num_packs * 1.02
 
 
+def test_short_documents_repeated_as_often_as_there_are_parts_never_meet_and_fill_their_packs():
+    lengths = np.random.default_rng(0).integers(20, 301, 4000)
+    documents = np.repeat(np.arange(4000), 1 + np.arange(4000) % MOST_PARTS)
+    assert lengths[documents].sum() > 1000 * MOST_PARTS * PART_PACKS
+    plan = plan_repeated(lengths, documents, 1000, "best_fit", seed=0)
+    assert plan.num_packs <= plan_packs(lengths[documents], 1000).num_packs * 1.003
+    assert all(len(np.unique(plan.documents(pack))) == len(plan.documents(pack)) for pack in range(plan.num_packs))
+
+
+def test_one_document_repeated_far_more_often_than_the_rest_does_not_split_them_all():
+    lengths = np.random.default_rng(0).integers(20, 301, 40_000)
+    documents = np.concatenate([np.arange(40_000), np.full(600, 7)])
+    plan = plan_repeated(lengths, documents, 1000, "best_fit", seed=0)
+    assert plan.num_packs <= plan_packs(lengths[documents], 1000).num_packs * 1.003
+
+
+def test_documents_that_cannot_meet_themselves_are_packed_as_one_list():
+    lengths = np.random.default_rng(0).integers(51, 101, 1000)
+    documents = np.tile(np.arange(1000), 3)
+    plan, one_list = plan_repeated(lengths, documents, 100, "best_fit", 0), plan_packs(lengths[documents], 100)
+    assert plan.document_index.tolist() == documents[one_list.document_index].tolist()
+
+
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=12),
     st.lists(st.integers(0, 10**6), max_size=60),
@@ -221,7 +258,6 @@ def test_a_plan_of_repeated_documents_holds_each_as_often_as_it_is_drawn(lengths
 
 def test_few_packs_are_planned_as_one_list():
     lengths, documents = np.array([60, 40]), np.array([0, 0, 1, 1])
-    assert PART_PACKS > 2
     assert plan_repeated(lengths, documents, 100, "best_fit", seed=0).num_packs == 2
 
 
@@ -264,6 +300,13 @@ def test_a_mixture_is_read_from_yaml():
         ("{sources: {a: {tokens: true}}}", "data.mixture.sources.a.tokens must be a number above 0; got True"),
         ("{sources: {a: {weight: .nan}}}", "data.mixture.sources.a.weight must be a number above 0; got nan"),
         ("{sources: {a: {tokens: 4B}}}", "data.mixture.sources.a.tokens must be a number above 0; got '4B'"),
+        ("{sources: {a: {tokens: 4e19}}}", "data.mixture.sources.a.tokens must be at most 2^53; got 4e+19"),
+        ("{sources: {a: {tokens: .inf}}}", "data.mixture.sources.a.tokens must be at most 2^53; got inf"),
+        ("{scale: 1e300, sources: {a: {tokens: 5}}}", "data.mixture.scale must be at most 2^53; got 1e+300"),
+        (
+            "{total_tokens: 1e300, sources: {a: {weight: 5}}}",
+            "data.mixture.total_tokens must be at most 2^53; got 1e+300",
+        ),
         ("{scale: -1, sources: {a: {tokens: 5}}}", "data.mixture.scale must be a number above 0; got -1"),
         ("{total_tokens: 9, sources: {a: {tokens: 5}}}", "data.mixture.total_tokens must be null where no source has"),
         ("{sources: {a: {tokens: 5, intervals: [8]}}}", "intervals must be at least two ascending whole numbers"),
@@ -355,6 +398,7 @@ def test_train_dir_is_not_needed_where_every_source_has_its_own(folders):
     assert SFTDataSet(None, 50, mixture=mixture).folders == (folders[1],)
     with pytest.raises(ValueError, match=r"data.train_dir must name a tokenised dataset folder; got None"):
         SFTDataSet(None, 50, mixture={"sources": {"one": {"weight": 1}}})
+    assert SFTDataSet("/no/such", 50, mixture=mixture).folders == (folders[1],)  # nothing draws from it
     missing = {"sources": {"one": {"weight": 1, "train_dir": "/no/such"}}}
     with pytest.raises(
         ValueError, match=r"^data.mixture.sources.one.train_dir must be an existing folder; got /no/such"
@@ -405,6 +449,21 @@ def test_a_split_document_that_hinders_is_named_by_where_its_piece_begins(tmp_pa
     sources = {"own": {"tokens": 4, "intervals": [0, 8]}}
     dataset = SFTDataSet(own, 10, over_length="split", mixture={"sources": sources})
     assert dataset.mixture_report[0].hinders.startswith(f"row 0 of {own} (5 tokens from 20) drawn once less")
+
+
+@pytest.mark.parametrize("max_tokens", [2**53 + 1, 2**62, 2**63, 10**30])
+@pytest.mark.parametrize("strategy", ["best_fit", "next_fit"])
+def test_a_pack_of_more_tokens_than_sums_can_hold_is_one_line(folders, max_tokens, strategy):
+    line = rf"^data.max_tokens must be at most {2**53}; got {max_tokens}$"
+    with pytest.raises(ValueError, match=line):
+        SFTDataSet(folders[0], max_tokens, strategy=strategy)
+    with pytest.raises(ValueError, match=line):
+        plan_packs([1, 2], max_tokens, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_largest_pack_is_planned(strategy):
+    assert plan_packs([5, 3], 2**53, strategy).pack_sums([5, 3]).sum() == 8
 
 
 def test_max_samples_is_refused_with_a_mixture(folders, mixture):

@@ -52,21 +52,27 @@ class CountingDataset(SFTDataSet):
         self.tokens_read += int(self.spans.length[first:last].sum())
         return super().scan_part(first, last, progress)
 
+    def over_length_part(self, first, last, progress=True):
+        self.tokens_read += int(self.over_length.lengths[first:last].sum())
+        return super().over_length_part(first, last, progress)
+
 
 def as_tuple(scan):
-    return scan.targets.tolist(), scan.min_token_id, scan.max_token_id, scan.category_ids
+    return scan.targets.tolist(), scan.min_token_id, scan.max_token_id, scan.category_ids, scan.over_length
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("policy", ["error", "split"])
+@pytest.mark.parametrize("policy", ["error", "drop", "truncate", "split"])
 def test_every_rank_reads_a_share_and_gets_the_whole_scan(folder, ranks, policy):
-    options = {"max_tokens": 6, "over_length": "split"} if policy == "split" else {}
+    options = {} if policy == "error" else {"max_tokens": 6, "over_length": policy}
     alone = SFTDataSet(folder, **{"max_tokens": 100, **options})
     results = run_ranks(run_shared, ranks, folder, options)
     assert [scan for scan, _, _ in results] == [as_tuple(alone.scan)] * ranks
     read = [tokens for _, tokens, _ in results]
-    assert sum(read) == sum(LENGTHS)
-    assert max(read) <= sum(LENGTHS) / ranks + max(LENGTHS)
+    over = [] if policy == "error" else [length for length in LENGTHS if length > 6]
+    assert sum(count.tokens for count in alone.scan.over_length) == sum(over)
+    assert sum(read) == alone.spans.length.sum() + sum(over)
+    assert max(read) <= sum(read) / ranks + 2 * max(LENGTHS)
 
 
 def run_shared(folder, options):
@@ -91,9 +97,10 @@ def test_shares_are_contiguous_and_within_a_document_of_even(lengths, ranks):
     assert max(tokens) < sum(lengths) / ranks + max(lengths)
 
 
-def test_a_second_start_reads_no_token(folder):
-    (first, _, _), (second, _, _) = run_ranks(run_shared, 2, folder, {})
-    results = run_ranks(run_shared, 2, folder, {})
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 6, "over_length": "truncate"}])
+def test_a_second_start_reads_no_token(folder, options):
+    (first, _, _), (second, _, _) = run_ranks(run_shared, 2, folder, options)
+    results = run_ranks(run_shared, 2, folder, options)
     assert [(scan, tokens) for scan, tokens, _ in results] == [(first, 0), (second, 0)]
 
 
@@ -129,18 +136,20 @@ def test_a_share_without_a_target_is_no_mistake(tmp_path, documents):
 
 def memo_of(*folders, **options):
     dataset = SFTDataSet(list(folders), **{"max_tokens": 100, **options})
-    return ScanMemo(dataset.folders, dataset.spans), dataset
+    return ScanMemo(dataset.folders, dataset.spans, dataset.over_length), dataset
 
 
-def written(folder):
-    memo, dataset = memo_of(folder)
+def written(folder, **options):
+    memo, dataset = memo_of(folder, **options)
     memo.write(dataset.scan)
     return dataset.scan
 
 
-def test_a_memo_gives_back_what_was_scanned(folder):
-    scan = written(folder)
-    read = memo_of(folder)[0].read()
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 6, "over_length": "drop"}])
+def test_a_memo_gives_back_what_was_scanned(folder, options):
+    scan = written(folder, **options)
+    read = memo_of(folder, **options)[0].read()
+    assert bool(read.over_length) == bool(options)
     assert as_tuple(read) == as_tuple(scan)
     assert read.targets.dtype == np.int32
     assert all(type(number) is int for number in (read.min_token_id, read.max_token_id, *read.category_ids))
@@ -151,6 +160,8 @@ def test_a_memo_of_other_spans_or_folders_is_not_taken(tmp_path, folder, documen
     assert memo_of(folder, max_tokens=200)[0].read() is not None  # the same spans
     assert memo_of(folder, max_samples=9)[0].read() is None
     assert memo_of(folder, max_tokens=6, over_length="drop")[0].read() is None
+    written(folder, max_tokens=29, over_length="drop")
+    assert memo_of(folder, max_tokens=28, over_length="drop")[0].read() is None  # the same spans, counted differently
     other = write_tokenised(tmp_path / "other", documents[:2])
     assert memo_of(folder, other)[0].read() is None
 
@@ -223,7 +234,7 @@ def test_a_memo_that_cannot_be_written_leaves_nothing_behind(folder, monkeypatch
 
 def test_a_folder_with_a_memo_opens_as_before(folder, documents, tmp_path):
     written(folder)
-    assert sorted(os.listdir(folder)) != []
+    assert os.path.exists(f"{folder}/{FILE_NAME}")
     assert len(load_from_disk(folder)) == len(documents)
     assert len(SFTDataSet(folder, 100)) == len(memo_of(folder)[1])
     assert [name for name in os.listdir(folder) if name.startswith(FILE_NAME)] == [FILE_NAME]

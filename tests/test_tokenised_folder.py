@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import CategoryTable, DocumentScan, SFTDataSet, check_vocabulary
 from verl_ext.data.category_numbers import CategoryNumbers
 from verl_ext.data.list_column import ListColumn
+from verl_ext.data.over_length_counts import OverLengthCount, OverLengthDocuments, add_counts, count_over_length
 from verl_ext.data.scan import scan_documents
 from verl_ext.data.tokenised_data import TokenisedData
 from verl_ext.packing import cut_spans
@@ -74,6 +76,57 @@ def test_a_first_token_is_never_a_target_and_its_category_does_not_occur(tmp_pat
     assert scan.category_ids == (4,)
 
 
+def slow_count(documents, rows, max_tokens, policy):
+    """The definition of the over-length counts, document by document."""
+    counts = []
+    for row in rows:
+        mask, categories = (np.asarray(documents[row][name]) for name in ("loss_mask", "category_ids"))
+        of_category = Counter(categories[categories != 0].tolist())
+        category = min(of_category, key=lambda number: (-of_category[number], number), default=0)
+        before = [at for at in np.flatnonzero(mask).tolist() if at]
+        if policy == "split":
+            kept, after = len(mask), [at for at in before if at % max_tokens]
+        else:
+            kept = max_tokens if policy == "truncate" else 0
+            after = [at for at in before if at < kept]
+        lost_last, without = bool(before) and before[-1] not in after, bool(before) and not after
+        counts.append(
+            OverLengthCount(category, 1, len(mask), kept, len(before) - len(after), int(lost_last), int(without))
+        )
+    return counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 14), min_size=1, max_size=12),
+    st.integers(0, 1000),
+    st.sampled_from(["drop", "truncate", "split"]),
+    st.integers(2, 7),
+    st.sampled_from([1, 12, 1000]),
+    st.sampled_from([1, 70000]),
+)
+def test_over_length_counts_are_those_of_each_document(
+    tmp_path_factory, lengths, seed, policy, max_tokens, block_tokens, category_factor
+):
+    rng = np.random.default_rng(seed)
+    rate = rng.choice([0.1, 0.6])
+    documents = [
+        {
+            "input_ids": np.ones(length, np.int32),
+            "loss_mask": (rng.random(length) < rate).astype(np.int8),
+            "category_ids": (rng.integers(0, 3, length) * category_factor).astype(np.int32),
+        }
+        for length in lengths
+    ]
+    folder = write_tokenised(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
+    over = OverLengthDocuments.of(np.asarray(lengths), max_tokens, policy)
+    expected = slow_count(documents, over.rows, max_tokens, policy)
+    data = TokenisedData([folder])
+    assert count_over_length(data, over, block_tokens) == add_counts(expected)
+    parts = [count_over_length(data, over.part(*part), block_tokens) for part in ((0, 2), (2, 2), (2, len(over)))]
+    assert add_counts(count for part in parts for count in part) == add_counts(expected)
+
+
 OTHER_WRITERS = {
     "int64": (List(Value("int64")), List(Value("int64")), List(Value("int64")), Value("int64")),
     "large_list": (LargeList(Value("int32")), LargeList(Value("uint8")), LargeList(Value("uint16")), Value("int16")),
@@ -122,7 +175,7 @@ def test_a_dataset_with_an_indices_mapping_is_read_in_its_order(tmp_path, docume
 
 
 def test_several_folders_are_one_dataset(tmp_path, documents):
-    parts = [write_tokenised(tmp_path / str(at), documents[at::2], {1: "one"} if at else None) for at in (0, 1)]
+    parts = [write_tokenised(tmp_path / str(at), documents[at::2], {1: "one", 2: "two", 3: "three"}) for at in (0, 1)]
     concatenate_datasets([load_from_disk(part) for part in parts]).save_to_disk(str(tmp_path / "both"))
     both = SFTDataSet(parts, 20)
     assert_same_packs(both, SFTDataSet(str(tmp_path / "both"), 20))
@@ -181,6 +234,7 @@ def test_an_id_outside_the_table_is_an_error():
         ("3", "must be an object like"),
         ('{"a": "code"}', "must have category numbers above 0 as its keys; got 'a'"),
         ('{"0": "code"}', "must have category numbers above 0 as its keys; got '0'"),
+        ('{"9999999999999999999": "a"}', "must have category numbers up to 4611686018427387903 as its keys; got 9"),
         ('{"1": 5}', "must give category 1 a name; got 5"),
         ('{"1": " "}', "must give category 1 a name; got ' '"),
         ('{"1": "a", "1": "b"}', "must name each category once; got '1' twice"),
@@ -203,23 +257,64 @@ def write_names(folder, names):
 
 
 @pytest.mark.parametrize(
-    ("files", "names", "lookups"),
+    ("files", "names", "read_as", "ambiguous"),
     [
-        ([{"1": "code"}, {"1": "code"}], {1: "code"}, [None, None]),
-        ([{"1": "code"}, {"1": "math"}], {1: "code", 2: "math"}, [None, [0, 2]]),
+        ([{"1": "code"}, {"1": "code"}], {1: "code"}, [None, None], [None, None]),
+        ([{"1": "code"}, {"1": "math"}], {1: "code", 2: "math"}, [{1: 1}, {1: 2}], [{2: "math"}, {2: "math"}]),
         (
             [{"1": "a", "2": "b"}, {"1": "b", "2": "c"}, {"2": "a"}],
             {1: "a", 2: "b", 3: "c"},
-            [None, [0, 2, 3], [0, 1, 1]],
+            [{1: 1, 2: 2}, {1: 2, 2: 3}, {2: 1}],
+            [{3: "c"}, {3: "c"}, {1: "a", 3: "c"}],
         ),
-        ([{"1": "a"}, {"1": "b", "2": "c"}], {1: "a", 3: "b", 2: "c"}, [None, [0, 3, 2]]),
-        ([None, {"1": "a"}], {1: "a"}, [None, None]),
+        (
+            [{"1": "a"}, {"1": "b", "2": "c"}],
+            {1: "a", 3: "b", 2: "c"},
+            [{1: 1}, {1: 3, 2: 2}],
+            [{2: "c", 3: "b"}, {3: "b"}],
+        ),
+        ([None, {"1": "a"}], {1: "a"}, [{}, None], [{1: "a"}, None]),
+        ([{"3000000000": "a"}], {3000000000: "a"}, [None], [None]),
+        ([None, None], {}, [None, None], [None, None]),
     ],
 )
-def test_a_categorys_name_has_one_number_in_all_folders(tmp_path, files, names, lookups):
+def test_a_categorys_name_has_one_number_in_all_folders(tmp_path, files, names, read_as, ambiguous):
     numbers = CategoryNumbers.read([write_names(tmp_path / str(n), file) for n, file in enumerate(files)])
     assert numbers.names == names
-    assert [lookup if lookup is None else lookup.tolist() for lookup in numbers.lookups] == lookups
+    assert [lookup if lookup is None else lookup.here for lookup in numbers.lookups] == read_as
+    assert [lookup if lookup is None else lookup.ambiguous for lookup in numbers.lookups] == ambiguous
+
+
+def test_numbers_of_any_size_are_looked_up(tmp_path):
+    files = [{"1": "a"}, {"1": "b", "70000": "c", "3000000000": "a"}]
+    (_, numbers) = CategoryNumbers.read([write_names(tmp_path / str(n), file) for n, file in enumerate(files)]).lookups
+    assert numbers(np.asarray([0, 1, 5, 1], np.int32)).tolist() == [0, 3000000001, 5, 3000000001]
+    assert numbers(np.asarray([1, 70000, 3000000000, 70001, -2, 0])).tolist() == [3000000001, 70000, 1, 70001, -2, 0]
+    assert numbers(np.asarray([], np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("files", "of_data", "refused"),
+    [
+        ([{"1": "a", "2": "b"}, {"1": "a"}], (2, 2), (1, 2, "b")),
+        ([{"1": "a"}, None], (1, 1), (1, 1, "a")),
+        ([None, {"1": "a"}], (1, 1), (0, 1, "a")),
+        ([{"1": "a"}, {"1": "b"}], (2, 1), (0, 2, "b")),  # 2 is what b's number becomes
+        ([{"70001": "a"}, None], (70001, 70001), (1, 70001, "a")),
+    ],
+)
+def test_a_number_that_only_another_folder_names_is_refused_where_it_is_read(tmp_path, files, of_data, refused):
+    folders = [
+        write_tokenised(tmp_path / str(n), [document([0, 1, 1], category)], file)
+        for n, (category, file) in enumerate(zip(of_data, files, strict=True))
+    ]
+    folder, number, name = refused
+    dataset = SFTDataSet(folders, max_tokens=3)
+    with pytest.raises(ValueError, match="must name category") as error:
+        _ = dataset.scan
+    path = f"{folders[folder]}/categories.json"
+    assert str(error.value) == f"{path} must name category {number}, which is {name!r} in another folder"
+    assert SFTDataSet(folders[folder], max_tokens=3).scan.category_ids == (of_data[folder],)
 
 
 def test_folders_that_were_numbered_on_their_own_are_read_by_name(tmp_path):

@@ -7,7 +7,7 @@ Arrow keeps a list column in chunks (record batches); each has the values of its
     values    7 8 9   4      5 6
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 LIST_KINDS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
-Lookup = NDArray[np.int64] | None
+Lookup = Callable[[NDArray[Any]], NDArray[np.int64]] | None
 Piece = tuple[int, int, int]  # chunk, begin, end: values of one chunk, counted from the first value of its first row
 
 
@@ -30,8 +30,8 @@ class ListColumn:
     def __init__(
         self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, lookups: Sequence[Lookup] = ()
     ) -> None:
-        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: for each chunk what its
-        values 0, 1, … are read as, None: as they are. ValueError names `key`."""
+        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: for each chunk
+        what its values are read as, None: as they are. ValueError names `key`."""
         self._chunks = [chunk for chunk in chunks if len(chunk)]
         self._lookups = [lookup for chunk, lookup in zip(chunks, lookups, strict=True) if len(chunk)] if lookups else []
         for kind in {chunk.type: None for chunk in self._chunks}:
@@ -112,16 +112,13 @@ class _Bits:
 
 
 class _LookedUp:
-    """Values by a table, slice by slice; those that it does not have stay as they are."""
+    """Values as a lookup reads them, slice by slice."""
 
-    def __init__(self, values: Any, lookup: NDArray[np.int64]) -> None:
+    def __init__(self, values: Any, lookup: Callable[[NDArray[Any]], NDArray[np.int64]]) -> None:
         self._values, self._lookup = values, lookup
 
     def __getitem__(self, part: slice) -> NDArray[np.int64]:
-        values = self._values[part].astype(np.int64)
-        known = (values >= 0) & (values < len(self._lookup))
-        values[known] = self._lookup[values[known]]
-        return values
+        return self._lookup(self._values[part])
 
 
 def _offsets(chunk: pa.Array) -> NDArray[Any]:

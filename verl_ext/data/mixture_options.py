@@ -8,7 +8,6 @@ sources:
   papers:   {weight: 2, train_dir: OTHER_DIR}
 """
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from verl_ext.packing.mixture import KEY, MixtureSource
 
 KEYS = ("scale", "total_tokens", "sources")
 SOURCE_KEYS = ("tokens", "weight", "intervals", "train_dir")
+MOST = 2**53  # of a number of tokens, and of a weight or scale
 MISSING = "???"  # what Hydra has for a value that the command line must give
 
 
@@ -133,8 +133,10 @@ def _number(key: str, value: Any) -> Iterator[str]:
     if value is None:
         return
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > 0):
+    if not (is_number and value > 0):
         yield f"{key} must be a number above 0; got {_show(value)}"
+    elif value > MOST:
+        yield f"{key} must be at most 2^53; got {value}"
 
 
 def _unknown(key: str, node: Mapping[Any, Any], known: Sequence[str]) -> Iterator[str]:

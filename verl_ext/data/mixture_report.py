@@ -17,7 +17,8 @@ class MixtureRow:
     """One interval of a source: documents of low < length <= high tokens (None: of any length).
 
     documents counts every time that one is drawn, distinct each once. epochs = tokens given / tokens of all documents
-    of the interval. off = given / wanted - 1. hinders names the document that keeps it more than 1 % off.
+    of the interval. off = given / wanted - 1, 0 where nothing is wanted. hinders names the document that keeps it more
+    than 1 % off.
     """
 
     source: str
@@ -87,4 +88,4 @@ def _hinders(draw: IntervalDraw, spans: Spans, folders: Sequence[str], first_row
 
 
 def _off(given: int, wanted: int) -> float:
-    return given / wanted - 1
+    return given / wanted - 1 if wanted else 0.0

@@ -1,28 +1,30 @@
 """What was done to documents that are not trained on as they stand, by category and reason: nothing in silence."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from verl_ext.data.category_numbers import CategoryNumbers
-from verl_ext.data.tokenised_data import TokenisedData
-from verl_ext.packing import Spans
+from verl_ext.data.over_length_counts import OverLengthCount
+from verl_ext.packing import PackPlan, Spans
 
 NO_CATEGORY = "(none)"
-_COUNTED = 1 << 20  # category ids below it are counted, which is many times faster than sorting
 
 
 @dataclass
 class OverLengthRow:
-    """One category and reason: `drop`, `truncate`, `split` (longer than a pack), `empty` (no token, left out), or
+    """One category and reason: `drop`, `truncate`, `split` (longer than a pack), `empty` (no token, left out),
+    `beyond max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), or
     `no target` (in the packs, and nothing to learn from; those that were cut included).
 
-    share is of the tokens of all documents in use. tokens = tokens_kept + tokens_removed. targets_removed counts target
-    tokens that are trained on no longer (under `split`, those that became the first token of a piece). Of the
-    documents, lost_last_target had their last target removed, without_target had targets and have none left.
+    Only documents longer than a pack have their category looked up; the others are in category (none). share is of
+    the tokens of all documents of the folders. tokens = tokens_kept + tokens_removed; over all rows, tokens_removed are
+    the tokens that no pack holds, each counted once. targets_removed counts target tokens of documents longer than a
+    pack that are trained on no longer (under `split`, those that became the first token of a piece). Of these
+    documents, lost_last_target had their last target removed, without_target had targets and have none left, drawn or
+    not.
     """
 
     category: str
@@ -38,63 +40,51 @@ class OverLengthRow:
 
 
 def over_length_report(
-    data: TokenisedData, lengths: NDArray[np.int64], max_tokens: int, policy: str
+    counts: Iterable[OverLengthCount], policy: str, names: Mapping[int, str], lengths: NDArray[np.int64], total: int
 ) -> list[OverLengthRow]:
-    """Rows by category, then the empty documents; `lengths` int64[N] of the rows in use. Only the documents over
-    max_tokens are read; a document's category is its most frequent one, of equals the smallest."""
-    rows: dict[int, OverLengthRow] = {}
-    names = CategoryNumbers.read(data.folders).names
-    over = np.flatnonzero(lengths > max_tokens).tolist()
-    for row in tqdm(over, desc="counting over-length documents", unit="doc", delay=3, disable=None):
-        category = _main_category(data.columns["category_ids"].row(row))
-        if category not in rows:
-            rows[category] = OverLengthRow(names.get(category, str(category)) if category else NO_CATEGORY, policy)
-        _count(rows[category], data.columns["loss_mask"].row(row), max_tokens)
-    report = [rows[category] for category in sorted(rows, key=lambda number: (number == 0, number))]
-    for counted in report:
-        counted.share = counted.tokens / int(lengths.sum())
+    """Rows by category, then the empty documents; names: category number -> name, `lengths` int64[N] of the rows in
+    use, total: tokens of all documents of the folders."""
+    report = [
+        OverLengthRow(
+            names.get(count.category, str(count.category)) if count.category else NO_CATEGORY,
+            policy,
+            count.documents,
+            count.tokens,
+            count.tokens / total,
+            count.tokens_kept,
+            count.tokens - count.tokens_kept,
+            count.targets_removed,
+            count.lost_last_target,
+            count.without_target,
+        )
+        for count in sorted(counts, key=lambda count: (count.category == 0, count.category))
+    ]
     empty = int((lengths == 0).sum())
     return [*report, OverLengthRow(NO_CATEGORY, "empty", documents=empty)] if empty else report
 
 
-def without_target(spans: Spans, targets: NDArray[np.int32]) -> list[OverLengthRow]:
-    """The row of the documents none of whose spans holds a target, if there are any; `targets` int32[S]."""
-    begins = np.flatnonzero(np.diff(spans.row, prepend=-1))
-    of_row, tokens = (np.add.reduceat(values, begins, dtype=np.int64) for values in (targets, spans.length))
-    without = of_row == 0
-    if not without.any():
-        return []
-    lost = int(tokens[without].sum())
-    share = lost / int(tokens.sum())
-    return [OverLengthRow(NO_CATEGORY, "no target", int(without.sum()), lost, share, tokens_kept=lost)]
+def left_out(
+    lengths: NDArray[np.int64], in_use: int, spans: Spans, plan: PackPlan, targets: NDArray[np.int32]
+) -> list[OverLengthRow]:
+    """The documents beyond the first `in_use`, those that `plan` does not hold, and those that it holds without a
+    target, where there are any; `lengths` int64[N] of all rows of the folders, targets int32[S]."""
+    held = np.zeros(len(spans), bool)
+    held[plan.document_index] = True
+    row, length = spans.row[held], spans.length[held]
+    begins = np.flatnonzero(np.diff(row, prepend=-1))
+    of_row, tokens = (np.add.reduceat(values, begins, dtype=np.int64) for values in (targets[held], length))
+    rows = [
+        _row("beyond max_samples", lengths[in_use:], removed=True),
+        _row("not drawn", spans.length[~held], removed=True, documents=len(np.unique(spans.row[~held]))),
+        _row("no target", tokens[of_row == 0], removed=False),
+    ]
+    for counted in rows:
+        counted.share = counted.tokens / int(lengths.sum())
+    return [counted for counted in rows if counted.documents]
 
 
-def _main_category(category_ids: NDArray[Any]) -> int:
-    on_targets = category_ids[category_ids != 0]
-    if len(on_targets) == 0:
-        return 0
-    if on_targets.min() > 0 and on_targets.max() < _COUNTED:
-        return int(np.bincount(on_targets).argmax())
-    ids, counts = np.unique(on_targets, return_counts=True)
-    return int(ids[counts.argmax()])
-
-
-def _count(row: OverLengthRow, loss_mask: NDArray[Any], max_tokens: int) -> None:
-    """Add one document, loss_mask [length > max_tokens], to its row."""
-    was_target = loss_mask != 0
-    was_target[0] = False
-    is_target = was_target.copy()
-    kept = len(loss_mask)
-    if row.reason == "split":
-        is_target[::max_tokens] = False
-    else:
-        kept = max_tokens if row.reason == "truncate" else 0
-        is_target[kept:] = False
-    row.documents += 1
-    row.tokens += len(loss_mask)
-    row.tokens_kept += kept
-    row.tokens_removed += len(loss_mask) - kept
-    row.targets_removed += int(was_target.sum()) - int(is_target.sum())
-    if was_target.any():
-        row.lost_last_target += not is_target[np.flatnonzero(was_target)[-1]]
-        row.without_target += not is_target.any()
+def _row(reason: str, lengths: NDArray[Any], removed: bool, documents: int | None = None) -> OverLengthRow:
+    tokens = int(lengths.sum(dtype=np.int64))
+    row = OverLengthRow(NO_CATEGORY, reason, len(lengths) if documents is None else documents, tokens)
+    row.tokens_kept, row.tokens_removed = (0, tokens) if removed else (tokens, 0)
+    return row

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl_ext.data.mixture_options import MixtureOptions
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES, check_choice, whole_number
+from verl_ext.packing.strategies import MOST_TOKENS
 
 PAD_MODES = ("no_padding", "right")
 
@@ -26,7 +27,7 @@ class PackOptions:
     def __post_init__(self) -> None:
         if self.max_tokens is None:
             raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
-        whole_number("data.max_tokens", self.max_tokens, least=2)
+        whole_number("data.max_tokens", self.max_tokens, least=2, most=MOST_TOKENS)
         whole_number("data.seed", self.seed, least=0)
         check_choice("data.strategy", self.strategy, STRATEGIES)
         check_choice("data.over_length", self.over_length, OVER_LENGTH_POLICIES)

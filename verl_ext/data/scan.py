@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from verl_ext.data.over_length_counts import OverLengthCount
 from verl_ext.data.tokenised_data import TokenisedData
 from verl_ext.packing import Spans
 
@@ -24,18 +25,20 @@ BLOCK_TOKENS = 1 << 22
 @dataclass(frozen=True)
 class DocumentScan:
     """targets int32[S]: target tokens of each span, its first token never one; the extreme token ids; the category
-    ids (> 0, ascending) that occur on targets."""
+    ids (> 0, ascending) that occur on targets; what over-length handling did, by category."""
 
     targets: NDArray[np.int32]
     min_token_id: int
     max_token_id: int
     category_ids: tuple[int, ...]
+    over_length: tuple[OverLengthCount, ...] = ()
 
 
 def scan_documents(
     data: TokenisedData, spans: Spans, block_tokens: int = BLOCK_TOKENS, progress: bool = True
 ) -> DocumentScan:
-    """One pass over the tokens of `spans` (at least one); with `progress`, a bar when it takes more than 3 s.
+    """One pass over the tokens of `spans` (at least one), over_length left empty; with `progress`, a bar when it takes
+    more than 3 s.
 
     Raises:
         ValueError: a loss_mask other than 0 and 1, a negative category id, a loss_weight negative or not finite; the

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryTable
+from verl_ext.data.category_numbers import CategoryNumbers
 from verl_ext.data.mixture_draw import draw_spans
 from verl_ext.data.mixture_options import MixtureOptions
 from verl_ext.data.mixture_report import MixtureRow
-from verl_ext.data.over_length_report import OverLengthRow, over_length_report
+from verl_ext.data.over_length_counts import OverLengthCount, OverLengthDocuments, count_over_length
+from verl_ext.data.over_length_report import OverLengthRow, left_out, over_length_report
 from verl_ext.data.pack_options import PackOptions
 from verl_ext.data.pack_row import pack_row
 from verl_ext.data.scan import DocumentScan, check_has_targets, scan_documents
@@ -33,7 +36,7 @@ class SFTDataSet(torch.utils.data.Dataset):
     spans: the documents after over-length handling; plan: which of them lie in which pack. A mixture (the form of
     `mixture_options.py`) draws from spans, so that one may lie in several packs or in none, the same in every epoch;
     mixture_report: what it drew by source and length interval, empty without one. Its sources' own folders are read
-    after train_dir, which is not needed where every source has its own.
+    after train_dir, which is not opened where every source has its own.
     """
 
     def __init__(
@@ -76,7 +79,8 @@ class SFTDataSet(torch.utils.data.Dataset):
             raise ValueError(
                 f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
             )
-        folders = _folders(train_dir, parquet_files, key, needed=drawn_by is None or drawn_by.needs_train_dir)
+        needed = drawn_by is None or drawn_by.needs_train_dir
+        folders = _folders(train_dir, parquet_files, key) if needed else []
         self._data = TokenisedData(folders if drawn_by is None else drawn_by.all_folders(folders), key)
         lengths = self._data.lengths()
         self._documents = min(len(lengths), max_samples) if max_samples > 0 else len(lengths)
@@ -116,10 +120,12 @@ class SFTDataSet(torch.utils.data.Dataset):
 
     @property
     def scan(self) -> DocumentScan:
-        """Targets of every document, token ids and categories; one pass over the tokens at the first use. Settable,
-        so that ranks may compute it together. ValueError when there is no target, or for values out of range."""
+        """Targets of every document, token ids, categories and what over-length handling did; one pass over the tokens
+        at the first use, and one over the documents longer than a pack. Settable, so that ranks may compute it
+        together. ValueError when there is no target, or for values out of range."""
         if self._scan is None:
-            self.scan = self.scan_part(0, len(self.spans))
+            over_length = self.over_length_part(0, len(self.over_length))
+            self.scan = replace(self.scan_part(0, len(self.spans)), over_length=over_length)
         assert self._scan is not None
         return self._scan
 
@@ -128,12 +134,23 @@ class SFTDataSet(torch.utils.data.Dataset):
         assert len(scan.targets) == len(self.spans), "a scan of other documents"
         check_has_targets(scan, self.key)
         self._scan = scan
-        self.__dict__.pop("categories", None)
+        for derived in ("categories", "over_length_report"):
+            self.__dict__.pop(derived, None)
 
     def scan_part(self, first: int, last: int, progress: bool = True) -> DocumentScan:
         """The scan of documents first..last-1 of `spans` alone (at least one); `progress`: with a bar."""
         part = Spans(self.spans.row[first:last], self.spans.start[first:last], self.spans.length[first:last])
         return scan_documents(self._data, part, progress=progress)
+
+    @cached_property
+    def over_length(self) -> OverLengthDocuments:
+        """The documents longer than a pack."""
+        lengths = self._data.lengths()[: self._documents]
+        return OverLengthDocuments.of(lengths, self.options.max_tokens, self.options.over_length)
+
+    def over_length_part(self, first: int, last: int, progress: bool = True) -> tuple[OverLengthCount, ...]:
+        """What was done to documents first..last-1 of `over_length` alone; `progress`: with a bar."""
+        return count_over_length(self._data, self.over_length.part(first, last), progress=progress)
 
     @cached_property
     def categories(self) -> CategoryTable:
@@ -142,9 +159,19 @@ class SFTDataSet(torch.utils.data.Dataset):
 
     @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
-        """What was done to over-length and empty documents, by category; empty when there were none."""
-        lengths = self._data.lengths()[: self._documents]
-        return over_length_report(self._data, lengths, self.options.max_tokens, self.options.over_length)
+        """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
+        names = CategoryNumbers.read(self.folders).names
+        lengths = self._data.lengths()
+        return over_length_report(
+            self.scan.over_length, self.options.over_length, names, lengths[: self._documents], int(lengths.sum())
+        )
+
+    def not_as_they_stand(self) -> list[OverLengthRow]:
+        """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
+        return [
+            *self.over_length_report,
+            *left_out(self._data.lengths(), self._documents, self.spans, self.plan, self.scan.targets),
+        ]
 
     def pack_tokens(self) -> NDArray[np.int64]:
         """int64[P]: tokens of each pack, without padding."""
@@ -171,13 +198,11 @@ class SFTDataSet(torch.utils.data.Dataset):
         return plan_repeated(self.spans.length, drawn, options.max_tokens, options.strategy, options.seed)
 
 
-def _folders(train_dir: Any, parquet_files: Any, key: str, needed: bool) -> list[str]:
+def _folders(train_dir: Any, parquet_files: Any, key: str) -> list[str]:
     if train_dir is not None and parquet_files is not None:
         raise ValueError(f"{key} must be given once; got train_dir={train_dir!r} and parquet_files={parquet_files!r}")
     given = parquet_files if train_dir is None else train_dir
     paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
-    if not paths and not needed:
-        return []
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
         raise ValueError(f"{key} must name a tokenised dataset folder; got {given!r}")
     return [os.path.abspath(os.path.expanduser(path)) for path in paths]

@@ -20,8 +20,9 @@ VALUE_KINDS = {
 
 class TokenisedData:
     """`columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, when the folders have it,
-    loss_weight; `lengths()` reads the length column. Categories of one name have one number in all folders. Pickles as
-    its folders' paths."""
+    loss_weight; `lengths()` reads the length column. Categories of one name have one number in all folders (see
+    category_numbers.py; values that could be of two categories are a ValueError where they are read). Pickles as its
+    folders' paths."""
 
     def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
         """Open `folders`; with `check`, every list column must be as long as `length` says, in every row.

@@ -15,8 +15,8 @@ def check_choice(key: str, value: object, choices: Iterable[str]) -> str:
     raise ValueError(f"{key} must be one of {', '.join(names)}; got {value!r}{hint}")
 
 
-def whole_number(key: str, value: object, least: int) -> int:
-    """`value` as an int; ValueError that names `key` when it is no whole number or below `least`."""
+def whole_number(key: str, value: object, least: int, most: int | None = None) -> int:
+    """`value` as an int; ValueError that names `key` when it is no whole number, below `least` or above `most`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -25,4 +25,6 @@ def whole_number(key: str, value: object, least: int) -> int:
         raise ValueError(f"{key} must be a whole number; got {value!r}")
     if number < least:
         raise ValueError(f"{key} must be at least {least}; got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{key} must be at most {most}; got {number}")
     return number

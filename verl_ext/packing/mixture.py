@@ -23,6 +23,7 @@ from verl_ext.packing.nearest_subset import hindering, nearest_subset
 
 KEY = "data.mixture"
 TOLERANCE = 0.01  # of an interval's budget
+MOST_DOCUMENTS = 2**31 - 1  # drawn from one interval, in whole epochs
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def draw_mixture(
         total_tokens: what weighted sources share, the budgets in tokens taken off; None: the tokens that they hold.
 
     Raises:
-        ValueError: an interval without a document, a source whose budget is too small for any, nothing left to share.
+        ValueError: an interval without a document, a source whose budget is too small for any or draws more than
+            MOST_DOCUMENTS from an interval, nothing left to share.
     """
     pools = [_pools(lengths, source, ours) for source, ours in zip(sources, members, strict=True)]
     budgets = _budgets(lengths, sources, pools, total_tokens)
@@ -182,6 +184,11 @@ def _draw_interval(
     """lengths int64[n] of the documents pool int64[n]."""
     tokens = int(lengths.sum())
     epochs, rest = divmod(wanted, tokens)
+    if epochs * len(pool) > MOST_DOCUMENTS:
+        raise ValueError(
+            f"{KEY}.sources.{source} must draw fewer than 2^31 documents from an interval; got a budget of {wanted:,} "
+            f"tokens for an interval of {len(pool):,} documents with {tokens:,} tokens"
+        )
     chosen = nearest_subset(lengths, rest, TOLERANCE * wanted, rng)
     given = epochs * tokens + int(lengths[chosen].sum())
     hindrance = None

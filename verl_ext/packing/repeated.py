@@ -7,8 +7,8 @@
 best_fit places documents of equal length one after the other: packed as one list, the copies of a long document would
 mostly meet in one pack and weigh double in its step. A document drawn at most as often as there are parts never meets
 itself; one drawn more often can, but with fewer of its copies. Parts are at most MOST_PARTS and hold PART_PACKS packs
-or more. Measured against one list: below 0.1 % more packs where documents are much shorter than a pack, up to 0.3 %
-where they are not and the parts are small.
+or more. Measured against one list: up to 0.1 % more packs, and two to five times its time: 0.15 s for a million
+documents.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verl_ext.packing.plan import PackPlan
 from verl_ext.packing.strategies import plan_packs
 
-MOST_PARTS = 32
+MOST_PARTS = 16
 PART_PACKS = 256
 
 

@@ -14,6 +14,8 @@ from verl_ext.packing.sorted_batch import sorted_batch
 
 Strategy = Callable[[NDArray[np.int64], int, int], PackPlan]
 
+MOST_TOKENS = 2**53  # of a pack, so that sums with it are exact
+
 STRATEGIES: dict[str, Strategy] = {
     "best_fit": best_fit,
     "next_fit": next_fit,
@@ -35,10 +37,11 @@ def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", 
         seed: decides between documents of equal length; the plan depends on the arguments alone.
 
     Raises:
-        ValueError: an unknown strategy, lengths that are no integers or outside 1..max_tokens, a negative seed.
+        ValueError: an unknown strategy, lengths that are no integers or outside 1..max_tokens, max_tokens
+            outside 1..2^53, a negative seed.
     """
     plan = STRATEGIES[check_choice("data.strategy", strategy, STRATEGIES)]
-    budget = whole_number("data.max_tokens", max_tokens, least=1)
+    budget = whole_number("data.max_tokens", max_tokens, least=1, most=MOST_TOKENS)
     return plan(_checked(lengths, budget), budget, whole_number("data.seed", seed, least=0))
 
 

@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from verl_ext.config.output import REPORT
 from verl_ext.data import SFTDataSet
 from verl_ext.data.mixture_report import mixture_table
-from verl_ext.data.over_length_report import without_target
 from verl_ext.trainer.step_plan import StepPlan
 
 Facts = dict[str, Any]
 
 
 def data_facts(dataset: SFTDataSet) -> Facts:
-    """One dataset in numbers: documents, tokens, targets, packs, fill, and what was done to which documents."""
+    """One dataset in numbers: documents, tokens, targets, packs, fill, and what was done to which documents.
+
+    documents, tokens and target_tokens are those of the packs, one as often as a mixture draws it.
+    """
     tokens, packs = int(dataset.pack_tokens().sum()), len(dataset)
-    rows = [*dataset.over_length_report, *without_target(dataset.spans, dataset.scan.targets)]
     return {
         "folders": list(dataset.folders),
         "documents": int(dataset.pack_documents().sum()),
@@ -34,7 +35,7 @@ def data_facts(dataset: SFTDataSet) -> Facts:
         "packs": packs,
         "max_tokens": dataset.options.max_tokens,
         "fill": tokens / max(packs * dataset.options.max_tokens, 1),
-        "not_as_they_stand": [vars(row) for row in rows],
+        "not_as_they_stand": [vars(row) for row in dataset.not_as_they_stand()],
         "mixture": [vars(row) for row in dataset.mixture_report],
     }
 
@@ -87,7 +88,7 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
         yield f"{name}: the mixture:"
         yield mixture_table(facts["mixture"])
     if facts["not_as_they_stand"]:
-        yield f"{name}: documents over data.max_tokens={facts['max_tokens']}, without a token or without a target:"
+        yield f"{name}: documents that are not trained on as they stand (data.max_tokens={facts['max_tokens']}):"
         yield _table(facts["not_as_they_stand"])
 
 
