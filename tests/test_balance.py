@@ -125,6 +125,13 @@ def test_ranks_of_a_balanced_step_wait_for_nobody(ranks):
     assert shuffled > 1.15
 
 
+def test_groups_of_one_pack_a_rank_balance_micro_batches_of_several_packs_too():
+    costs = np.sort(np.random.default_rng(0).lognormal(0, 1, 6400))
+    order = balanced_order(costs, batch_size=64, group_size=8, seed=0, epoch=0)
+    assert cost_over_ideal(costs[order], ranks=8, batch_size=64, micro_batch_size=2) < 1.01
+    assert cost_over_ideal(costs[epoch_order(6400, 0, 0)], ranks=8, batch_size=64, micro_batch_size=2) > 1.5
+
+
 @pytest.mark.parametrize(
     ("costs", "ranks", "batch_size", "micro", "expected"),
     [

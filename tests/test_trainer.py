@@ -156,6 +156,17 @@ def test_a_resume_on_other_packs_is_refused(finished, data, tiny_model, change, 
         run_ranks(train_alone, 1, overrides)
 
 
+@pytest.mark.parametrize(("ranks", "packs"), [(1, 1), (2, 2)])
+def test_a_group_is_one_pack_for_each_data_parallel_rank(data, tiny_model, tmp_path, ranks, packs):
+    """Not those of a micro-batch: on one rank nobody waits, and a step of one group would be of one cost level."""
+    overrides = run_of(data, tiny_model, tmp_path / "run", "data.micro_batch_size_per_gpu=2")
+    assert run_ranks(grouping_of, ranks, overrides) == [packs] * ranks
+
+
+def grouping_of(overrides: list[str]) -> int:
+    return train([*overrides, "trainer.total_training_steps=1"]).run.grouping["group_size"]
+
+
 @pytest.fixture(scope="module")
 def finished(data, tiny_model, tmp_path_factory):
     """The folder of a run on one rank, to be left as it is."""

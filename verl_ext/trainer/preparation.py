@@ -198,7 +198,7 @@ def _step_plan(config: DictConfig, costs: np.ndarray, data_parallel: int) -> Ste
         seed=data.seed,
         drop_last=data.drop_last,
         costs=costs if data.balance == "sorted" else None,
-        group_size=data.balance_group or data_parallel * data.micro_batch_size_per_gpu,
+        group_size=data.balance_group or data_parallel,
     )
     if plan.steps_per_epoch == 0:
         raise ValueError(
