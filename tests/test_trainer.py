@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenised_data import random_documents, write_tokenised
-from tests.training import metrics, plain_losses, train, train_alone
+from tests.training import SMALL, metrics, plain_losses, train, train_alone
+from verl_ext.config import compose
+from verl_ext.trainer.preparation import prepare
 
 NAMES = {1: "maths", 2: "code"}
 LENGTHS = (2, 3, 64, 17, 9, 30, 31, 5, 48, 12, 7, 22, 40, 11, 19, 26, 33, 8, 14, 61, 4, 27)
@@ -161,6 +163,31 @@ def test_a_group_is_one_pack_for_each_data_parallel_rank(data, tiny_model, tmp_p
     """Not those of a micro-batch: on one rank nobody waits, and a step of one group would be of one cost level."""
     overrides = run_of(data, tiny_model, tmp_path / "run", "data.micro_batch_size_per_gpu=2")
     assert run_ranks(grouping_of, ranks, overrides) == [packs] * ranks
+
+
+def test_a_mixture_is_of_training_alone_and_a_step_of_one_group_is_told(data, tiny_model, tmp_path):
+    folder, documents = data
+    overrides = run_of(
+        data,
+        tiny_model,
+        tmp_path / "run",
+        f"data.val_dir={folder / 'val'}",
+        "data.mixture={sources: {all: {tokens: 200}}}",
+    )
+    assert run_ranks(prepared, 2, [*overrides, "data.train_batch_size=4"]) == [(1, 0, len(documents), False)] * 2
+    assert run_ranks(prepared, 2, [*overrides, "data.train_batch_size=2"]) == [(1, 0, len(documents), True)] * 2
+    none = [*overrides, "data.train_batch_size=2", "data.balance=none"]
+    assert run_ranks(prepared, 2, none) == [(1, 0, len(documents), False)] * 2
+
+
+def prepared(overrides: list[str]) -> tuple[int, int, int, bool]:
+    """(rows of the training set's mixture, of validation's, validation documents, whether one-group steps are told)."""
+    run = prepare(compose([*SMALL, *overrides]))
+    assert run.validation is not None
+    validation = run.validation.dataset
+    told = any("every step is one group" in notice for notice in run.notices)
+    mixtures = len(run.train_set.mixture_report), len(validation.mixture_report)
+    return *mixtures, int(validation.pack_documents().sum()), told
 
 
 def grouping_of(overrides: list[str]) -> int:

@@ -18,8 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 FILE_NAME = "categories.json"
-
-
 SMALL_NUMBERS = 1 << 16
 _HIGHEST = (1 << 62) - 1
 _AMBIGUOUS = np.iinfo(np.int64).min

@@ -3,7 +3,7 @@
     12 packs by cost       a b c | d e f | g h i | j k l       groups of 3, one pack for each of 3 ranks
     shuffled into steps    step 0:  g h i | a b c    step 1:  j k l | d e f
 
-Ranks wait for the dearest pack of a micro-step: with packs of like cost nobody waits (GLM-Long's sorted packing). The
+Ranks wait for the dearest pack of a micro-step: with packs of like cost, hardly (GLM-Long's sorted packing). The
 groups are shuffled by seed and epoch, so that costs follow one another as in any shuffle, and gradient accumulation
 puts several of them into one step, which removes the bias of a step of like packs (LongAlign's sorted batching).
 """

@@ -116,9 +116,7 @@ class SFTTrainer:
     def _keep_grouping(self) -> None:
         """Go on with the groups of packs that the resumed run began with, whatever the layout of ranks is now."""
         grouping: list[Any] = [self.plan_state.grouping]
-        dist.broadcast_object_list(
-            grouping
-        )  # a checkpoint has it by data-parallel rank, of which there may be more now
+        dist.broadcast_object_list(grouping)  # it was saved by data-parallel rank; there may be more of them now
         if grouping[0] != self.run.grouping:
             self.progress.say(f"packs stay grouped as the run began: {grouping[0]['group_size']} of like cost")
         self.plan_state.grouping = grouping[0]

@@ -29,9 +29,8 @@ class WorkerDeaths:
     def listen(self) -> None:
         """To be called when a loader's processes have started."""
         installed = signal.getsignal(signal.SIGCHLD)
-        in_main_thread = (
-            threading.current_thread() is threading.main_thread()
-        )  # as torch, which installs none elsewhere
+        # torch installs its handler in the main thread alone
+        in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and callable(installed) and installed != self._on_signal:
             self._torchs = installed
             signal.signal(signal.SIGCHLD, self._on_signal)
