@@ -145,6 +145,18 @@ def test_a_death_between_two_batches_is_told_at_the_next(folder):
         list(batches)
 
 
+def test_a_signal_that_torch_no_longer_sees_is_told():
+    deaths = WorkerDeaths()
+    process = multiprocessing.Process(target=signal.pause)
+    process.start()
+    deaths.listen()
+    process.kill()
+    process.join()  # as torch's loader does where the closed pipe reaches it before the signal
+    told = rf"^a loader process \(pid {process.pid}\) was killed by signal: Killed; where the host"
+    with pytest.raises(LoadingFailed, match=told), deaths.told():
+        raise RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
+
+
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
 def test_a_batch_whose_process_is_gone_is_a_death_too(error):
     told = "a loader process exited before its batch was taken; where"

@@ -6,6 +6,7 @@ batch is waited for is told at once.
 """
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -25,9 +26,11 @@ class WorkerDeaths:
         self._torchs: Callable[..., Any] | None = None
         self._notice: RuntimeError | None = None
         self._waiting = False
+        self._processes: list[multiprocessing.process.BaseProcess] = []
 
     def listen(self) -> None:
         """To be called when a loader's processes have started."""
+        self._processes = multiprocessing.active_children()
         installed = signal.getsignal(signal.SIGCHLD)
         # torch installs its handler in the main thread alone
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -45,7 +48,7 @@ class WorkerDeaths:
                 raise notice
             yield
         except Exception as error:
-            death = _death(error)
+            death = _death(error, self._processes)
             if death is None or os.environ.get("VERL_EXT_FULL_ERROR"):
                 raise
             raise LoadingFailed(death) from error
@@ -62,7 +65,7 @@ class WorkerDeaths:
             self._notice = notice
 
 
-def _death(error: BaseException) -> str | None:
+def _death(error: BaseException, processes: list[multiprocessing.process.BaseProcess]) -> str | None:
     """One line on the process that died, from torch's notice or a notice behind it; None for any other error."""
     found: list[tuple[str, str]] = []
     behind: BaseException | None = error
@@ -75,9 +78,20 @@ def _death(error: BaseException) -> str | None:
         found.append(("a loader process", "exited before its batch was taken"))
     if not found:
         return None
+    found += _killed(processes)
     process, fate = min(found, key=lambda entry: "signal" not in entry[1])  # what names the signal says more
     if "Bus error" in fate:
         advice = "shared memory (/dev/shm) that is too small, or a data file that was cut short, does that"
     else:
         advice = "where the host ran out of memory, give the job more of it"
     return f"{process} {fate}; {advice}, or lower data.num_workers or data.prefetch_factor"
+
+
+def _killed(processes: list[multiprocessing.process.BaseProcess]) -> list[tuple[str, str]]:
+    """What torch no longer knows where its loader saw the closed pipe, and took the exit code, before the signal."""
+    codes = [(process.pid, process.exitcode) for process in processes]
+    return [
+        (f"a loader process (pid {pid})", f"was killed by signal: {signal.strsignal(-code)}")
+        for pid, code in codes
+        if code is not None and code < 0
+    ]
