@@ -38,7 +38,7 @@ from benchmarks.quiet import quiet
 from verl_ext.attention import PACKED_ATTENTION, has_flash_attn
 from verl_ext.config import compose
 from verl_ext.data import SFTDataSet
-from verl_ext.plugin import VENDOR as OURS
+from verl_ext.plugin import PACKED as OURS
 from verl_ext.plugin import register_engine
 from verl_ext.trainer.preparation import Run, prepare
 from verl_ext.trainer.sft_trainer import SFTTrainer

@@ -241,7 +241,7 @@ def _forward(model: str, sequence_parallel: int, packs: list[tuple[int, ...]]) -
     """A micro-batch of each pack through one engine, with every collective of torch.distributed on record."""
     import torch.distributed as dist
 
-    import verl_ext.engine
+    import verl_ext.engines.packed
     from tests.packed_engine import build_worker
 
     engine = build_worker(model, sequence_parallel, ["model.enable_gradient_checkpointing=false"]).engine
@@ -250,7 +250,7 @@ def _forward(model: str, sequence_parallel: int, packs: list[tuple[int, ...]]) -
     layouts: list[tuple] = []
     for name in _COLLECTIVES:
         _count(dist, name, lambda used, name=name: collectives.append(name) if group in used else None)
-    _count(verl_ext.engine, "document_layout", layouts.append)
+    _count(verl_ext.engines.packed, "document_layout", layouts.append)
     answers = []
     for lengths in packs:
         collectives.clear()

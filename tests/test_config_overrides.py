@@ -209,7 +209,7 @@ def test_recipes_and_choices_of_a_config_folder_of_the_users_own_are_known(tmp_p
             "parallel=ours",
             "recipe=quickstart/config",
         ]
-    with pytest.raises(ValueError, match=r"unknown choice recipe=mnie; nearest: mine; available: glm_long/.* mine, "):
+    with pytest.raises(ValueError, match=r"unknown choice recipe=mnie; nearest: mine; available: .*glm_long/.* mine, "):
         prepare_overrides(["--config-dir", str(tmp_path), "recipe=mnie"])
 
 

@@ -41,7 +41,7 @@ print("SEEN" + json.dumps(seen))
 _SELECTING_PROGRAM = """
 import json, sys
 import verl
-registered = "verl_ext.engine" in sys.modules
+registered = "verl_ext.engines.packed" in sys.modules
 from verl.plugin.platform import get_platform
 from verl.workers.engine import EngineRegistry
 from transformers import AttentionInterface

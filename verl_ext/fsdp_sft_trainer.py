@@ -40,14 +40,14 @@ def train(config: DictConfig) -> None:
         if trainer is not None:
             trainer.resume()  # before anything is written: it refuses other packs
         holds_run = trainer is None and bool(saved_folders(run.output))
-        if facts and not holds_run:
+        if facts and not (holds_run or config.trainer.eval_only):
             write_report(facts, run.output)
     if trainer is None:
         if holds_run:
             report([f"{run.output} holds a run: its {REPORT} is left as it is"])
         return
     try:
-        trainer.fit()
+        trainer.evaluate_only() if config.trainer.eval_only else trainer.fit()
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         leave_together(str(error), TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone

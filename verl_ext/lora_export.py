@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
 from verl.utils.transformers_compat import drop_tied_target_keys
+
+from verl_ext.whole_tensor import whole_on_first_rank
 
 
 def export_merged(module: torch.nn.Module, folder: Path, trust_remote_code: bool) -> None:
@@ -20,7 +21,7 @@ def export_merged(module: torch.nn.Module, folder: Path, trust_remote_code: bool
     """
     with merged_lora_context(module, backup_adapters=True):
         merged = normalize_peft_param_name(module.state_dict())
-        gathered = {name: _whole(tensor) for name, tensor in merged.items()}
+        gathered = {name: whole_on_first_rank(tensor) for name, tensor in merged.items()}
     if dist.get_rank() == 0:
         config = module.config
         with torch.device("meta"):
@@ -28,9 +29,3 @@ def export_merged(module: torch.nn.Module, folder: Path, trust_remote_code: bool
         drop_tied_target_keys(gathered, plain, config)
         plain.save_pretrained(folder, state_dict=gathered)
     dist.barrier()
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-    return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)

@@ -1,14 +1,16 @@
 """The ``verl.plugins`` entry point: what verl loads by itself at ``import verl`` once this package is installed.
 
 Installing changes nothing for other verl programs. The CPU platform is registered under its own name, which only
-``VERL_PLATFORM=cpu`` selects. The engine and the attention are registered when ``VERL_ENGINE_VENDOR=verl_ext`` asks for
-them, as our trainer does: importing verl's engines at every ``import verl`` would slow down programs that need none.
+``VERL_PLATFORM=cpu`` selects. An engine is registered when ``VERL_ENGINE_VENDOR`` asks for it, as our trainer does:
+importing verl's engines at every ``import verl`` would slow down programs that need none.
 """
 
+import importlib
 import os
 import warnings
 
-VENDOR = "verl_ext"
+PACKED, CHUNKED = "verl_ext", "verl_ext_chunked"
+_MODULES = {PACKED: "verl_ext.engines.packed", CHUNKED: "verl_ext.engines.chunked"}
 
 
 def register_platform() -> None:
@@ -16,20 +18,20 @@ def register_platform() -> None:
     import verl_ext.cpu_platform  # noqa: F401
 
 
-def register_engine() -> None:
-    """Register the packed engine under vendor ``verl_ext`` and the packed attention under its own name; idempotent."""
+def register_engine(vendor: str = PACKED) -> None:
+    """Register the engine of this vendor, and what it needs of attention or models; idempotent."""
     with warnings.catch_warnings():
         # verl announces each optional engine (megatron, veomni, …) that is not installed; nobody asked for them here.
         warnings.filterwarnings("ignore", message=".* engine is not available")
-        import verl_ext.engine  # noqa: F401
+        importlib.import_module(_MODULES[vendor])
 
 
-def select_engine() -> None:
-    """Make this process (and the Ray workers that inherit its environment) use the packed engine."""
-    os.environ["VERL_ENGINE_VENDOR"] = VENDOR
-    register_engine()
+def select_engine(vendor: str = PACKED) -> None:
+    """Make this process (and the Ray workers that inherit its environment) use the engine of this vendor."""
+    os.environ["VERL_ENGINE_VENDOR"] = vendor
+    register_engine(vendor)
 
 
 register_platform()
-if os.environ.get("VERL_ENGINE_VENDOR") == VENDOR:
-    register_engine()
+if os.environ.get("VERL_ENGINE_VENDOR") in _MODULES:
+    register_engine(os.environ["VERL_ENGINE_VENDOR"])

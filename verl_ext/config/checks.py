@@ -16,7 +16,10 @@ from verl_ext.config.fields import type_problems
 from verl_ext.config.model_support import model_support_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
 from verl_ext.config.refused import refused_problems
+from verl_ext.config.resolution import BABILONG, splits_validation
 from verl_ext.config.schema import MIXED_PRECISION
+from verl_ext.config.titans_checks import check_titans_model, titans_problems
+from verl_ext.config.titans_options import is_titans
 from verl_ext.config.topology import batch_problems, head_problems
 from verl_ext.config.weights import weight_problems
 
@@ -41,13 +44,17 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
     problems += model_problems(config, accelerator)
     problems += training_problems(config)
     problems += refused_problems(config)
+    problems += titans_problems(config)
     if hf_config is None:
         hf_config, unreadable = _read_hf_config(config)
         problems += unreadable
         folder = os.path.expanduser(str(config.model.path or ""))
         if not unreadable and os.path.isdir(folder):
             problems += weight_problems(folder)
-    if hf_config is not None:
+    if hf_config is not None and is_titans(config):
+        hf_config, unfit = _titans_config(config, hf_config)
+        problems += unfit
+    elif hf_config is not None:
         problems += head_problems(config, hf_config) + model_support_problems(hf_config)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
@@ -89,11 +96,13 @@ def upstream_type_problems(config: DictConfig) -> list[str]:
 def path_problems(config: DictConfig) -> list[str]:
     """Paths that the run reads and that do not exist; a hub name and a remote path are left to their loaders."""
     problems = []
+    files = OmegaConf.select(config, "data.custom_cls.name") == BABILONG
+    exists, kind = (os.path.exists, "file or folder") if files else (os.path.isdir, "folder")
     for key in ("data.train_dir", "data.val_dir"):
         value = OmegaConf.select(config, key)
-        for folder in value if isinstance(value, ListConfig) else [value]:
-            if folder and "://" not in str(folder) and not os.path.isdir(os.path.expanduser(str(folder))):
-                problems.append(f"{key} must be an existing folder; got {folder}")
+        for path in value if isinstance(value, ListConfig) else [value]:
+            if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
+                problems.append(f"{key} must be an existing {kind}; got {path}")
     if not config.model.path:
         problems.append(f"model.path is required: a folder or hub name of a model; got {show(config.model.path)}")
     for key in ("model.path", "model.hf_config_path", "model.tokenizer_path", "model.lora_adapter_path"):
@@ -184,8 +193,12 @@ def training_problems(config: DictConfig) -> list[str]:
     problems.append(choice_problem("optim.lr_scheduler_type", config.optim.lr_scheduler_type, ("constant", "cosine")))
     test_freq = config.trainer.test_freq
     validates = test_freq == nodes.AFTER_EACH_EPOCH or (isinstance(test_freq, int) and test_freq > 0)
-    if validates and not OmegaConf.select(config, "data.val_dir"):
-        problems.append(f"data.val_dir is required with trainer.test_freq={test_freq}; got null")
+    asks = f"trainer.test_freq={test_freq}" if validates else "trainer.eval_only=true"
+    measures = validates or config.trainer.eval_only is True
+    if measures and not OmegaConf.select(config, "data.val_dir") and not splits_validation(config):
+        problems.append(f"data.val_dir is required with {asks}; got null")
+    if config.trainer.eval_only is True and config.trainer.overwrite is True:
+        problems.append("trainer.overwrite must be false with trainer.eval_only=true, which replaces no run; got true")
     for key in ("checkpoint.save_contents", "checkpoint.load_contents"):
         contents = OmegaConf.select(config, key)
         if key.endswith("load_contents") and contents == config.checkpoint.save_contents:
@@ -203,6 +216,13 @@ def _lines_of(build: Callable[[DictConfig], Any], config: DictConfig) -> list[st
     except ValueError as error:
         return str(error).splitlines()
     return []
+
+
+def _titans_config(config: DictConfig, hf_config: Any) -> tuple[Any, list[str]]:
+    try:
+        return check_titans_model(config, hf_config), []
+    except ValueError as error:
+        return None, str(error).splitlines()
 
 
 def _is_share(value: object) -> bool:

@@ -51,7 +51,7 @@ WITHOUT_EFFECT = {
     "data.ignore_input_ids_mismatch": _TOKENISED,
 }
 # Values of data.custom_cls.name that mean packs: the seed's class, which this package supplies, or no class.
-NOT_OWN_CLASS = (None, "", "null", "SFTDataSet")
+NOT_OWN_CLASS = (None, "", "null", "SFTDataSet", "BABILongDataset")
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,13 @@ def names_own_class(items: Sequence[Item]) -> bool:
     )
 
 
-def translate(items: Sequence[Item]) -> tuple[list[Item], list[str]]:
-    """Overrides with today's names, and a notice for each translation. Today's name wins where both are given."""
+def translate(items: Sequence[Item], packed: bool = True) -> tuple[list[Item], list[str]]:
+    """Overrides with today's names, and a notice for each translation. Today's name wins where both are given.
+
+    packed: the data group makes packs, on which verl's own data keys have no effect.
+    """
     given = {item.key for item in items}
-    own_class = names_own_class(items)
+    packed = packed and not names_own_class(items)
     kept: list[Item] = []
     notices: list[str] = []
     for item in items:
@@ -112,7 +115,7 @@ def translate(items: Sequence[Item]) -> tuple[list[Item], list[str]]:
         if new:
             notices.append(f"{item.key} (verl ≤ 0.6) is read as {new}")
             item = replace(item, key=new)
-        elif item.key in WITHOUT_EFFECT and not own_class:
+        elif item.key in WITHOUT_EFFECT and packed:
             notices.append(f"{item.key} has no effect on packs: {WITHOUT_EFFECT[item.key]}")
         kept.append(item)
     return kept, list(dict.fromkeys(notices))

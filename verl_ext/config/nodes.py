@@ -125,7 +125,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """verl's trainer node with our keys: device, log_freq, max_skipped_steps, overwrite, plan_only.
+    """verl's trainer node with our keys: device, log_freq and what follows it.
 
     Frequencies are in steps."""
 
@@ -148,9 +148,12 @@ class TrainerConfig:
     n_gpus_per_node: int = 1
     profile_interval: list[int] = field(default_factory=lambda: [-1, -1])
     log_freq: int = 1
+    log_every_batches: int | None = None
     max_skipped_steps: int = 10
     overwrite: bool = False
     plan_only: bool = False
+    eval_only: bool = False
+    answer_tokens: int | None = None
 
     def __post_init__(self) -> None:
         problems: list[str | None] = [*type_problems(TrainerConfig, vars(self), "trainer")]
@@ -162,6 +165,7 @@ class TrainerConfig:
             _frequency_problem("trainer.test_freq", self.test_freq),
             _interval_problem(self.profile_interval),
             _at_least(self, "trainer", "max_skipped_steps", 0),
+            _at_least(self, "trainer", "answer_tokens", 0),
         ]
         at_least_one = (
             "total_epochs",
@@ -170,6 +174,7 @@ class TrainerConfig:
             "nnodes",
             "n_gpus_per_node",
             "log_freq",
+            "log_every_batches",
         )
         problems += [_at_least(self, "trainer", name, 1) for name in at_least_one]
         problems += _logger_problems(self.logger)

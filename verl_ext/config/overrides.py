@@ -38,8 +38,9 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     flags, words = _split_flags(argv)
     if any(flag in ("-m", "--multirun") for flag in flags):
         raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
-    items, notices = translate([_parse(word) for word in words])
-    own_class, folders = names_own_class(items), _config_folders(flags)
+    parsed, folders = [_parse(word) for word in words], _config_folders(flags)
+    items, notices = translate(parsed, packed=_data_choice(parsed, folders) == "packed")
+    own_class = names_own_class(items)
     overrides: list[str] = []
     mistakes: list[str] = []
     for item in items:
@@ -65,6 +66,17 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         (flags if takes_next or word.startswith("-") else words).append(word)
         takes_next = not takes_next and word in _VALUED_FLAGS
     return flags, words
+
+
+def _data_choice(items: Sequence[Item], folders: Sequence[Path]) -> str:
+    """The choice of group `data`: the command line's, else its recipe's, else the default."""
+    given = {item.key: item.value for item in items if item.value and not item.prefix.startswith("~")}
+    if "data" in given:
+        return given["data"]
+    recipe = given.get("recipe")
+    if recipe is None or recipe not in schema.options("recipe", folders):
+        return "packed"
+    return schema.recipe_choice(recipe, "data", folders) or "packed"
 
 
 def _config_folders(flags: Sequence[str]) -> list[Path]:

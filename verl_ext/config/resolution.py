@@ -3,14 +3,17 @@
 Each function returns notices for what it changed against the user's words; what cannot be is a ValueError.
 """
 
+import math
 import os
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config.nearest import choice_problem
+from verl_ext.config.titans_options import ATTENTION, is_titans
 
 OWN_DATASET = "SFTDataSet"
+BABILONG = "BABILongDataset"
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 PATHS = (
@@ -21,6 +24,7 @@ PATHS = (
     "model.hf_config_path",
     "model.tokenizer_path",
     "model.lora_adapter_path",
+    "model.memory_checkpoint",
     "trainer.default_local_dir",
     "trainer.resume_from_path",
 )
@@ -32,7 +36,29 @@ def resolve_config(config: DictConfig) -> list[str]:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
+    if config.trainer.eval_only and not config.data.get("train_dir"):
+        config.data.train_dir = config.data.val_dir  # nothing is trained on
     return resolve_attention(config) + resolve_dataset(config)
+
+
+def resolve_logging(config: DictConfig, world_size: int) -> list[str]:
+    """Turns trainer.log_every_batches, in micro-batches of a rank, into trainer.log_freq in steps, in place."""
+    batches, data = config.trainer.log_every_batches, config.data
+    sizes = (
+        batches,
+        data.train_batch_size,
+        data.micro_batch_size_per_gpu,
+        config.engine.ulysses_sequence_parallel_size,
+    )
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return []  # null, or told by the checks
+    ranks = max(world_size // config.engine.ulysses_sequence_parallel_size, 1)
+    accumulation = max(data.train_batch_size // (ranks * data.micro_batch_size_per_gpu), 1)
+    config.trainer.log_freq = math.ceil(batches / accumulation)
+    return [
+        f"trainer.log_every_batches={batches} is read as trainer.log_freq={config.trainer.log_freq}: "
+        f"a step is {accumulation} batches of a rank"
+    ]
 
 
 def resolve_attention(config: DictConfig) -> list[str]:
@@ -41,6 +67,9 @@ def resolve_attention(config: DictConfig) -> list[str]:
     Hugging Face's flash_attention_2 becomes backend flash_attn; raises ValueError for every other implementation:
     none keeps the documents of a pack apart.
     """
+    if is_titans(config):
+        _resolve_chunk_attention(config)
+        return []
     key = "model.override_config.attn_implementation"
     asked = OmegaConf.select(config, key)
     if asked == PACKED_ATTENTION:
@@ -58,6 +87,21 @@ def resolve_attention(config: DictConfig) -> list[str]:
         return []
     config.attention.backend = "flash_attn"
     return [f"{key}={asked} is read as attention.backend=flash_attn, which keeps the documents of a pack apart"]
+
+
+def _resolve_chunk_attention(config: DictConfig) -> None:
+    """Inside a chunk of a model with memory, one row is one document: transformers' own kernels serve."""
+    backend = config.attention.backend
+    with open_dict(config):
+        config.model.override_config.attn_implementation = ATTENTION.get(backend, backend)  # told by the checks
+
+
+def splits_validation(config: DictConfig) -> bool:
+    """Whether the validation set is a part of data.train_dir."""
+    if config.data.custom_cls.name != BABILONG or config.data.val_dir:
+        return False
+    ratio = config.data.get("train_ratio", 1)
+    return isinstance(ratio, float) and ratio < 1
 
 
 def resolve_dataset(config: DictConfig) -> list[str]:

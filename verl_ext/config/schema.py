@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.config import legacy
 from verl_ext.config.composition import CONF, check_interpolations, composed
 from verl_ext.config.nearest import nearest_key, nearest_name
+from verl_ext.config.titans_options import MemoryOptions
 
 UPSTREAM_CONF = "verl.trainer.config"
 UPSTREAM_PRIMARY = "sft_trainer_engine"
@@ -41,6 +42,13 @@ MIXED_PRECISION = tuple(f"engine.mixed_precision.{name}_dtype" for name in ("par
 _DERIVED = (
     "architectures generation_config hf_config local_hf_config_path local_path local_tokenizer_path processor tokenizer"
 )
+# Of model=qwen_titans and data=babilong alone.
+_TITANS = (
+    "model.train",
+    "model.memory_checkpoint",
+    *(f"model.memory.{entry.name}" for entry in fields(MemoryOptions)),
+)
+_BABILONG = ("data.answer_reserve_tokens", "data.truncate", "data.append_eos", "data.train_ratio", "data.cache_dir")
 # Groups of verl's whose other choices are engines that packs do not run on.
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
@@ -62,6 +70,7 @@ def known_keys() -> frozenset[str]:
     """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
     keys = set(_target_fields(_upstream())) | set(MIXED_PRECISION)
     keys -= {f"model.{name}" for name in _DERIVED.split()}
+    keys |= {*_TITANS, *_BABILONG}
     keys = {key for key in _with_nodes(keys) if not is_free_form(key)}
     return frozenset(keys | composed_keys() | set(FREE_FORM))
 
@@ -149,6 +158,19 @@ def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
     close = nearest_name(choice, available)
     hint = f"nearest: {close}; " if close else ""
     raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
+
+
+def recipe_choice(recipe: str, group: str, folders: Sequence[Path] = ()) -> str | None:
+    """What a recipe, or the recipe that it begins with, chooses of another group; None when both leave it alone."""
+    chosen = None
+    for root in _roots("recipe", folders):
+        file = root.joinpath(f"{recipe if '/' in recipe else f'{recipe}/config'}.yaml")
+        for entry in OmegaConf.create(file.read_text(encoding="utf-8")).get("defaults", []) if file.is_file() else ():
+            if isinstance(entry, str) and entry.startswith("/recipe/"):
+                chosen = recipe_choice(entry.removeprefix("/recipe/"), group, folders) or chosen
+            elif isinstance(entry, DictConfig):
+                chosen = entry.get(f"override /{group}", chosen)
+    return chosen
 
 
 def _roots(group: str, folders: Sequence[Path]) -> list[Any]:

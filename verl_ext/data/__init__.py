@@ -1,5 +1,6 @@
 """Tokenised datasets as packs. Importing this imports neither verl nor `datasets`."""
 
+from verl_ext.data.babilong_dataset import BABILongDataset
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.mixture_report import MixtureRow
 from verl_ext.data.over_length_report import OverLengthRow
@@ -8,6 +9,7 @@ from verl_ext.data.sft_dataset import SFTDataSet
 from verl_ext.packing import PackPlan, epoch_order, plan_packs
 
 __all__ = [
+    "BABILongDataset",
     "CategoryTable",
     "DocumentScan",
     "MixtureRow",

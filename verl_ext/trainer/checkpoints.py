@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
 
-from verl_ext.config.output import REPORT, TRACKER
-from verl_ext.engine import PackedEngine
+from verl_ext.config.output import EVALUATION, FINAL_MEMORY, REPORT, TRACKER
+from verl_ext.engines.step import StepEngine
+from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.trainer.tracking import METRICS
 
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
@@ -62,7 +64,7 @@ class Checkpoints:
         lora: LoRA rank, alpha and task for verl's metadata file, or None.
     """
 
-    def __init__(self, config: DictConfig, engine: PackedEngine, plan: PlanState, lora: dict[str, Any] | None) -> None:
+    def __init__(self, config: DictConfig, engine: StepEngine, plan: PlanState, lora: dict[str, Any] | None) -> None:
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir)
         self.engine = engine
@@ -96,9 +98,16 @@ def saved_folders(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in steps if match)]
 
 
+def save_final_memory(engine: StepEngine, folder: Path, step: int) -> None:
+    """The memory alone, of a model that has one, as final_memory_checkpoint.pt; collective."""
+    memory = engine.memory_state_dict()
+    if memory and dist.get_rank() == 0:
+        save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
+
+
 def clear_output(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in saved_folders(folder):
         shutil.rmtree(path)
-    for name in (TRACKER, REPORT, METRICS, f"{METRICS}.before_resume"):
+    for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, METRICS, f"{METRICS}.before_resume"):
         (folder / name).unlink(missing_ok=True)

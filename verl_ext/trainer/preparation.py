@@ -17,10 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.nodes import loss_config
 from verl_ext.config.output import OutputAction, check_output
-from verl_ext.config.resolution import resolve_config, resolve_device
+from verl_ext.config.resolution import resolve_config, resolve_device, resolve_logging, splits_validation
 from verl_ext.config.schema import check_keys
+from verl_ext.config.titans_options import is_titans
 from verl_ext.config.topology import check_positions
-from verl_ext.data import SFTDataSet, check_vocabulary
+from verl_ext.data import BABILongDataset, SFTDataSet, check_vocabulary
 from verl_ext.data.mixture_report import mixture_notices
 from verl_ext.losses import LossSpec, category_weight_table
 from verl_ext.metrics import RESERVED
@@ -99,9 +100,10 @@ class Run:
 
     def data_report(self) -> dict[str, dict[str, Any]]:
         """What the data became, for rank 0 to print and to write."""
-        report = {"train": data_facts(self.train_set)}
-        if self.validation is not None:
-            report["val"] = data_facts(self.validation.dataset)
+        validated = {} if self.validation is None else {"val": data_facts(self.validation.dataset)}
+        if self.config.trainer.eval_only:
+            return validated
+        report = {"train": data_facts(self.train_set), **validated}
         micro = self.config.data.micro_batch_size_per_gpu
         costs = self.train_set.pack_costs(self.cost)
         report["steps"] = step_facts(self.train_set, self.plan, costs, self.data_parallel_size, micro)
@@ -122,11 +124,11 @@ def prepare(config: DictConfig) -> Run:
     world_size, device = dist.get_world_size(), accelerator()
     with errors_told_once():
         check_keys(config)
-        notices = resolve_config(config) + resolve_device(config, device)
+        notices = resolve_config(config) + resolve_device(config, device) + resolve_logging(config, world_size)
         hf_config = check_run(config, world_size, device)
         output = check_output(config, world_size)
-        train_set = _open(config, "train_dir")
-        val_set = None if config.data.val_dir is None else _open(config, "val_dir")
+        train_set, val_set = _open(config, "train_dir"), _open(config, "val_dir")
+        assert train_set is not None, "data.train_dir is required by the checks"
     share_scan(train_set)
     if val_set is not None:
         share_scan(val_set)
@@ -134,7 +136,8 @@ def prepare(config: DictConfig) -> Run:
         for dataset in filter(None, (train_set, val_set)):
             check_vocabulary(dataset.scan, hf_config.get_text_config().vocab_size, dataset.key)
             longest = int(dataset.spans.length.max())
-            check_positions(longest, config.data.max_tokens, hf_config, config.model.override_config)
+            if not is_titans(config):  # whose positions restart with every chunk
+                check_positions(longest, config.data.max_tokens, hf_config, config.model.override_config)
             _refuse_reserved_names(dataset)
         check_categories(loss_config(config), train_set.categories.names)
         data_parallel = world_size // config.engine.ulysses_sequence_parallel_size
@@ -158,15 +161,31 @@ def prepare(config: DictConfig) -> Run:
         )
 
 
-def _open(config: DictConfig, which: str) -> SFTDataSet:
-    """The dataset of `data.train_dir` or `data.val_dir` with its packs planned."""
-    data = config.data.copy()
-    if which == "val_dir":
-        data.mixture = None  # a validation set is measured as it is
+def _open(config: DictConfig, which: str) -> SFTDataSet | None:
+    """The dataset of `data.train_dir` or `data.val_dir` with its packs planned; None where there is no validation."""
+    data, cls = config.data.copy(), dataset_class(config)
     limit = data.train_max_samples if which == "train_dir" else data.val_max_samples
-    return dataset_class(config)(
-        parquet_files=OmegaConf.select(data, which), tokenizer=None, config=data, max_samples=limit, key=f"data.{which}"
-    )
+    folders = OmegaConf.select(data, which)
+    options: dict[str, Any] = {"tokenizer": None}
+    if issubclass(cls, BABILongDataset):
+        options = {"tokenizer": _tokenizer(config), "split": None}
+        if splits_validation(config):
+            folders, options["split"] = data.train_dir, "train" if which == "train_dir" else "val"
+    elif which == "val_dir":
+        data.mixture = None  # a validation set is measured as it is
+    if folders is None:
+        return None
+    return cls(parquet_files=folders, config=data, max_samples=limit, key=f"data.{which}", **options)
+
+
+def _tokenizer(config: DictConfig) -> Any:
+    from verl.utils import hf_tokenizer
+
+    model = config.model
+    try:
+        return hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=bool(model.trust_remote_code))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path must hold a tokenizer; got {model.path} ({str(error).splitlines()[0]})") from None
 
 
 def _notices(config: DictConfig, train_set: SFTDataSet, plan: StepPlan) -> Iterator[str]:

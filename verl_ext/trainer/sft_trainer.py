@@ -17,17 +17,17 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
-from verl_ext.data import SFTDataSet
-from verl_ext.engine import PackedEngine
+from verl_ext.config.titans_options import is_titans
+from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
-from verl_ext.plugin import select_engine
-from verl_ext.trainer.checkpoints import Checkpoints, PlanState, clear_output
-from verl_ext.trainer.loader import PackLoader, pack_loader
+from verl_ext.plugin import CHUNKED, PACKED, select_engine
+from verl_ext.trainer.checkpoints import Checkpoints, PlanState, clear_output, save_final_memory
+from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.preparation import Run
 from verl_ext.trainer.progress import Progress
-from verl_ext.trainer.step_batch import StepBatch, StepCollator
+from verl_ext.trainer.rank_share import RankShare
+from verl_ext.trainer.step_batch import StepBatch
 from verl_ext.trainer.step_loss import StepLoss
-from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.trainer.tracking import open_tracking
 from verl_ext.trainer.worker import training_worker
 
@@ -64,23 +64,28 @@ class SFTTrainer:
         self.run = run
         self.config = run.config
         self.client = self._build_client()
-        assert isinstance(self.client.engine, PackedEngine)
-        self.engine: PackedEngine = self.client.engine
-        self.rank, self.ranks = self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
+        assert isinstance(self.client.engine, StepEngine)
+        self.engine: StepEngine = self.client.engine
+        self.share = RankShare(run, self.engine)
+        self.evaluation = None
+        if run.validation is not None:
+            self.evaluation = Evaluation(run, run.validation, self.engine, self.share)
         self.leads = dist.get_rank() == 0
         with _upstream_quiet():
             self.client.reset()
         if run.clear_output and self.leads:
             clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
         dist.barrier()
-        self.plan_state = PlanState(run.fingerprint, run.grouping, str(run.output))
+        # What is only measured may be other data than what was trained on.
+        fingerprint = {} if self.config.trainer.eval_only else run.fingerprint
+        self.plan_state = PlanState(fingerprint, run.grouping, str(run.output))
         self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.lora_metadata)
         self.first_step = 0
         self.skipped_steps = self.skipped_in_a_row = 0
 
     def _build_client(self) -> TrainingWorker:
-        """verl's worker around the packed engine."""
-        select_engine()
+        """verl's worker around the engine of the model."""
+        select_engine(CHUNKED if is_titans(self.config) else PACKED)
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it
         with _upstream_quiet():
@@ -99,16 +104,18 @@ class SFTTrainer:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
             self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
-        batches = self._batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
+        batches = self.share.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
-            outcome = self.train_step(batch, logged=self._is_due(step, self.config.trainer.log_freq))
+            logged = step == self.run.total_steps or self._is_due(step, self.config.trainer.log_freq)
+            outcome = self.train_step(batch, logged)
             self._profile(step, "stop")
             self.progress.step(int(self.run.pack_tokens[self.run.plan.packs(step - 1)].sum()))
             self._count_skipped(step, outcome)
             if outcome.sums is not None:
                 self._log_step(step, outcome)
             self._validate_and_save(step)
+        save_final_memory(self.engine, self.run.output, self.run.total_steps)
         self.progress.close()
         if self.tracking is not None:
             self.tracking.finish()
@@ -127,8 +134,8 @@ class SFTTrainer:
         lr = self.engine.lr_scheduler.get_last_lr()[0]
         normaliser = self._normaliser(batch)
         if normaliser > 0:
-            sums = self._sums(batch) if logged else None
-            grad_norm = self._update(batch, StepLoss(normaliser, self.ranks, sums))
+            sums = self.share.sums(batch) if logged else None
+            grad_norm = self._update(batch, StepLoss(normaliser, self.share.ranks, sums))
         else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
             sums, grad_norm = None, math.nan
         self.engine.lr_scheduler_step()
@@ -146,53 +153,27 @@ class SFTTrainer:
         """Z of the global step. Read while the device is idle: the step before ended with its gradient norm."""
         device: Any = get_device_id()
         normaliser = batch.normaliser.to(device, copy=True)
-        self._sum_over_data_parallel(normaliser)
+        self.share.add_up(normaliser)
         return normaliser.item()
 
     def validate(self) -> dict[str, float]:
-        """The configured loss and every category's mean over the *whole* validation set, as one step."""
-        validation = self.run.validation
-        assert validation is not None
-        total: StepSums | None = None
-        batches = self._batches(validation.dataset, validation.plan, 0, validation.plan.steps_per_epoch)
-        with self.engine.eval_mode():
-            for batch in batches:
-                sums = self._sums(batch)
-                micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
-                self.engine.evaluate(micro_batches, StepLoss(1.0, 1, sums))
-                total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
-        assert total is not None
-        return total.reduced(self._sum_over_data_parallel).report("val", validation.dataset.categories.names)
+        """What `Evaluation` measures on the whole validation set."""
+        assert self.evaluation is not None
+        return self.evaluation.measure()
 
-    def _batches(self, dataset: SFTDataSet, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
-        """This rank's share of steps ``first_step`` to ``last_step - 1``, the loss laid out."""
-        collate = StepCollator(self.run.loss_for(dataset), dataset.categories)
-        data = self.config.data
-        return pack_loader(
-            dataset,
-            plan,
-            first_step,
-            last_step,
-            self.rank,
-            self.ranks,
-            collate,
-            num_workers=data.num_workers,
-            prefetch_factor=data.prefetch_factor,
-            pin_memory=data.pin_memory,
-        )
-
-    def _sums(self, batch: StepBatch) -> StepSums:
-        device: Any = get_device_id()
-        sums = StepSums.zeros(batch.categories, device)
-        sums.add_counts(batch.counts)
-        return sums
-
-    def _sum_over_data_parallel(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self.engine.get_data_parallel_group())
+    def evaluate_only(self) -> None:
+        """Measure the validation set with the weights as they are, print the metrics and write them."""
+        metrics = self.validate()
+        if self.leads:
+            path = write_evaluation(metrics, self.first_step, self.config)
+            width = max(map(len, metrics))
+            print(
+                *(f"{name:<{width}}  {value:,.6g}" for name, value in metrics.items()), f"written to {path}", sep="\n"
+            )
 
     def _log_step(self, step: int, outcome: StepOutcome) -> None:
         assert outcome.sums is not None
-        sums = outcome.sums.reduced(self._sum_over_data_parallel)
+        sums = outcome.sums.reduced(self.share.add_up)
         if self.tracking is None:
             return
         metrics = sums.report("train", self.run.train_set.categories.names)
@@ -229,7 +210,7 @@ class SFTTrainer:
     def _validate_and_save(self, step: int) -> None:
         last = step == self.run.total_steps
         paused = self.progress.pause()
-        if self.run.validation is not None and (last or self._is_due(step, self.run.test_freq)):
+        if self.evaluation is not None and (last or self._is_due(step, self.run.test_freq)):
             metrics = self.validate()
             self._track(metrics, step)
         if last or self._is_due(step, self.run.save_freq):

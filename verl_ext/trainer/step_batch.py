@@ -90,10 +90,12 @@ class StepCollator:
     Attributes:
         loss: what `loss` says.
         categories: the fixed table of the dataset.
+        idle_tokens: length of what stands in where the rank idles.
     """
 
     loss: LossSpec
     categories: CategoryTable
+    idle_tokens: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.loss.category_weights) == len(self.categories.ids) + 1, (
@@ -106,7 +108,7 @@ class StepCollator:
         counts = np.zeros(4 + slots)
         columns: list[tuple[np.ndarray, ...]] = []
         for pack in packs:
-            columns.append(_idle() if pack is None else self._laid_out(pack, counts))
+            columns.append(_idle(self.idle_tokens) if pack is None else self._laid_out(pack, counts))
         flat = (torch.from_numpy(_joined(column)) for column in zip(*columns, strict=True))
         return StepBatch(
             **dict(zip(_COLUMNS, flat, strict=True)),
@@ -147,7 +149,7 @@ def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, 
     return tokens, int((offsets[:-1] < tokens).sum())
 
 
-def _idle() -> tuple[np.ndarray, ...]:
-    """One token that predicts nothing: what a rank without a pack runs, so that the others' collectives complete."""
-    zero = np.zeros(1, dtype=np.int64)
-    return zero, zero, zero.astype(np.float32), zero
+def _idle(tokens: int) -> tuple[np.ndarray, ...]:
+    """Tokens that predict nothing: what a rank without a pack runs, so that the others' collectives complete."""
+    zeros = np.zeros(tokens, dtype=np.int64)
+    return zeros, np.arange(tokens), zeros.astype(np.float32), zeros

@@ -1,9 +1,7 @@
-"""verl's FSDP engine for packs: document boundaries handed down, fp32 token losses, the loss left on the device.
+"""verl's FSDP engine as the training loop uses it: micro-batches in, gradients out, the loss left on the device.
 
-A subclass of ``FSDPEngineWithLMHead``, registered beside verl's own under vendor ``verl_ext``; everything that it does
-not name here (sharding, offload, LoRA, checkpoints, clipping, the learning-rate schedule) is verl's.
-
-Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V vocabulary.
+A subclass of ``FSDPEngineWithLMHead``; everything that it does not name here (sharding, offload, LoRA, checkpoints,
+clipping, the learning-rate schedule) is verl's. What a forward reads and gives is for its subclasses to say.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,31 +11,19 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import HFModelConfig
-from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-from verl_ext.attention import document_layout
-from verl_ext.attention.packed import require_layout
 from verl_ext.lora_export import export_merged
-from verl_ext.losses import token_nll
-
-# What only verl's reinforcement learning asks of prepare_model_outputs; its own code answers there.
-_UPSTREAM_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
 
 
-@EngineRegistry.register(
-    model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu", "cuda"], vendor="verl_ext"
-)
-class PackedEngine(FSDPEngineWithLMHead):
-    """Runs micro-batches of packs; a pack's documents restart ``position_ids`` at 0."""
+class StepEngine(FSDPEngineWithLMHead):
+    """Runs the micro-batches of a step."""
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
-        require_layout()
         # verl also copies the override onto the config as a plain attribute, which an export would write to disk and
         # which plain transformers then refuses; the implementation itself is kept elsewhere.
         vars(self.model_config.hf_config).pop("attn_implementation", None)
@@ -66,7 +52,6 @@ class PackedEngine(FSDPEngineWithLMHead):
         On a device verl's layout repeats a tensor by lengths that lie there, which waits for it in every micro-batch.
         """
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
-        self._layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
         model_inputs, output_args = (_moved(part, device) for part in self.prepare_model_inputs(micro_batch))
         micro_batch = micro_batch.to(device, non_blocking=True)
         with self._autocast():
@@ -94,22 +79,9 @@ class PackedEngine(FSDPEngineWithLMHead):
             manager.checkpoint_save_contents = contents
         export_merged(self.module, Path(local_path) / "huggingface", self.model_config.trust_remote_code)
 
-    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """verl's inputs ``[1, T/n]`` plus the layout of all T tokens, for every attention layer to read."""
-        model_inputs, output_args = super().prepare_model_inputs(micro_batch)
-        model_inputs["document_layout"] = self._layout.padded(output_args["pad_size"])
-        return model_inputs, output_args
-
-    def prepare_model_outputs(
-        self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
-    ) -> dict[str, torch.Tensor]:
-        """``log_probs`` of the next token for every position, jagged as ``input_ids``, gathered over the SP ranks."""
-        if any(tu.get_non_tensor_data(micro_batch, key, default=False) for key in _UPSTREAM_OUTPUTS):
-            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        logits = output.logits.squeeze(0)  # [T/n, V]
-        nll = token_nll(logits, output_args["input_ids_rmpad_rolled"], inplace_backward=True)
-        nll = self._gather_and_unpad_packed(nll, output_args["pad_size"])
-        return {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, micro_batch["input_ids"].offsets())}
+    def memory_state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters of a long-term memory in one piece, on rank 0's host memory; collective. Empty without one."""
+        return {}
 
     def _autocast(self) -> Any:
         if self._autocast_dtype == torch.float32:

@@ -1,0 +1,171 @@
+"""`python -m verl_ext.data.babilong`: files, reproducibility, refusals, exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_babilong_samples import byte_level, words
+from tests.test_babilong_worlds import ANY_FACT, replay
+from verl_ext.data.babilong import __main__ as command
+from verl_ext.data.babilong import background, config, run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(background, "FILLER_SENTENCES", 500)
+
+
+def generate(output: Path, model: Path, *overrides: str) -> int:
+    return command.main([f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides])
+
+
+def test_every_task_and_size_becomes_a_file_of_the_published_layout(tmp_path: Path, model: Path) -> None:
+    output = tmp_path / "data"
+    assert generate(output, model, "tasks=[qa1,qa5]", "sizes=[0k,1k,600]", "samples=7") == 0
+    names = sorted(path.relative_to(output).as_posix() for path in output.rglob("*.json"))
+    assert names == [f"{task}/{size}.json" for task in ("qa1", "qa5") for size in ("0k", "1k", "600")]
+    for path in output.rglob("*.json"):
+        records = json.loads(path.read_text(encoding="utf-8"))
+        assert len(records) == 7
+        for record in records:
+            assert list(record) == ["input", "question", "target"]
+            facts = [match[0] for match in ANY_FACT.finditer(record["input"])]
+            assert replay(facts, record["question"]) == record["target"]
+
+
+def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_ext.data.babilong.jobs.MOST_SAMPLES", 3)
+    overrides = ("tasks=[qa1,qa3]", "sizes=[0k,1k]", "samples=10")
+    for name, more in (("one", "num_workers=1"), ("two", "num_workers=2"), ("other", "seed=1")):
+        assert generate(tmp_path / name, model, *overrides, more) == 0
+    one, two, other = (
+        {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in (tmp_path / name).rglob("*.*")}
+        for name in ("one", "two", "other")
+    )
+    assert one == two
+    assert set(one) == set(other)
+    assert all(one[name] != other[name] for name in one)
+
+
+def test_fewer_samples_and_other_sizes_leave_a_sample_as_it_is(tmp_path: Path, model: Path) -> None:
+    assert generate(tmp_path / "few", model, "sizes=[1k]", "samples=3") == 0
+    assert generate(tmp_path / "many", model, "tasks=[qa2,qa1]", "sizes=[2k,1k]", "samples=8") == 0
+    few, many = (json.loads((tmp_path / name / "qa1/1k.json").read_text()) for name in ("few", "many"))
+    assert few == many[:3]
+
+
+def test_background_of_a_folder_is_used(tmp_path: Path) -> None:
+    words().save_pretrained(tmp_path / "words")
+    (tmp_path / "text/deep").mkdir(parents=True)
+    text = " ".join(f"Sentence {n} of a book that goes on and on like this." for n in range(100))
+    (tmp_path / "text/deep/a.txt").write_text(text)
+    done = generate(tmp_path / "out", tmp_path / "words", "sizes=[500]", "samples=2", f"background={tmp_path / 'text'}")
+    assert done == 0
+    for record in json.loads((tmp_path / "out/qa1/500.json").read_text()):
+        assert len(record["input"].split()) == 200
+        assert "of a book that goes on and on" in record["input"]
+
+
+REFUSED = [
+    ("tasks=[qa6]", "tasks must be one of qa1, qa2, qa3, qa4, qa5; got qa6"),
+    ("tasks=[]", "tasks must be a list of tasks such as qa1; got []"),
+    ("sizes=32k", "sizes must be a list of sizes such as 32k; got 32k"),
+    ("sizes=[1x]", "sizes must be like 0k, 32k, 1M or a number of tokens; got 1x"),
+    ("sizes=[1k,1k]", "sizes must name nothing twice; got ['1k', '1k']"),
+    ("sizes=[200]", "sizes must be above reserve_tokens (300), or 0k; got 200"),
+    ("sizes=[310]", "sizes must leave room for the facts of question 1 of a qa1 story"),
+    ("samples=0", "samples must be at least 1; got 0"),
+    ("story.questions=0", "story.questions must be at least 1; got 0"),
+    ("num_workers=0", "num_workers must be at least 1; got 0"),
+    ("facts_within=0", "facts_within must be null, a share above 0 and at most 1, or [first token, end token]; got 0"),
+    ("facts_within=[5,5]", "[first token, end token]; got [5, 5]"),
+    ("seed=x", "seed: "),
+    ("model.path=null", "model.path must name a model or tokenizer folder; got nothing"),
+    ("model.path=missing", "model.path must be a folder that exists; got missing"),
+    ("background=missing", "background must be a folder of .txt files that exists; got missing"),
+    ("sampels=3", "unknown key sampels; nearest: samples"),
+    ("samples", "an override must be key=value"),
+]
+
+
+@pytest.mark.parametrize(("override", "line"), REFUSED, ids=[override for override, _ in REFUSED])
+def test_a_mistake_is_one_line_and_code_2_and_writes_nothing(
+    override: str, line: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(tmp_path / "out", model, "samples=2", override) == 2
+    told = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
+    assert len(told) == 1
+    assert line in told[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.md", b"Text.", "background must be a folder with .txt files; "),
+        ("a.txt", b"One. Two. Three.", "in sentences of 10 or more; got 0 in "),
+        ("a.txt", b"Some words here. " * 40, "background must hold at least as many tokens as a sample (700)"),
+        ("a.txt", b"Good. \xff\xfe bad.", "a.txt is not at byte 6"),
+    ],
+    ids=["no .txt", "short sentences", "too little", "not UTF-8"],
+)
+def test_unusable_background_is_refused(
+    name: str, content: bytes, line: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / name).write_bytes(content)
+    assert generate(tmp_path / "out", model, "sizes=[1k]", f"background={tmp_path / 'text'}") == 2
+    assert line in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert generate(tmp_path / "out", tmp_path / "empty") == 2
+    assert "error: model.path must hold a tokenizer; got " in capsys.readouterr().err
+
+
+def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    assert generate(output, model, "samples=2") == 0
+    before = (output / "qa1/0k.json").read_bytes()
+    assert generate(output, model, "samples=3") == 2
+    assert "output_dir must be empty or new, or overwrite=true given" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "run_jobs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert generate(output, model, "samples=3", "overwrite=true") == 130
+    assert (output / "qa1/0k.json").read_bytes() == before
+    assert generate(output, model, "samples=3", "tasks=[qa2]", "overwrite=true") == 0
+    assert sorted(path.name for path in output.iterdir()) == [config.MARKER, "qa2"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("years of work")
+    assert generate(tmp_path / "mine", model, "overwrite=true") == 2
+    assert (tmp_path / "mine/thesis.tex").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "verl_ext.data.babilong", "outptu_dir=x"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "error: unknown key outptu_dir; nearest: output_dir\n")
+
+
+def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{key.rpartition('.')[2]}:" in shown for key in config.known_keys())

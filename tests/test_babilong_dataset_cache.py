@@ -1,0 +1,169 @@
+"""The cache of tokenised BABILong files: reused, made anew, shared by processes, streamed."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.babilong_files import byte_tokenizer, record, records, write_records
+from tests.ranks import run_ranks
+from verl_ext.data import BABILongDataset, babilong_cache
+from verl_ext.data.babilong_sample import SampleTokenizer
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """One entry for each time that something is tokenised."""
+    calls = []
+    original = babilong_cache._tokenise
+    monkeypatch.setattr(babilong_cache, "_tokenise", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    return calls
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_records(tmp_path / "data/qa1/1k.json", records(4))
+
+
+def open_files(path, tokenizer=None, max_length=96, **options):
+    cache = Path(path).parent / "cache"
+    options = {"cache_dir": str(cache), "answer_reserve_tokens": 8, **options}
+    return BABILongDataset(path, tokenizer or byte_tokenizer(), max_length, **options)
+
+
+def test_files_are_tokenised_once_for_every_split_limit_and_padding(path, built):
+    first = open_files(path)
+    tokenizer = byte_tokenizer(pad=False)
+    tokenizer("a call leaves its limits in the tokenizer", truncation=True, max_length=3)
+    for dataset in (open_files(path, split="val", seed=3), open_files(path, tokenizer, max_samples=1)):
+        assert dataset.folders == first.folders
+    assert len(built) == 1
+
+
+def test_other_options_tokenizers_or_files_are_tokenised_anew(path, built):
+    open_files(path)
+    open_files(path, max_length=95)
+    open_files(path, answer_reserve_tokens=9)
+    open_files(path, truncate="right")
+    open_files(path, append_eos=True)
+    open_files(path, byte_tokenizer(special=False))
+    assert len(built) == 6
+    write_records(Path(path), records(5))
+    assert len(open_files(path)) == 5
+    status = os.stat(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    open_files(path)
+    assert len(built) == 8
+
+
+@pytest.mark.parametrize("damage", ["samples.arrow", "data-00000-of-00001.arrow", "babilong.json", "state.json"])
+def test_a_damaged_folder_is_made_anew(path, built, damage):
+    rows = [row["input_ids"] for row in open_files(path)]
+    (folder,) = open_files(path).folders
+    (Path(folder) / damage).write_bytes(b"")
+    assert all(torch.equal(row["input_ids"], wanted) for row, wanted in zip(open_files(path), rows, strict=True))
+    assert len(built) == 2
+
+
+def test_a_run_that_ends_early_leaves_nothing_that_is_used(path, built, monkeypatch):
+    def interrupted(self, folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(babilong_cache.SampleFactsWriter, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            open_files(path)
+    cache = Path(path).parent / "cache"
+    assert [entry.name for entry in cache.iterdir() if entry.is_dir()] == []
+    assert len(open_files(path)) == 4
+
+
+def _open_on_a_rank(path):
+    """(times that this rank tokenised, its rows, the targets by the shared scan)"""
+    from verl_ext.trainer.scan_sharing import share_scan
+
+    built = []
+    original = babilong_cache._tokenise
+    babilong_cache._tokenise = lambda *arguments: (built.append(1), original(*arguments))[1]
+    tokenizer = byte_tokenizer()
+    dist.barrier()
+    dataset = open_files(path, tokenizer, split="train")
+    share_scan(dataset)
+    return len(built), [row["labels"].tolist() for row in dataset], dataset.scan.targets.tolist()
+
+
+def test_of_two_ranks_one_tokenises_and_both_have_the_rows_and_the_scan(tmp_path):
+    path = write_records(tmp_path / "1k.json", records(50))
+    (first, rows, targets), (second, *others) = run_ranks(_open_on_a_rank, 2, path)
+    assert first + second == 1
+    assert others == [rows, targets]
+    assert targets == [sum(label != -100 for label in labels) for labels in rows]
+    assert len(rows) == 45
+
+
+def test_a_process_that_waited_for_one_that_failed_says_the_same(path, monkeypatch):
+    write_records(Path(path), [*records(2), {"input": "", "question": ""}])
+    with pytest.raises(ValueError, match=r"record 2 of .*1k.json has no target") as first:
+        open_files(path)
+    (note,) = (Path(path).parent / "cache").glob("*.failed")
+    monkeypatch.setattr(babilong_cache.time, "time_ns", lambda: note.stat().st_mtime_ns - 1)
+    monkeypatch.setattr(babilong_cache, "_tokenise", lambda *arguments: pytest.fail("it tokenised"))
+    with pytest.raises(ValueError, match="has no target") as second:
+        open_files(path)
+    assert str(first.value) == str(second.value)
+
+
+def test_a_file_that_changes_meanwhile_is_refused(path, monkeypatch):
+    original = babilong_cache._tokenise
+    monkeypatch.setattr(
+        babilong_cache, "_tokenise", lambda *arguments: (original(*arguments), write_records(Path(path), records(9)))
+    )
+    with pytest.raises(ValueError, match=r"data\.train_dir must not change while it is tokenised"):
+        open_files(path)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(path, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^data\.cache_dir must be a folder that can be written; got [^\n]*$"):
+        open_files(path, cache_dir=str(tmp_path / "file" / "cache"))
+
+
+def test_the_cache_lies_in_that_of_datasets_unless_told(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    dataset = open_files(path, cache_dir=None)
+    assert Path(dataset.folders[0]).parent == tmp_path / "hf" / "verl_ext_babilong"
+
+
+def test_records_are_tokenised_in_batches_of_bounded_size(path, monkeypatch):
+    write_records(Path(path), records(20, sentences=4))
+    expected = [row["input_ids"] for row in open_files(path)]
+    sizes = []
+    original = SampleTokenizer.tokenise
+    monkeypatch.setattr(babilong_cache, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(
+        SampleTokenizer, "tokenise", lambda self, batch: (sizes.append(len(batch)), original(self, batch))[1]
+    )
+    rows = [row["input_ids"] for row in open_files(path, cache_dir=str(Path(path).parent / "other"))]
+    assert sizes == [3] * 6 + [2]
+    assert all(torch.equal(row, wanted) for row, wanted in zip(rows, expected, strict=True))
+
+
+def test_what_is_cut_is_said_once_where_it_is_tokenised(path, caplog):
+    write_records(Path(path), [record(20), record(1)])
+    with caplog.at_level(logging.WARNING):
+        dataset = open_files(path)
+        open_files(path)
+    (line,) = (entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.babilong_cache")
+    removed = dataset.over_length_report[0].tokens_removed
+    assert line.startswith(f"1 of 2 samples have prompts over 88 tokens: cut by {removed} tokens")
+
+
+def test_the_folder_says_what_it_was_made_of(path):
+    (folder,) = open_files(path).folders
+    made_of = json.loads((Path(folder) / "babilong.json").read_text())
+    assert made_of["files"] == [path]
+    assert made_of["options"]["max_length"] == 96

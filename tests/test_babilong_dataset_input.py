@@ -1,0 +1,120 @@
+"""What BABILongDataset refuses, each in one line."""
+
+import pytest
+
+from tests.babilong_files import byte_tokenizer, record, records, write_records
+from verl_ext.data import BABILongDataset
+
+TOKENIZER = byte_tokenizer()
+MANY = " ".join(["kitchen"] * 30)
+
+
+def refusal(tmp_path, path, tokenizer=TOKENIZER, max_length=96, **options):
+    """The message of the ValueError."""
+    options = {"answer_reserve_tokens": 8, "cache_dir": str(tmp_path / "cache"), **options}
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        BABILongDataset(path, tokenizer, max_length, **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b'{"input": "", "question": "", "target": ""}', "1k.json is no list"),
+        (b'{\n "data": []}', "1k.json is no list"),
+        (b'"text"', "1k.json:1: malformed JSON: expected a list of records"),
+        (b"", "1k.json:1: malformed JSON: expected a list of records"),
+        (b'[{"input": "a"', "1k.json:1: malformed JSON"),
+        (b'[{"input": "\xff"}]', "1k.json:1: malformed JSON: no UTF-8"),
+        (b"[]", "must hold at least one record in every file"),
+        (b"[3]", "record 0 of"),
+        (b'[{"input": "\\ud800", "question": "", "target": "x"}]', "half of a surrogate pair"),
+    ],
+)
+def test_a_file_that_is_no_list_of_records(tmp_path, content, line):
+    (tmp_path / "1k.json").write_bytes(content)
+    message = refusal(tmp_path, str(tmp_path / "1k.json"))
+    assert message.startswith("data.train_dir must hold")
+    assert line in message
+    assert "1k.json" in message
+
+
+@pytest.mark.parametrize("name", ["input", "question", "target"])
+def test_a_record_without_a_field_or_with_one_that_is_no_text(tmp_path, name):
+    broken = record(1)
+    del broken[name]
+    path = write_records(tmp_path / "qa1/1k.json", [*records(3), broken])
+    assert f"record 3 of {path} has no {name}" in refusal(tmp_path, path, key="data.val_dir")
+    assert refusal(tmp_path, path, key="data.val_dir").startswith("data.val_dir must hold")
+    for value, kind in ((3, "a int"), (None, "null"), (["x"], "a list")):
+        write_records(tmp_path / "qa1/1k.json", [*records(2), record(1) | {name: value}])
+        assert f"{name} of record 2 of {path} is {kind}" in refusal(tmp_path, path)
+
+
+def test_paths_that_name_no_file(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "does not exist" in refusal(tmp_path, str(tmp_path / "none.json"))
+    assert "has no *.json or */*.json" in refusal(tmp_path, str(tmp_path / "empty"))
+    for path in (None, [], "", [3]):
+        assert "data.train_dir must name a BABILong JSON file" in refusal(tmp_path, path)
+    assert "must be given once" in refusal(tmp_path, "a.json", parquet_files="b.json")
+
+
+def test_answers_without_a_token_or_longer_than_the_reserve(tmp_path):
+    path = write_records(tmp_path / "1k.json", [record(1), record(1, place=" ")])
+    assert f"target of record 1 of {path} is ' '" in refusal(tmp_path, path)
+    path = write_records(tmp_path / "2k.json", [record(1), record(1, place=MANY)])
+    message = refusal(tmp_path, path)
+    assert message.startswith("data.answer_reserve_tokens must hold every answer; got 8, but record 1 of ")
+    tokens = len(TOKENIZER(" far garden", add_special_tokens=False)["input_ids"])
+    path = write_records(tmp_path / "3k.json", [record(1, place="far garden")])
+    BABILongDataset(path, TOKENIZER, 96, answer_reserve_tokens=tokens, cache_dir=str(tmp_path / "cache"))
+    assert "EOS included" in refusal(tmp_path, path, answer_reserve_tokens=tokens, append_eos=True)
+
+
+def test_rows_too_short_for_the_question_and_the_reserve(tmp_path):
+    path = write_records(tmp_path / "1k.json", [record(1, question="Where is Mary? " * 9)])
+    message = refusal(tmp_path, path, max_length=48)
+    assert message.startswith("data.max_length must hold the question and data.answer_reserve_tokens=8; got 48")
+    needed = int(message.split()[-1])
+    cut = BABILongDataset(path, TOKENIZER, needed, answer_reserve_tokens=8, cache_dir=str(tmp_path / "cache"))
+    assert cut.over_length_report[0].documents == 1
+    assert f"needs at least {needed}" in refusal(tmp_path, path, max_length=needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"max_length": None}, "data.max_length must be given"),
+        ({"max_length": 8}, "data.max_length must be above data.answer_reserve_tokens=8; got 8"),
+        ({"max_length": 96.5}, "data.max_length must be a whole number; got 96.5"),
+        ({"answer_reserve_tokens": 0}, "data.answer_reserve_tokens must be at least 1; got 0"),
+        ({"truncate": "left"}, "data.truncate must be one of context, right; got 'left'"),
+        ({"append_eos": "yes"}, "data.append_eos must be true or false; got 'yes'"),
+        ({"train_ratio": 1.5}, "data.train_ratio must be a number above 0 and at most 1; got 1.5"),
+        ({"seed": -1}, "data.seed must be at least 0; got -1"),
+        ({"split": "test"}, "split must be one of train, val; got 'test'"),
+        ({"split": "train", "train_ratio": 0.1}, "data.train_ratio must leave samples for training"),
+        ({"cache_dir": 3}, "data.cache_dir must be a folder or null; got 3"),
+        ({"config": {"strategy": "best_fit"}}, "data.strategy must be none for BABILong; got 'best_fit'"),
+        ({"config": {"mixture": {"sources": {}}}}, "data.mixture must be null for BABILong"),
+        ({"max_length": None, "config": {"max_length": 96, "max_tokens": 64}}, "data.max_tokens must be"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path, options, line):
+    path = write_records(tmp_path / "1k.json", records(4))
+    assert refusal(tmp_path, path, **options).startswith(line)
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path):
+    path = write_records(tmp_path / "1k.json", [record(40)])
+    assert "BABILongDataset must be given a tokenizer" in refusal(tmp_path, path, tokenizer=None)
+    bare = byte_tokenizer()
+    bare.pad_token = bare.eos_token = None
+    assert "must have a pad_token or an eos_token" in refusal(tmp_path, path, tokenizer=bare)
+    bare.pad_token = "<pad>"
+    assert "data.append_eos=true needs a tokenizer with an eos_token" in refusal(
+        tmp_path, path, tokenizer=bare, append_eos=True
+    )

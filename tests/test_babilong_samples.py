@@ -1,0 +1,280 @@
+"""Samples: exact token counts with several kinds of tokenizer, order and place of the facts, independence."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tests.test_babilong_worlds import ANY_FACT, replay
+from verl_ext.data.babilong.background import (
+    MIN_TOKENS,
+    Background,
+    filler_background,
+    folder_background,
+    split_sentences,
+)
+from verl_ext.data.babilong.cutting import cut_to
+from verl_ext.data.babilong.filler import filler_sentences
+from verl_ext.data.babilong.samples import SampleMaker, SampleOptions
+from verl_ext.data.babilong.sizes import Size
+from verl_ext.data.babilong.stories import TASKS
+from verl_ext.data.babilong.tokens import TokenCounter
+from verl_ext.data.babilong.world import GIVERS, OBJECTS, PLACES, STARTS
+from verl_ext.tokenize.errors import UsageError
+
+CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]
+
+
+def byte_level(vocabulary: int = 600) -> PreTrainedTokenizerFast:
+    """As GPT-2's and Qwen's: splits at spaces, no special token added."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<s>")
+
+
+def metaspace_with_bos() -> PreTrainedTokenizerFast:
+    """As Llama's: a space before the first word, and a BOS token."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+def merging_across_joins() -> PreTrainedTokenizerFast:
+    """Splits nowhere: its tokens span words and the joins of sentences."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False, max_token_length=8)
+    tokenizer.train_from_iterator([" ".join(CORPUS[:30])], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def words() -> PreTrainedTokenizerFast:
+    """One token a word, all unknown but one."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    kind.__name__: kind for kind in (byte_level, metaspace_with_bos, merging_across_joins, words)
+}
+
+
+@cache
+def equipment(kind: str = "byte_level") -> tuple[TokenCounter, Background]:
+    counter = TokenCounter(KINDS[kind]())
+    return counter, filler_background(1500, counter)
+
+
+def maker(task: str, size: str, kind: str = "byte_level", **options: Any) -> SampleMaker:
+    counter, background = equipment(kind)
+    parsed = Size.parse(size)
+    assert parsed is not None
+    return SampleMaker(task, parsed, SampleOptions(**{"seed": 0, **options}), counter, background)
+
+
+def facts_in(text: str) -> list[str]:
+    return [match[0] for match in ANY_FACT.finditer(text)]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("task", TASKS)
+def test_input_has_exactly_the_tokens_of_the_size_and_its_facts_give_the_target(task: str, kind: str) -> None:
+    made = maker(task, "2k", kind)
+    tokenizer = made.counter.tokenizer
+    for number in range(12):
+        sample = made.sample(number)
+        assert len(tokenizer(sample["input"])["input_ids"]) == 1700
+        assert replay(facts_in(sample["input"]), sample["question"]) == sample["target"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)), tokens=st.integers(120, 900), seed=st.integers(0, 99), number=st.integers(0, 9)
+)
+def test_any_number_of_tokens_is_hit_exactly(kind: str, tokens: int, seed: int, number: int) -> None:
+    made = maker("qa1", str(tokens), kind, reserve_tokens=0, seed=seed, questions=2)
+    assert made.counter.count(made.sample(number)["input"]) == tokens
+
+
+def test_a_tokenizer_that_cannot_give_the_count_ends_with_an_error() -> None:
+    class EvenCounts:
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[0] * (2 * len(text.split())) for text in texts]}
+
+    counter = TokenCounter(EvenCounts())
+    size, options = Size("301", 301), SampleOptions(seed=0, reserve_tokens=0)
+    background = filler_background(200, counter)
+    with pytest.raises(UsageError, match=r"no text of exactly 301 tokens was found .*\(task qa1, size 301, sample 0\)"):
+        SampleMaker("qa1", size, options, counter, background).sample(0)
+    even = SampleMaker("qa1", Size("300", 300), options, counter, background).sample(0)
+    assert counter.count(even["input"]) == 300
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_0k_is_the_facts_alone_one_sample_per_question_without_earlier_questions(task: str) -> None:
+    made = maker(task, "0k")
+    samples = [made.sample(number) for number in range(10)]
+    for number, sample in enumerate(samples):
+        assert " ".join(facts_in(sample["input"])) == sample["input"]
+        assert "?" not in sample["input"]
+        if task != "qa4" and number % 5:
+            assert sample["input"].startswith(samples[number - 1]["input"])  # the story goes on
+    assert not samples[5]["input"].startswith(samples[0]["input"])
+
+
+def test_facts_keep_their_order_and_lie_anywhere() -> None:
+    made = maker("qa2", "4k")
+    firsts = []
+    for number in range(0, 40, 5):
+        facts, question, answer = made._story(number)
+        sample = made.sample(number)
+        assert (facts_in(sample["input"]), sample["question"], sample["target"]) == (facts, question, answer)
+        firsts.append(sample["input"].index(facts[0]) / len(sample["input"]))
+    assert max(firsts) - min(firsts) > 0.05
+
+
+@pytest.mark.parametrize(("within", "first", "end"), [(0.25, 0, 925), ([1000, 2000], 1000, 2000), (1, 0, 3700)])
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace_with_bos"])
+def test_facts_lie_within_the_tokens_asked_for(within: Any, first: int, end: int, kind: str) -> None:
+    made = maker("qa1", "4k", kind, facts_within=within)
+    for number in range(10):
+        text = made.sample(number)["input"]
+        encoded = made.counter.tokenizer(text, return_offsets_mapping=True)
+        assert len(encoded["input_ids"]) == 3700
+        spans = [match.span() for match in ANY_FACT.finditer(text)]
+        inside = [
+            n for n, (a, b) in enumerate(encoded["offset_mapping"]) if a < b and any(s < b and a < e for s, e in spans)
+        ]
+        assert first <= min(inside) <= max(inside) < end
+
+
+def test_a_sample_follows_from_seed_task_size_and_number_alone() -> None:
+    made = maker("qa3", "1k")
+    assert made.sample(7) == maker("qa3", "1k").sample(7)
+    few, many = made.sample(2), [maker("qa3", "1k").sample(n) for n in range(20)]
+    assert few == many[2]
+    assert len({sample["input"] for sample in many}) == 20
+    assert maker("qa3", "1k", seed=1).sample(7) != made.sample(7)
+
+
+def test_no_sample_has_more_facts_than_the_benchmark_takes_or_the_user_allows() -> None:
+    assert all(len(facts_in(maker("qa3", "400").sample(n)["input"])) <= 100 // 8 - 1 for n in range(0, 10, 5))
+    made = maker("qa2", "0k", max_facts=6)
+    assert all(len(facts_in(made.sample(n)["input"])) <= 6 for n in range(0, 20, 5))
+
+
+def test_a_size_without_room_for_the_facts_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^sizes must leave room for the facts of question 5 of a qa3 story"):
+        maker("qa3", "340").sample(4)
+    with pytest.raises(UsageError, match=r"^story.max_facts must leave room for the facts .* at most 1 facts"):
+        maker("qa2", "1k", max_facts=1).sample(0)
+    with pytest.raises(UsageError, match=r"^facts_within must leave room for .* got 3 tokens \(size 1k"):
+        maker("qa1", "1k", facts_within=[10, 13]).sample(0)
+    with pytest.raises(UsageError, match=r"^facts_within must hold the start of a background sentence"):
+        maker("qa4", "1k", "words", facts_within=[1, 16]).sample(0)
+
+
+def test_work_grows_with_the_length_and_not_with_its_square() -> None:
+    class Measured:
+        characters = 0
+
+        def __init__(self) -> None:
+            self.tokenizer = byte_level()
+
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            self.characters += sum(map(len, texts))
+            return self.tokenizer(texts, **options)
+
+    tokenizer = Measured()
+    counter = TokenCounter(tokenizer)
+    background = filler_background(3000, counter)
+    work = []
+    for tokens in (10_000, 80_000):
+        tokenizer.characters = 0
+        size, options = Size(str(tokens), tokens), SampleOptions(seed=0)
+        lengths = [
+            len(SampleMaker("qa1", size, options, counter, background).sample(number)["input"]) for number in range(3)
+        ]
+        work.append(tokenizer.characters / sum(lengths))
+    assert max(work) < 2.5
+
+
+def test_filler_never_names_what_stories_are_about_and_is_long_and_varied() -> None:
+    sentences = filler_sentences(5000)
+    text = " ".join(sentences).lower()
+    names = [*STARTS, *GIVERS, *PLACES, *OBJECTS, "north", "south", "east of", "west of"]
+    assert [name for name in names if name.lower() in text] == []
+    assert min(len(sentence.split()) for sentence in sentences) >= 15
+    assert len(set(sentences)) > 4950
+    assert filler_sentences(10) == sentences[:10]
+
+
+def test_generated_background_is_in_another_order_in_every_sample_and_repeats_nothing() -> None:
+    _, background = equipment()
+    walks = [background.walk(random.Random(seed), 5000, 5) for seed in range(5)]
+    assert all(len(set(walk)) == len(walk) for walk in walks)
+    assert len({int(walk[1] - walk[0]) for walk in walks}) == 5
+
+
+def test_prose_of_a_folder_is_used_side_by_side(tmp_path: Path) -> None:
+    counter, _ = equipment("words")
+    for name in ("b", "a"):
+        sentences = [f"{name} {number} one two three four five six seven eight." for number in range(40)]
+        (tmp_path / f"{name}.txt").write_text("Too short. " + "\n".join(sentences) + "\n\nThe end\n", encoding="utf-8")
+    (tmp_path / "no.md").write_text("Not this one.")
+    background = folder_background(str(tmp_path), counter)
+    assert background.sentences[0].startswith("a 0 ")
+    assert background.sentences[-1].startswith("b 39 ")
+    assert background.tokens.tolist() == [10] * 80
+    walk = background.walk(random.Random(0), 200, 0)
+    assert set(np.diff(walk) % 80) == {1}
+    sample = SampleMaker("qa1", Size("400", 400), SampleOptions(seed=0), counter, background).sample(0)
+    assert len(sample["input"].split()) == 100
+
+
+def test_texts_are_split_after_sentences_and_at_empty_lines() -> None:
+    text = 'One\ntwo. "Three?"  Four! Heading\n\nFive 3.5 six。七八。'
+    assert split_sentences(text) == ["One two.", '"Three?"', "Four!", "Heading", "Five 3.5 six。", "七八。"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(number=st.integers(0, 99), tokens=st.integers(1, 40))
+def test_a_cut_sentence_is_a_start_with_exactly_the_tokens(number: int, tokens: int) -> None:
+    counter, background = equipment()
+    sentence = background.sentences[number]
+    if (piece := cut_to(sentence, tokens, counter)) is not None:
+        assert sentence.startswith(piece)
+        assert int(counter.in_context([piece])[0]) == tokens
+    assert cut_to(sentence, int(background.tokens[number]), counter) == sentence
+    assert background.tokens[number] >= MIN_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("label", "tokens"), [("0k", 0), ("1k", 1000), ("32k", 32_000), ("1M", 1_000_000), (4096, 4096)]
+)
+def test_sizes_are_labels_or_numbers(label: object, tokens: int) -> None:
+    size = Size.parse(label)
+    assert size is not None
+    assert (size.tokens, size.target(300)) == (tokens, tokens - 300 if tokens else 0)
+
+
+@pytest.mark.parametrize("label", ["k", "1K", "-1", "1.5k", "32 k", True, None])
+def test_other_sizes_are_none(label: object) -> None:
+    assert Size.parse(label) is None

@@ -1,0 +1,190 @@
+"""Training a model with long-term memory through the trainer: the same on any ranks, and what it leaves behind."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from tests.babilong_data import write_babilong
+from tests.ranks import run_ranks
+from tests.training import metrics, train, train_alone
+from verl_ext.config import compose
+from verl_ext.data import BABILongDataset
+from verl_ext.models.qwen_titans import (
+    QwenTitansConfig,
+    QwenTitansForCausalLM,
+    load_memory_checkpoint,
+    read_memory_checkpoint,
+)
+from verl_ext.trainer.preparation import prepare
+
+MEMORY = {"chunk_size": 32, "sub_chunk": 16, "heads": 2, "head_dim": 8, "layers": [1]}
+TITANS = (
+    *("data=babilong", "model=qwen_titans", "data.max_length=96", "data.max_tokens=${data.max_length}"),
+    "data.answer_reserve_tokens=4",
+    *(f"model.memory.{name}={value}" for name, value in MEMORY.items()),
+    "engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return write_babilong(tmp_path / "data" / "qa1" / "1k.json", 13, 70)
+
+
+@pytest.fixture
+def options(tmp_path, files, tiny_model):
+    return [
+        *TITANS,
+        *(f"data.train_dir={files}", f"data.cache_dir={tmp_path / 'cache'}", f"model.path={tiny_model}"),
+        *("data.train_batch_size=4", "trainer.total_training_steps=3", "data.train_ratio=0.8"),
+    ]
+
+
+def _trained(options):
+    """Parameters of rank 0 after training, whole."""
+    trainer = train(options)
+    return {
+        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+        for name, tensor in trainer.engine.module.named_parameters()
+    }
+
+
+@pytest.fixture
+def two_ranks_and_one(options, tmp_path):
+    """(parameters of a run on 2 ranks, of one on 1 rank); 13 samples leave a rank idle in the last step."""
+    output = [[*options, f"trainer.default_local_dir={tmp_path / name}"] for name in ("two", "one")]
+    return run_ranks(_trained, 2, output[0])[0], run_ranks(_trained, 1, output[1])[0]
+
+
+def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
+    two, one = two_ranks_and_one
+    for name, ours in one.items():
+        torch.testing.assert_close(two[name], ours, rtol=2e-4, atol=2e-6, msg=name)
+    first, second = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    for (step, key), value in second.items():
+        if key not in ("train/tokens_per_second", "train/grad_norm"):
+            assert first[step, key] == pytest.approx(value, rel=1e-4), key
+    assert {"val/qa1_1k_exact_match", "val/qa1_1k_accuracy", "val/qa1_1k_loss"} <= {key for _, key in first}
+    saved = [read_memory_checkpoint(tmp_path / name / "final_memory_checkpoint.pt") for name in ("two", "one")]
+    assert [entry["global_step"] for entry in saved] == [3, 3]
+    for name, ours in saved[1]["memory_state_dict"].items():
+        assert "long_term_memory" in name or "memory_gate" in name
+        torch.testing.assert_close(ours, one[name])
+        torch.testing.assert_close(saved[0]["memory_state_dict"][name], ours, rtol=2e-4, atol=2e-6)
+
+
+def _reference(tiny_model, files, tmp_path):
+    """Loss and gradients of plain transformers over the first step's rows, one by one."""
+    model = _fresh(tiny_model)
+    run_set = BABILongDataset(
+        str(files),
+        AutoTokenizer.from_pretrained(tiny_model),
+        96,
+        answer_reserve_tokens=4,
+        cache_dir=str(tmp_path / "cache"),
+        split="train",
+        train_ratio=0.8,
+    )
+    return model, run_set
+
+
+def _fresh(tiny_model, **memory):
+    torch.manual_seed(1)  # trainer.seed
+    config = QwenTitansConfig.from_base(AutoConfig.from_pretrained(tiny_model), **{**MEMORY, **memory})
+    return QwenTitansForCausalLM.from_pretrained(tiny_model, config=config, dtype=torch.float32)
+
+
+def _first_gradients(options):
+    """(memory parameters at the start, gradients of the first step, the step's packs), on rank 0."""
+    trainer = _build(options)
+    run = trainer.run
+    batch = next(iter(trainer.share.batches(run.train_set, run.plan, 0, 1)))
+    gradients = {}
+
+    def kept() -> float:
+        for name, parameter in trainer.engine.module.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad.full_tensor().clone()
+        return 0.0
+
+    trainer.engine.optimizer_step = kept  # in place of the step, at whose end verl drops the gradients
+    trainer.train_step(batch, logged=False)
+    memory = {name: tensor.clone() for name, tensor in trainer.engine.memory_state_dict().items()}
+    return memory, gradients, run.plan.packs(0).tolist()
+
+
+def _build(options):
+    from tests.training import SMALL
+    from verl_ext.trainer.sft_trainer import SFTTrainer
+
+    return SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *options])))
+
+
+@pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal"])
+def test_gradients_of_a_step_are_plain_transformers(variant, options, tiny_model, files, tmp_path):
+    more = [f"model.memory.variant={variant}", f"trainer.default_local_dir={tmp_path / variant}"]
+    memory, gradients, packs = run_ranks(_first_gradients, 2, [*options, *more])[0]
+    _, rows = _reference(tiny_model, files, tmp_path)
+    model = _fresh(tiny_model, variant=variant)
+    model.load_state_dict(memory, strict=False)
+    chosen = [rows[pack] for pack in packs]
+    targets = sum(int((row["labels"] != -100).sum()) for row in chosen)
+    for row in chosen:
+        output = model(row["input_ids"][None], row["attention_mask"][None], labels=row["labels"][None])
+        (output.loss * (row["labels"] != -100).sum() / targets).backward()
+    reached = {name for name, tensor in model.named_parameters() if tensor.grad is not None and tensor.grad.any()}
+    assert {name for name, grad in gradients.items() if grad.any()} == reached
+    for name in reached:
+        ours, theirs = gradients[name], model.get_parameter(name).grad
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item() + 1e-9, msg=name)
+
+
+def test_the_base_stays_as_it_was_and_the_memory_file_gives_the_same_logits(options, tiny_model, tmp_path):
+    output = tmp_path / "out"
+    more = ["model.train=memory", f"trainer.default_local_dir={output}", "checkpoint.save_contents=[hf_model]"]
+    run_ranks(train_alone, 2, [*options, *more])
+    exported = QwenTitansForCausalLM.from_pretrained(output / "global_step_3" / "huggingface", dtype=torch.float32)
+    fresh = _fresh(tiny_model)
+    assert load_memory_checkpoint(fresh, output / "final_memory_checkpoint.pt") == 3
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(exported.get_parameter(name), tensor), name
+    ids = torch.randint(4, 128, (2, 96))
+    assert torch.equal(fresh(ids).logits, exported(ids).logits)
+    assert not torch.equal(_fresh(tiny_model)(ids).logits, fresh(ids).logits)
+
+
+def test_evaluation_alone_reads_the_last_checkpoint_and_longer_rows(options, tmp_path):
+    output = f"trainer.default_local_dir={tmp_path / 'out'}"
+    run_ranks(train_alone, 1, [*options, output])
+    trained = metrics(tmp_path / "out")
+    longer = write_babilong(tmp_path / "data" / "qa1" / "2k.json", 5, 150, seed=1)
+    report = tmp_path / "out" / "data_report.json"
+    report.write_text("the run's")
+    again = ["trainer.eval_only=true", f"data.val_dir=[{longer}]", "data.max_length=192"]
+    run_ranks(_evaluate, 1, [*options, output, *again])
+    facts = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert facts["global_step"] == 3
+    assert facts["val/answers"] == 5
+    assert math.isfinite(facts["val/qa1_2k_loss"])
+    assert report.read_text() == "the run's"
+    assert metrics(tmp_path / "out") == trained
+
+
+def _evaluate(options):
+    trainer = _build(options)
+    trainer.resume()
+    trainer.evaluate_only()
+
+
+def test_padding_changes_no_answer_and_no_loss(options, files, tmp_path):
+    facts = []
+    for length in (96, 192):
+        folder = tmp_path / f"length_{length}"
+        again = ["trainer.eval_only=true", f"data.val_dir={files}", f"data.max_length={length}"]
+        run_ranks(_evaluate, 1, [*options, f"trainer.default_local_dir={folder}", *again])
+        facts.append(json.loads((folder / "evaluation.json").read_text()))
+    for key in ("val/loss", "val/exact_match", "val/accuracy"):
+        assert facts[0][key] == pytest.approx(facts[1][key], rel=1e-6), key

@@ -1,0 +1,424 @@
+"""A Qwen with a memory: its start, what passes from chunk to chunk, its gradients, its answers, its folders."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from tests.tiny_titans import CHUNK, VOCABULARY, perturb, random_tokens, tiny_base, tiny_config, tiny_titans
+from verl_ext.models.qwen_titans import (
+    VARIANTS,
+    QwenTitansConfig,
+    QwenTitansForCausalLM,
+    answer_greedily,
+    is_memory_parameter,
+)
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def _close(own: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(own, exact, rtol=tolerance, atol=tolerance)
+
+
+def _same_state(own, exact) -> None:
+    for state, other in zip(own, exact, strict=True):
+        for part, expected in zip(state, other, strict=True):
+            _close(part, expected)
+
+
+def _base_folder(folder, name: str = "qwen3", **fields):
+    """A plain Qwen's folder, and its logits chunk by chunk for ``ids``."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_base(name, **fields)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def _by_chunk(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(CHUNK, 1)], 1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@each_variant
+def test_a_new_memory_leaves_the_base_model_run_by_chunk_as_it_is_to_the_last_bit(tmp_path, name, variant, attention):
+    base = _base_folder(tmp_path, name)
+    base.set_attn_implementation(attention)
+    config = tiny_config(tiny_base(name), variant=variant, layers=[0, 2])
+    model = QwenTitansForCausalLM.from_pretrained(tmp_path, config=config, attn_implementation=attention).eval()
+    ids = random_tokens(2, 2 * CHUNK + 5)
+    assert model.model.config._attn_implementation == attention
+    assert torch.equal(model(ids).logits, _by_chunk(base, ids))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plain_qwen_folder_gives_the_base_weights_and_a_seeded_memory(tmp_path, tied):
+    base = _base_folder(tmp_path, tie_word_embeddings=tied)
+    config = tiny_config(tiny_base(tie_word_embeddings=tied))
+    models = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        models.append(QwenTitansForCausalLM.from_pretrained(tmp_path, config=copy.deepcopy(config)))
+    own = models[0].state_dict()
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(own.pop(name), tensor)
+    assert own.keys() == models[0].memory_state_dict().keys()
+    assert all(is_memory_parameter(name) for name in own)
+    assert (models[0].lm_head.weight is models[0].model.embed_tokens.weight) is tied
+    keys = "memory.1.long_term_memory.k_proj.weight"
+    assert torch.equal(own[keys], models[1].state_dict()[keys])
+    assert not torch.equal(own[keys], models[2].state_dict()[keys])
+
+
+def test_a_folder_opens_without_storage_as_verl_does_on_other_ranks(tmp_path):
+    _base_folder(tmp_path)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny_config())
+    whole = QwenTitansForCausalLM.from_pretrained(tmp_path, config=tiny_config())
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
+
+
+def test_memory_layers_stand_in_the_upper_half_unless_named():
+    for layers, expected in ((1, [0]), (2, [1]), (3, [1]), (12, [6, 9]), (28, [14, 17, 21, 24])):
+        config = QwenTitansConfig.from_base(tiny_base(num_hidden_layers=layers, layer_types=None))
+        assert config.memory["layers"] == expected
+
+
+@each_variant
+def test_the_first_chunk_reaches_the_last_through_the_memory(variant):
+    model = tiny_titans(variant=variant)
+    ids = random_tokens(1, 3 * CHUNK)
+    changed = ids.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % VOCABULARY
+    difference = (model(changed).logits - model(ids).logits)[:, 2 * CHUNK :].abs().amax(-1)
+    assert (difference > 1e-6).all()
+
+
+def test_without_a_memory_nothing_reaches_the_next_chunk():
+    model = tiny_titans(layers=[])
+    ids = random_tokens(1, 2 * CHUNK)
+    changed = ids.clone()
+    changed[:, :CHUNK] = random_tokens(1, CHUNK, seed=1)
+    assert torch.equal(model(ids).logits[:, CHUNK:], model(changed).logits[:, CHUNK:])
+
+
+@pytest.mark.parametrize("place", [0, 9, 20])
+@each_variant
+def test_no_token_sees_a_later_one(variant, place):
+    model = tiny_titans(variant=variant, layers=[0, 1, 2])
+    ids = random_tokens(1, 2 * CHUNK)
+    changed = ids.clone()
+    changed[:, place:] = random_tokens(1, 2 * CHUNK - place, seed=1)
+    assert torch.equal(model(ids).logits[:, :place], model(changed).logits[:, :place])
+
+
+@each_variant
+def test_padding_changes_no_logits_and_no_state(variant):
+    model = tiny_titans(variant=variant, layers=[0, 2])
+    lengths, width = (21, CHUNK, 3), 3 * CHUNK
+    ids = random_tokens(len(lengths), width)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    padded = model(ids, mask, return_memory_state=True)
+    for row, length in enumerate(lengths):
+        alone = model(ids[row : row + 1, :length], return_memory_state=True)
+        _close(padded.logits[row, :length], alone.logits[0])
+        own = [[part[row : row + 1] for part in state] for state in padded.memory_state]
+        _same_state(own, alone.memory_state)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@each_variant
+def test_what_leaves_a_memory_is_no_view_of_its_parameters(variant, batch):
+    # FSDP2 frees their storage when the memory's forward ends.
+    memory = tiny_titans(variant=variant).memory["1"]
+    contribution, state = memory(torch.randn(batch, CHUNK, 24), None, None)
+    own = {parameter.untyped_storage().data_ptr() for parameter in memory.parameters()}
+    left = [tensor for tensor in (*contribution, *state) if tensor is not None]
+    assert not own & {tensor.untyped_storage().data_ptr() for tensor in left}
+
+
+@each_variant
+def test_a_state_carried_over_calls_is_one_call(variant):
+    model = tiny_titans(variant=variant)
+    ids = random_tokens(2, 3 * CHUNK + 7)
+    whole = model(ids, return_memory_state=True)
+    first = model(ids[:, : 2 * CHUNK], return_memory_state=True)
+    second = model(ids[:, 2 * CHUNK :], memory_state=first.memory_state, return_memory_state=True)
+    _close(torch.cat([first.logits, second.logits], 1), whole.logits)
+    _same_state(second.memory_state, whole.memory_state)
+    assert second.memory_state.tokens == ids.shape[1]
+    with pytest.raises(ValueError, match=r"multiple of model\.memory\.chunk_size \(16\); got 55 tokens"):
+        model(ids, memory_state=whole.memory_state)
+
+
+def test_ten_chunks_at_many_times_the_trained_size_stay_finite():
+    model = tiny_titans(layers=[0, 1, 2])
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 1e4
+    assert model(random_tokens(1, 10 * CHUNK)).logits.isfinite().all()
+
+
+def test_a_bf16_model_keeps_its_state_in_fp32():
+    model = tiny_titans().bfloat16()
+    output = model(random_tokens(1, 2 * CHUNK), return_memory_state=True)
+    assert output.logits.dtype == torch.bfloat16
+    assert {part.dtype for state in output.memory_state for part in state} == {torch.float32}
+
+
+def test_the_loss_shifts_over_the_whole_sequence():
+    model = tiny_titans()
+    ids = random_tokens(2, 2 * CHUNK + 3)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    output = model(ids, labels=labels)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+    boundary = torch.full_like(labels, -100)
+    boundary[:, CHUNK] = ids[:, CHUNK]
+    expected = F.cross_entropy(output.logits[:, CHUNK - 1], ids[:, CHUNK])
+    torch.testing.assert_close(model(ids, labels=boundary).loss, expected)
+    last_four = model(ids, labels=labels, logits_to_keep=4)
+    expected = F.cross_entropy(output.logits[:, -4:-1].flatten(0, 1), labels[:, -3:].flatten())
+    torch.testing.assert_close(last_four.loss, expected)
+
+
+def test_the_head_sees_the_kept_positions_alone():
+    model = tiny_titans()
+    ids = random_tokens(2, CHUNK + 4)
+    logits = model(ids).logits
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[:-1].numel()))
+    kept = torch.zeros_like(ids, dtype=torch.bool)
+    kept[0, 3] = kept[1, 0] = kept[1, -1] = True
+    _close(model(ids, logits_to_keep=kept).logits, torch.stack([logits[0, 3], logits[1, 0], logits[1, -1]]))
+    _close(model(ids, logits_to_keep=2).logits, logits[:, -2:])
+    _close(model(ids, logits_to_keep=torch.tensor([1, 5])).logits, logits[:, [1, 5]])
+    assert seen == [3, 4, 4]
+
+
+def _gradients(model: torch.nn.Module, ids: torch.Tensor, last: int) -> dict[str, torch.Tensor]:
+    """Of the loss on the ``last`` tokens, by parameter name; 0 where there is none."""
+    labels = ids.clone()
+    labels[:, :-last] = -100
+    model.zero_grad()
+    model(ids, labels=labels).loss.backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+@each_variant
+def test_the_first_chunks_writes_are_trained_by_the_last_chunks_loss(variant):
+    # One write a chunk: what the last chunk reads was written by earlier chunks alone.
+    ids = random_tokens(1, 3 * CHUNK)
+    full, cut = (
+        _gradients(tiny_titans(variant=variant, sub_chunk=CHUNK, bptt_chunks=chunks), ids, CHUNK // 2)
+        for chunks in (None, 1)
+    )
+    for name in ("k_proj.weight", "v_proj.weight", "rates.weight"):
+        assert full[f"memory.1.long_term_memory.{name}"].any()
+        assert not cut[f"memory.1.long_term_memory.{name}"].any()
+    assert cut["memory.1.long_term_memory.q_proj.weight"].any()
+
+
+def test_gradients_reach_back_as_many_chunks_as_asked_for():
+    ids = torch.arange(4).repeat_interleave(CHUNK)[None]  # a token for each chunk, so that its embedding tells
+    reached = {}
+    for chunks in (None, 1, 2, 3, 4, 9):
+        gradients = _gradients(tiny_titans(bptt_chunks=chunks), ids, CHUNK // 2)
+        reached[chunks] = gradients["model.embed_tokens.weight"][:4].any(-1).tolist()
+    assert reached == {
+        None: [True] * 4,
+        1: [False, False, False, True],
+        2: [False, False, True, True],
+        3: [False, True, True, True],
+        4: [True] * 4,
+        9: [True] * 4,
+    }
+
+
+@each_variant
+def test_gradient_checkpointing_changes_no_gradient(variant):
+    ids = random_tokens(2, 2 * CHUNK + 5)
+    model = tiny_titans(variant=variant, layers=[0, 2]).train()
+    plain = _gradients(model, ids, 2 * CHUNK)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls = []
+    model.memory["0"].register_forward_pre_hook(lambda *_: calls.append(1))
+    checkpointed = _gradients(model, ids, 2 * CHUNK)
+    # Each of three chunks forward and again in the backward; mac twice, but for a last write that nothing reads.
+    assert len(calls) == (3 * 2 * 2 - 1 if variant == "mac" else 3 * 2)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_reentrant_checkpointing_is_refused():
+    with pytest.raises(ValueError, match=r"use_reentrant must be False with model\.memory; got True"):
+        tiny_titans().gradient_checkpointing_enable({"use_reentrant": True})
+
+
+@each_variant
+def test_training_the_memory_alone_leaves_the_base_without_gradients(variant):
+    model = tiny_titans(variant=variant, perturbed=False).train()
+    model.gradient_checkpointing_enable()
+    model.freeze_base()
+    ids = random_tokens(2, 2 * CHUNK)
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) <= is_memory_parameter(name)
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+def _recomputed(model, ids: torch.Tensor, length: int, steps: int) -> list[int]:
+    """Greedy tokens of one row, the whole sequence run again for each."""
+    row = ids[:length].tolist()
+    for _ in range(steps):
+        row.append(model(torch.tensor([row]), logits_to_keep=1).logits[0, -1].argmax().item())
+    return row[length:]
+
+
+@each_variant
+def test_answers_are_what_recomputing_each_whole_sequence_gives(variant):
+    model = tiny_titans(variant=variant, layers=[0, 2])
+    lengths = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # answers that cross a boundary, and prompts that end on one
+    ids = random_tokens(len(lengths), 50)
+    mask = torch.arange(50) < torch.tensor(lengths)[:, None]
+    answers = model.answer(ids, mask.long(), max_new_tokens=6)
+    assert answers.tolist() == [_recomputed(model, row, n, 6) for row, n in zip(ids, lengths, strict=True)]
+
+
+def test_a_prompt_is_read_once_and_its_last_chunk_again():
+    model = tiny_titans()
+    read = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: read.append(tuple(inputs[0].shape)))
+    ids = random_tokens(1, 4 * CHUNK + 5)
+    model.answer(ids, torch.ones_like(ids), max_new_tokens=3)
+    assert read == [(1, CHUNK)] * 4 + [(1, 5), (1, 6), (1, 7)]
+
+
+def test_an_answer_ends_with_its_end_token_and_the_rest_is_padding():
+    model = tiny_titans()
+    ids = random_tokens(2, 20)
+    free = model.answer(ids, torch.ones_like(ids), 6)
+    ends = {free[0, 1].item(), free[1, 3].item()}
+    answers = model.answer(ids, torch.ones_like(ids), 6, eos_token_ids=ends, pad_token_id=7)
+    for row, answer in zip(free.tolist(), answers.tolist(), strict=True):
+        stop = min(place for place, token in enumerate(row) if token in ends) + 1
+        assert answer == row[:stop] + [7] * (len(answer) - stop)
+    assert answers.shape[1] < 6
+
+
+def test_ranks_that_agree_run_the_longest_ones_chunks_and_answer_alike():
+    model = tiny_titans()
+    ids = random_tokens(1, 40)
+    alone = model.answer(ids, torch.ones_like(ids), 3)
+    calls = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape[1]))
+
+    def agree(values: torch.Tensor) -> torch.Tensor:  # as if another rank had 4 whole chunks and a tail of 15 tokens
+        return values.maximum(torch.tensor([4, 15])) if len(values) == 2 else values
+
+    assert torch.equal(answer_greedily(model, ids, torch.ones_like(ids), 3, agree=agree), alone)
+    assert calls == [CHUNK] * 4 + [15] + [16] + [16, 1]
+
+
+def test_an_answer_goes_on_while_another_rank_is_not_done():
+    model = tiny_titans()
+    ids = random_tokens(1, 20)
+    first = model.answer(ids, torch.ones_like(ids), 1).item()
+    options = {"max_new_tokens": 3, "eos_token_ids": [first], "pad_token_id": 5}
+    stopped = model.answer(ids, torch.ones_like(ids), **options)
+    waiting = model.answer(ids, torch.ones_like(ids), **options, agree=lambda values: values.clamp(min=1))
+    assert stopped.tolist() == [[first]]
+    assert waiting.tolist() == [[first, 5, 5]]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}])
+def test_transformers_generate_gives_the_same_tokens(options):
+    model = tiny_titans()
+    ids = random_tokens(2, 2 * CHUNK - 2)
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, **options)
+    assert torch.equal(generated[:, ids.shape[1] :], model.answer(ids, torch.ones_like(ids), 5))
+
+
+@pytest.mark.parametrize("row", [[0, 1, 1], [1, 0, 1], [0, 0, 0]])
+def test_padding_before_a_token_is_refused_where_a_model_generates(row):
+    model = tiny_titans()
+    ids, mask = random_tokens(2, 3), torch.tensor([[1, 1, 1], row])
+    with pytest.raises(ValueError, match="attention_mask must be tokens first"):
+        model.answer(ids, mask, 2)
+    with pytest.raises(ValueError, match="attention_mask must be tokens first"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@each_variant
+def test_a_saved_folder_opens_with_the_same_logits(tmp_path, variant, name, tied):
+    torch.manual_seed(0)
+    config = tiny_config(tiny_base(name, tie_word_embeddings=tied), variant=variant)
+    model = perturb(QwenTitansForCausalLM(config)).eval()
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert isinstance(opened, QwenTitansForCausalLM)
+    assert opened.config.memory_settings == config.memory_settings
+    assert type(opened.config.base_config) is type(config.base_config)
+    ids = random_tokens(1, CHUNK + 3)
+    assert torch.equal(opened(ids).logits, model(ids).logits)
+
+
+def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
+    base = tiny_base(pad_token_id=3, eos_token_id=[1, 2], tie_word_embeddings=True)
+    config = tiny_config(base, bptt_chunks=2)
+    config.save_pretrained(tmp_path)
+    for own in (config, AutoConfig.from_pretrained(tmp_path)):
+        assert own.architectures == ["QwenTitansForCausalLM"]
+        assert (own.vocab_size, own.hidden_size, own.num_hidden_layers, own.head_dim) == (VOCABULARY, 24, 3, 8)
+        assert (own.pad_token_id, own.eos_token_id, own.tie_word_embeddings) == (3, [1, 2], True)
+        assert own.get_text_config().vocab_size == VOCABULARY
+        assert (own.chunk_size, own.memory["bptt_chunks"]) == (CHUNK, 2)
+    config.eos_token_id = 4
+    assert base.eos_token_id == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk_size": 20}, r"chunk_size must be a multiple of model\.memory\.sub_chunk \(8\); got 20"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1; got 0"),
+        ({"sub_chunk": "8"}, "sub_chunk must be a whole number of at least 1; got '8'"),
+        ({"heads": 0}, "heads must be a whole number of at least 1; got 0"),
+        ({"head_dim": 1.5}, r"head_dim must be a whole number of at least 1; got 1\.5"),
+        ({"expansion": True}, "expansion must be a whole number of at least 1; got True"),
+        ({"persistent_tokens": -1}, "persistent_tokens must be a whole number of at least 0; got -1"),
+        ({"bptt_chunks": 0}, "bptt_chunks must be a whole number of at least 1; got 0"),
+        ({"variant": "lmm"}, "variant must be one of residual, mac, mag, mal; got lmm"),
+        ({"max_surprise": 0}, "max_surprise must be finite and above 0; got 0"),
+        ({"max_surprise": "1"}, "max_surprise must be a number; got '1'"),
+        ({"layers": [3]}, r"layers must lie in 0\.\.2 for a base model of 3 layers; got \[3\]"),
+        ({"layers": [1, 1]}, r"layers must name each layer once; got \[1, 1\]"),
+        ({"layers": "1"}, "layers must be a list of layer indices or null; got '1'"),
+        ({"chunks": 3}, "has the keys chunk_size, layers, .*; got chunks"),
+    ],
+)
+def test_a_wrong_setting_is_answered_with_its_key(fields, message):
+    with pytest.raises(ValueError, match=rf"^model\.memory\.?\s?{message}$"):
+        tiny_config(**fields)
+
+
+def test_a_base_that_is_no_qwen_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^model\.path must hold a qwen2 or qwen3 model for model\.memory; got llama$"
+    ):
+        QwenTitansConfig.from_base(LlamaConfig())
+
+
+@pytest.mark.parametrize(("variant", "seen"), [("residual", 16), ("mac", 34)])
+def test_a_sliding_window_must_cover_what_a_layer_is_given(variant, seen):
+    window = {"use_sliding_window": True, "max_window_layers": 1}
+    tiny_config(tiny_base(**window, sliding_window=seen), variant=variant)
+    with pytest.raises(ValueError, match=rf"chunk_size needs {seen} tokens seen by layer 1, .* is {seen - 1}; got 16"):
+        tiny_config(tiny_base(**window, sliding_window=seen - 1), variant=variant)

@@ -1,0 +1,132 @@
+"""What a run with long-term memory is refused for, in one line each, and how its options are read."""
+
+import json
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig
+
+from tests.babilong_data import write_babilong
+from verl_ext.config import compose, compose_run
+from verl_ext.config.checks import check_run
+from verl_ext.config.resolution import resolve_logging, splits_validation
+from verl_ext.config.schema import recipe_choice
+from verl_ext.config.titans_model import titans_config
+from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM, save_memory_checkpoint
+
+MEMORY = ("model.memory.chunk_size=32", "model.memory.sub_chunk=16", "model.memory.heads=2", "model.memory.head_dim=8")
+
+
+@pytest.fixture
+def checked(tmp_path, tiny_model):
+    """check_run over a sound run, changed by overrides."""
+    files = write_babilong(tmp_path / "qa1" / "1k.json", 3, 20)
+
+    def check(*overrides):
+        sound = ["data=babilong", "model=qwen_titans", *MEMORY, "data.max_length=64", "data.train_batch_size=2"]
+        where = [f"data.train_dir={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}"]
+        return check_run(compose([*sound, *where, "parallel=cpu", *overrides]), 1)
+
+    return check
+
+
+def test_the_config_that_is_returned_has_the_memory(checked):
+    config = checked("model.memory.layers=[0]")
+    assert isinstance(config, QwenTitansConfig)
+    assert (config.chunk_size, list(config.memory_settings.layers)) == (32, [0])
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.max_length=65", "must be a multiple of model.memory.chunk_size=32; got 65 (nearest above: 96)"),
+        (
+            "engine.ulysses_sequence_parallel_size=2",
+            "engine.ulysses_sequence_parallel_size must be 1 with model=qwen_titans",
+        ),
+        ("model.lora_rank=4", "model.lora_rank must be 0 with model=qwen_titans"),
+        ("model.train=memry", "model.train must be one of all, memory; got memry (nearest: memory)"),
+        ("model.memory.heads=two", "model.memory.heads must be a whole number; got two"),
+        ("model.memory.variant=mix", "model.memory.variant must be one of residual, mac, mag, mal; got mix"),
+        ("model.memory.layers=[7]", "model.memory.layers must lie in 0..1 for a base model of 2 layers; got [7]"),
+        ("attention.backend=varlen", "attention.backend must be one of auto, sdpa, flash_attn; got varlen"),
+        ("data.pad_mode=no_padding", "data.pad_mode must be right with model=qwen_titans"),
+        ("data.strategy=best_fit", "data.strategy must be none with model=qwen_titans"),
+        ("engine.strategy=fsdp", "engine.strategy must be fsdp2 with model=qwen_titans"),
+        ("trainer.answer_tokens=-1", "trainer.answer_tokens must be at least 0; got -1"),
+        ("trainer.log_every_batches=0", "trainer.log_every_batches must be at least 1; got 0"),
+    ],
+)
+def test_a_mistake_is_one_line(checked, override, told):
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        checked(override)
+    assert any(told in line for line in str(raised.value).splitlines()), raised.value
+
+
+def test_a_base_that_is_no_qwen_is_refused(checked, tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"model\.path must hold a qwen2 or qwen3 model for model.memory; got llama"):
+        checked(f"model.path={folder}")
+
+
+def test_a_memory_of_another_shape_or_no_memory_at_all_is_refused(checked, tiny_model, tmp_path):
+    other = titans_config(AutoConfig.from_pretrained(tiny_model), {"heads": 1, "head_dim": 8, "chunk_size": 64})
+    with torch.device("meta"):
+        names = QwenTitansForCausalLM(other).memory_state_dict()
+    path = tmp_path / "final_memory_checkpoint.pt"
+    save_memory_checkpoint(path, {name: torch.zeros(tensor.shape) for name, tensor in names.items()}, 3)
+    with pytest.raises(ValueError, match=r"model.memory_checkpoint: .*of shape \[1, .*the model \[2, "):
+        checked(f"model.memory_checkpoint={path}")
+    with pytest.raises(ValueError, match=r"model\.memory_checkpoint: a memory checkpoint must be a file; got"):
+        checked(f"model.memory_checkpoint={path}.gone")
+
+
+def test_its_options_are_refused_on_another_model(tmp_path, tiny_model):
+    config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "model.train=memory"])
+    with pytest.raises(ValueError, match=r"model\.train is an option of model=qwen_titans; got memory without it"):
+        check_run(config, 1)
+
+
+def test_an_exported_folder_keeps_its_memory_but_for_what_is_given(tiny_model):
+    exported = titans_config(AutoConfig.from_pretrained(tiny_model), {"chunk_size": 64, "heads": 2, "variant": None})
+    read = titans_config(exported, {"chunk_size": 128, "heads": None})
+    assert (read.chunk_size, read.memory_settings.heads) == (128, 2)
+
+
+def test_batches_between_logs_become_steps():
+    config = compose(["trainer.log_every_batches=80", "data.train_batch_size=64"])
+    notices = resolve_logging(config, 8)
+    assert config.trainer.log_freq == 10  # ceil(80 / accumulation over 8)
+    assert "trainer.log_every_batches=80 is read as trainer.log_freq=10" in notices[0]
+    config.trainer.log_every_batches = 81
+    resolve_logging(config, 8)
+    assert config.trainer.log_freq == 11
+
+
+def test_a_part_of_the_training_files_is_for_validation_unless_there_are_others():
+    assert splits_validation(compose(["data=babilong"]))
+    assert not splits_validation(compose(["data=babilong", "data.val_dir=folder"]))
+    assert not splits_validation(compose(["data=babilong", "data.train_ratio=1"]))
+    assert not splits_validation(compose([]))
+
+
+def test_a_length_is_no_forgotten_option_where_rows_have_one():
+    for chosen in ("data=babilong", "recipe=babilong_qa1_32k", "recipe=babilong_qa1_32k/debug"):
+        config, notices = compose_run([chosen, "data.max_length=64"])
+        assert config.data.max_tokens == 64
+        assert notices == []
+    assert "data.max_length has no effect on packs" in compose_run(["data.max_length=64"])[1][0]
+    assert recipe_choice("babilong_qa1_32k/debug", "model") == "qwen_titans"
+    assert recipe_choice("quickstart", "data") is None
+
+
+def test_evaluation_alone_needs_something_to_measure_and_no_permission_to_delete(checked):
+    with pytest.raises(ValueError, match=r"trainer\.overwrite must be false with trainer.eval_only=true"):
+        checked("trainer.eval_only=true", "trainer.overwrite=true")
+    with pytest.raises(ValueError, match=r"data\.val_dir is required with trainer.eval_only=true; got null"):
+        checked("trainer.eval_only=true", "data.train_ratio=1")
+    config = compose(["trainer.eval_only=true", "data.val_dir=somewhere"])
+    assert OmegaConf.select(config, "data.train_dir") == "somewhere"

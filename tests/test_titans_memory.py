@@ -1,0 +1,331 @@
+"""The memory's maths: gradients in closed form, the recurrence of a sub-chunk, what reads and what writes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from verl_ext.models.qwen_titans.long_term_memory import LongTermMemory, limited, recall, surprise, write
+from verl_ext.models.qwen_titans.memory_settings import MemorySettings
+from verl_ext.models.qwen_titans.memory_state import MemoryState
+from verl_ext.models.qwen_titans.write_coefficients import WriteCoefficients, WriteRates, write_coefficients
+
+HIDDEN = 12
+SETTINGS = MemorySettings(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4)
+
+
+def _memory(seed: int = 0, dtype: torch.dtype = torch.float64, **fields) -> LongTermMemory:
+    """A memory whose parameters are all away from their start."""
+    torch.manual_seed(seed)
+    memory = LongTermMemory(HIDDEN, MemorySettings(**{**vars(SETTINGS), **fields})).to(dtype)
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter += 0.5 * torch.randn_like(parameter)
+    return memory
+
+
+def _hidden(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _random_state(generator: torch.Generator, heads: int = 2, size: int = 3, hidden: int = 6) -> MemoryState:
+    def normal(*shape):
+        return torch.randn(1, heads, *shape, dtype=torch.float64, generator=generator)
+
+    return MemoryState(normal(size, hidden), normal(hidden, size), normal(size, hidden), normal(hidden, size))
+
+
+def _token_gradients(k, v, w1, w2) -> tuple[torch.Tensor, torch.Tensor]:
+    """By autograd, ``[s, ...]``: the gradient of ‖M(k_t) - v_t‖² for each token t of ``k, v [1, H, s, dk]``."""
+    gradients = []
+    for t in range(k.shape[2]):
+        leaves = [w.detach().clone().requires_grad_() for w in (w1, w2)]
+        error = recall(k[:, :, t : t + 1], *leaves) - v[:, :, t : t + 1]
+        gradients.append(torch.autograd.grad(error.square().sum(), leaves))
+    return tuple(torch.stack(parts) for parts in zip(*gradients, strict=True))
+
+
+def _outer(k, gradient) -> tuple[torch.Tensor, torch.Tensor]:
+    """The closed form's gradients as ``[s, 1, H, ...]``."""
+    u1 = k.unsqueeze(-1) * gradient.da.unsqueeze(-2)
+    u2 = gradient.z.unsqueeze(-1) * gradient.dp.unsqueeze(-2)
+    return u1.permute(2, 0, 1, 3, 4), u2.permute(2, 0, 1, 3, 4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_inner_gradients_are_those_of_autograd(seed):
+    generator = torch.Generator().manual_seed(seed)
+    state = _random_state(generator)
+    k, v = (torch.randn(1, 2, 5, 3, dtype=torch.float64, generator=generator) for _ in range(2))
+    closed = _outer(k, surprise(k, v, state.w1, state.w2))
+    for own, exact in zip(closed, _token_gradients(k, v, state.w1, state.w2), strict=True):
+        torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_surprise_is_scaled_down_to_its_largest_norm_and_never_turned():
+    generator = torch.Generator().manual_seed(0)
+    state = _random_state(generator)
+    k, v = (0.3 * torch.randn(1, 2, 50, 3, dtype=torch.float64, generator=generator) for _ in range(2))
+    free, clamped = (
+        torch.cat([part.flatten(3) for part in _outer(k, surprise(k, v, state.w1, state.w2, limit))], -1)
+        for limit in (1e9, 2.0)
+    )
+    norm = free.norm(dim=-1, keepdim=True)
+    assert (norm < 2).any()
+    assert (norm > 2).any()
+    torch.testing.assert_close(clamped, free * (2 / norm).clamp(max=1), rtol=1e-12, atol=1e-12)
+
+
+def _by_token(state: MemoryState, k, v, theta, eta, alpha, written, max_surprise=1e9) -> MemoryState:
+    """The recurrence S_t = η S - θ u_t, W_t = (1 - α) W + S_t, a token at a time, all u_t at ``state``'s weights."""
+    u1, u2 = _outer(k, surprise(k, v, state.w1, state.w2, max_surprise))
+    w1, w2, s1, s2 = state
+    for t in range(k.shape[2]):
+        keep, rate, momentum = ((x[:, :, t, None, None]) for x in (1 - alpha, theta, eta))
+        if written[t]:
+            s1, s2 = momentum * s1 - rate * u1[t], momentum * s2 - rate * u2[t]
+            w1, w2 = keep * w1 + s1, keep * w2 + s2
+    return MemoryState(w1, w2, s1, s2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    written=st.lists(st.booleans(), min_size=1, max_size=9),
+    scale=st.sampled_from([0.1, 3.0, 100.0]),
+)
+def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, scale):
+    generator = torch.Generator().manual_seed(seed)
+    state, length = _random_state(generator), len(written)
+    k, v = (torch.randn(1, 2, length, 3, dtype=torch.float64, generator=generator) for _ in range(2))
+    raw = scale * torch.randn(3, 1, 2, length, dtype=torch.float64, generator=generator)
+    rates = WriteRates(raw[0].sigmoid(), F.logsigmoid(raw[1]), F.logsigmoid(-raw[2]))
+    by = write_coefficients(rates, torch.tensor(written))
+    at_once = write(state, k, surprise(k, v, state.w1, state.w2), by)
+    naive = _by_token(state, k, v, *raw.sigmoid(), written)
+    for own, exact in zip(at_once, naive, strict=True):
+        torch.testing.assert_close(own, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
+    raw = torch.tensor([5.0, -1e4, 5.0, 5.0])  # the second token's η is 0
+    rates = WriteRates(torch.ones(4), F.logsigmoid(raw), torch.zeros(4))
+    by = write_coefficients(rates, torch.tensor(True))
+    exact = write_coefficients(WriteRates(*(rate.double() for rate in rates)), torch.tensor(True))
+    torch.testing.assert_close(by.m, exact.m.float(), rtol=1e-6, atol=0)
+    assert by.e == 0
+
+
+def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
+    """``[1, H, 1]``: what holds the tokens' common change of their errors to 1."""
+    z = 2 * F.silu(k @ state.w1)
+    c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(True)).c
+    sums = [
+        [2 * (z[:, :, j] * z[:, :, t]).sum(-1).abs() * c[:, :, j] for j in range(len(c[0, 0]))]
+        for t in range(len(c[0, 0]))
+    ]
+    return 1 / torch.stack([sum(row) for row in sums], -1).amax(-1, keepdim=True).clamp(min=1)
+
+
+def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.Tensor, MemoryState]:
+    """One row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
+    x = F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6)
+    heads, size = memory.settings.heads, memory.settings.sub_chunk
+    q, k, v = (
+        layer(x).view(1, -1, heads, 3).transpose(1, 2) for layer in (memory.q_proj, memory.k_proj, memory.v_proj)
+    )
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    theta, eta, alpha = memory.rates(x).sigmoid().view(-1, 3, heads).permute(1, 2, 0).unsqueeze(1)
+    w1, w2 = memory.initial_w1[None], memory.initial_w2[None]
+    state = MemoryState(w1, w2, torch.zeros_like(w1), torch.zeros_like(w2))
+    recalled = []
+    for start in range(0, hidden.shape[1], size):
+        part = slice(start, start + size)
+        own = [values[:, :, part] for values in (k, v, theta, eta, alpha)]
+        recalled.append(recall(q[:, :, part], state.w1, state.w2))
+        own[2] = own[2] * _limit(own[0], state, *own[2:])
+        state = _by_token(state, *own, [True] * own[0].shape[2], memory.settings.max_surprise)
+    merged = torch.cat(recalled, 2)
+    merged = merged / (merged.square().mean(-1, keepdim=True) + 1 / 3).sqrt()
+    return memory.out_proj(merged.transpose(1, 2).flatten(2)), state
+
+
+@pytest.mark.parametrize("length", [1, 4, 11, 16])
+def test_the_memory_is_what_plain_loops_give_at_any_length(length):
+    memory, hidden = _memory(max_surprise=1.0), _hidden(1, length)
+    output, state = memory(hidden, None, None)
+    naive_output, naive_state = _naive_forward(memory, hidden)
+    torch.testing.assert_close(output, naive_output, rtol=1e-10, atol=1e-10)
+    for own, exact in zip(state, naive_state, strict=True):
+        torch.testing.assert_close(own, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("cuts", [(4,), (8, 4), (4, 4, 4)])
+def test_streamed_is_one_pass(cuts):
+    memory, hidden = _memory(), _hidden(2, 15)
+    whole, end = memory(hidden, None, None)
+    parts, state = [], None
+    for part in hidden.split([*cuts, 15 - sum(cuts)], 1):
+        output, state = memory(part, state, None)
+        parts.append(output)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+    for own, exact in zip(state, end, strict=True):
+        torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(real=st.integers(0, 12), padding=st.integers(0, 9))
+def test_padding_never_writes(real, padding):
+    memory, hidden = _memory(), _hidden(1, real + padding + 1)[:, : real + padding]
+    if not real + padding:
+        return
+    written = (torch.arange(real + padding) < real)[None]
+    output, padded = memory(hidden, None, written)
+    if real:
+        alone_output, alone = memory(hidden[:, :real], None, None)
+        torch.testing.assert_close(output[:, :real], alone_output, rtol=1e-12, atol=1e-12)
+    else:
+        alone = memory._initial_state(1)
+    for own, exact in zip(padded, alone, strict=True):
+        torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_each_sample_has_a_memory_of_its_own():
+    memory, hidden = _memory(), _hidden(2, 13)
+    output, state = memory(hidden, None, None)
+    for row in range(2):
+        alone, own = memory(hidden[row : row + 1], None, None)
+        torch.testing.assert_close(output[row : row + 1], alone, rtol=1e-12, atol=1e-12)
+        for part, exact in zip(state, own, strict=True):
+            torch.testing.assert_close(part[row : row + 1], exact, rtol=1e-12, atol=1e-12)
+
+
+def test_a_token_is_read_by_later_sub_chunks_alone():
+    memory, hidden = _memory(), _hidden(1, 12)
+    changed = hidden.clone()
+    changed[:, 5] += 1
+    moved = (memory(changed, None, None)[0] != memory(hidden, None, None)[0]).any(-1)[0]
+    assert moved.tolist() == [False] * 5 + [True] + [False] * 2 + [True] * 4
+
+
+def _with_rates(memory: LongTermMemory, theta: float, eta: float, alpha: float) -> LongTermMemory:
+    """The same rates (as logits) for every token."""
+    with torch.no_grad():
+        memory.rates.weight.zero_()
+        memory.rates.bias.copy_(torch.tensor([theta, eta, alpha]).repeat_interleave(2))
+    return memory
+
+
+def test_forgetting_all_and_writing_nothing_clears_the_memory():
+    memory = _memory()
+    filled = memory(_hidden(1, 8), None, None)[1]
+    output, state = _with_rates(memory, theta=-1e4, eta=-1e4, alpha=1e4)(_hidden(1, 8), filled, None)
+    assert all(not part.any() for part in state)
+    assert output[:, :4].any()
+    assert not output[:, 4:].any()
+
+
+def test_what_is_written_once_is_recalled_by_its_key():
+    torch.manual_seed(0)
+    memory = LongTermMemory(HIDDEN, MemorySettings(**{**vars(SETTINGS), "expansion": 200})).double()
+    _with_rates(memory, theta=0.0, eta=-1e4, alpha=-1e4)  # θ = ½
+    hidden = _hidden(1, 1)
+    state = memory(hidden, None, None)[1]
+    x = memory.norm(hidden)
+    k, v = (layer(x).view(1, 1, 2, 3).transpose(1, 2) for layer in (memory.k_proj, memory.v_proj))
+    torch.testing.assert_close(recall(F.normalize(k, dim=-1), state.w1, state.w2), v, rtol=0.3, atol=0)
+
+
+def test_a_new_memory_recalls_nothing_and_adds_nothing():
+    memory = LongTermMemory(HIDDEN, SETTINGS)
+    hidden = _hidden(1, 12).float()
+    state = memory(hidden, None, None)[1]
+    q = F.normalize(torch.randn(1, 2, 4, 3), dim=-1)
+    assert not recall(q, memory.initial_w1[None], memory.initial_w2[None]).any()
+    assert recall(q, state.w1, state.w2).any()
+    assert not memory(hidden, state, None)[0].any()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_reading_alone_and_writing_alone_are_the_two_halves(read):
+    memory, hidden = _memory(sub_chunk=8, chunk_size=16), _hidden(1, 8)
+    start = memory(_hidden(1, 8, seed=1), None, None)[1]
+    output, end = memory(hidden, start, None)
+    half, state = memory(hidden, start, None, read=read, write=not read)
+    if read:
+        torch.testing.assert_close(half, output)
+        assert state is start
+    else:
+        assert half is None
+        assert all(torch.equal(*pair) for pair in zip(state, end, strict=True))
+
+
+def test_gradients_of_every_parameter_are_right_by_finite_differences():
+    memory, hidden = _memory(sub_chunk=2, chunk_size=16, max_surprise=2.0), _hidden(1, 5)
+    names = [name for name, _ in memory.named_parameters()]
+
+    def call(hidden, *parameters):
+        output, state = torch.func.functional_call(
+            memory, dict(zip(names, parameters, strict=True)), (hidden, None, None)
+        )
+        return output, *state
+
+    inputs = [hidden.requires_grad_(), *(p.detach().clone().requires_grad_() for p in memory.parameters())]
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e18])
+def test_sixteen_thousand_random_tokens_stay_finite(scale):
+    memory = _memory(dtype=torch.float32, sub_chunk=64, chunk_size=64)
+    with torch.no_grad():
+        memory.v_proj.weight *= 1e3
+        memory.rates.weight *= 10
+    hidden = scale * _hidden(1, 16384).float()
+    with torch.no_grad():
+        output, state = memory(hidden, None, None)
+    assert all(part.isfinite().all() for part in (output, *state))
+
+
+@pytest.mark.parametrize("alike", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("theta", [-3.0, 3.0])
+def test_gradients_over_many_sub_chunks_do_not_explode_also_where_keys_are_alike(alike, theta):
+    torch.manual_seed(0)
+    memory = LongTermMemory(32, MemorySettings(chunk_size=4096, heads=2, head_dim=8, sub_chunk=32))
+    torch.nn.init.normal_(memory.out_proj.weight)
+    with torch.no_grad():
+        memory.rates.bias[:2] = theta
+    hidden = (1e4 * (torch.randn(1, 4096, 32) + alike * torch.randn(32))).requires_grad_()
+    memory(hidden, None, None)[0][:, -32:].mean().backward()
+    assert hidden.grad.isfinite().all()
+    assert all(parameter.grad.norm() < 100 for parameter in memory.parameters())
+
+
+def test_a_sub_chunk_of_one_key_is_written_without_overshoot():
+    z = torch.ones(1, 1, 5, 4, dtype=torch.float64) / 2
+    c = torch.full((1, 1, 5), 0.9, dtype=torch.float64)
+    by = WriteCoefficients(*[torch.ones(1, 1)] * 3, c, c)
+    torch.testing.assert_close(limited(by, z).c, torch.full_like(c, 0.1))  # 2 · 5 · 0.1 · |z|² = 1
+    few = by._replace(c=c / 100)
+    assert torch.equal(limited(few, z).c, few.c)
+
+
+def test_hidden_states_of_zeros_have_finite_gradients():
+    memory = _memory(dtype=torch.float32)
+    hidden = torch.zeros(1, 12, HIDDEN, requires_grad=True)
+    memory(hidden, None, None)[0].sum().backward()
+    assert hidden.grad.isfinite().all()
+
+
+def test_a_bf16_memory_computes_and_keeps_its_state_in_fp32_also_under_autocast():
+    memory, hidden = _memory(dtype=torch.bfloat16), _hidden(1, 12).bfloat16()
+    output, state = memory(hidden, None, None)
+    assert output.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast, same = memory(hidden, None, None)
+    assert torch.equal(output, under_autocast)
+    for part, again in zip(state, same, strict=True):
+        assert part.dtype == torch.float32
+        assert torch.equal(part, again)
+    exact = _memory(dtype=torch.bfloat16).float()(hidden.float(), None, None)[0]
+    torch.testing.assert_close(output.float(), exact, rtol=0.1, atol=0.1)

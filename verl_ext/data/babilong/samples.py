@@ -1,0 +1,179 @@
+"""One sample: a story's facts inside background of an exact number of tokens.
+
+How exactness is reached. A text's tokens are not the sum of its parts' tokens: a tokenizer may merge across a join, add
+special tokens, or treat the first word of a text differently. The parts' counts, taken inside a running text, only plan
+the sample: whole background sentences, and a last one that is cut to fill what is left. Then the final text is
+tokenised, and the difference to the target changes the plan, until tokenizer(input) has exactly the target's number of
+tokens. Where that fails, other background is tried, and in the end the run ends with an error; no text of another
+length is returned.
+For tokenizers that split at spaces the first plan is right, and a sample costs one pass over its text.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from verl_ext.data.babilong.background import Background
+from verl_ext.data.babilong.cutting import cut_to
+from verl_ext.data.babilong.placement import FactRange, fact_gaps, interleave
+from verl_ext.data.babilong.sizes import Size
+from verl_ext.data.babilong.stories import Story, questions_of, tell_story
+from verl_ext.data.babilong.tokens import TokenCounter
+from verl_ext.tokenize.errors import UsageError
+
+STORIES_TRIED = 1000  # for one whose facts fit
+WALKS_TRIED = 4  # stretches of background for one sample
+PLANS_TRIED = 8  # corrections for one stretch
+SPARE_SENTENCES = 20  # candidates for the sentence that is cut
+TOKENS_PER_FACT = 8  # the benchmark takes no story with more than a fact (or question) for every 8 tokens
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What a sample depends on beside its task, size and number."""
+
+    seed: int
+    reserve_tokens: int = 300
+    facts_within: Any = None
+    questions: int = 5
+    facts_per_question: int | None = None
+    max_facts: int | None = None
+
+
+class SampleMaker:
+    """Samples of one task and size. Sample i is a function of the options, the task, the size and i."""
+
+    def __init__(
+        self, task: str, size: Size, options: SampleOptions, counter: TokenCounter, background: Background | None
+    ) -> None:
+        self.task = task
+        self.size = size
+        self.options = options
+        self.counter = counter
+        self.background = background
+        self.target = size.target(options.reserve_tokens)
+        self.fact_range = FactRange.of(options.facts_within, self.target)
+        self.max_facts = options.max_facts
+        if self.max_facts is None and self.target:
+            self.max_facts = self.target // TOKENS_PER_FACT - 1
+        self._told = lru_cache(maxsize=4)(self._tell)  # the questions of a story are neighbours
+
+    def sample(self, number: int) -> dict[str, str]:
+        """{input, question, target}: question number % questions of story number // questions, and the facts before it.
+
+        Raises `UsageError` where no story fits or no text of exactly the size's tokens is found.
+        """
+        facts, question, answer = self._story(number)
+        text = self._mixed(facts, number) if self.target else " ".join(facts)
+        return {"input": text, "question": question, "target": answer}
+
+    def _tell(self, story: int, attempt: int) -> Story:
+        rng = self._rng("story", story, attempt)
+        return tell_story(self.task, rng, self.options.questions, self.options.facts_per_question)
+
+    def _rng(self, *key: object) -> random.Random:
+        return random.Random("/".join(map(str, (self.options.seed, self.task, self.size.label, *key))))
+
+    def _story(self, number: int) -> tuple[list[str], str, str]:
+        """The facts, question and answer of a sample: of the first story told whose facts fit."""
+        story_number, question_number = divmod(number, questions_of(self.task, self.options.questions))
+        fewest: int | None = None
+        for attempt in range(STORIES_TRIED):
+            story = self._told(story_number, attempt)
+            question = story.questions[question_number]
+            facts = story.facts[: question.num_facts]
+            if self.max_facts is not None and len(facts) > self.max_facts:
+                continue
+            if not self.target:
+                return facts, question.text, question.answer
+            tokens = int(self.counter.in_context(facts).sum()) + self.counter.overhead
+            if tokens <= min(self.fact_range.end - self.fact_range.first, self.target):
+                return facts, question.text, question.answer
+            fewest = min(tokens, fewest or tokens)
+        raise UsageError(self._no_story_fits(question_number, fewest))
+
+    def _no_story_fits(self, question_number: int, fewest: int | None) -> str:
+        what = f"the facts of question {question_number + 1} of a {self.task} story"
+        if fewest is None:
+            key = "sizes" if self.options.max_facts is None else "story.max_facts"
+            return (
+                f"{key} must leave room for {what}: of {STORIES_TRIED} stories none has at most {self.max_facts} facts"
+                f" (size {self.size.label}, reserve_tokens {self.options.reserve_tokens})"
+            )
+        room = min(self.fact_range.end - self.fact_range.first, self.target)
+        key = "sizes" if self.fact_range.is_all else "facts_within"
+        return (
+            f"{key} must leave room for {what}, which need {fewest} tokens or more; got {max(room, 0)} tokens"
+            f" (size {self.size.label}, reserve_tokens {self.options.reserve_tokens})"
+        )
+
+    def _mixed(self, facts: list[str], number: int) -> str:
+        assert self.background is not None
+        rng = self._rng("background", number)
+        draws = [rng.random() for _ in facts]
+        has_room = False
+        for _ in range(WALKS_TRIED):
+            walk = self.background.walk(rng, self.target, SPARE_SENTENCES)
+            for text in self._texts(walk, facts, draws):
+                if text is not None:
+                    return text
+                has_room = True
+        raise UsageError(self._no_text_found(has_room, number))
+
+    def _texts(self, walk: np.ndarray, facts: list[str], draws: list[float]) -> Iterator[str | None]:
+        """Texts from one stretch of background: None for one of another length, whose excess corrects the next.
+
+        Yields nothing where no fact may lie.
+        """
+        fact_tokens = int(self.counter.in_context(facts).sum())
+        opening = self.counter.overhead
+        budget = self.target - opening - fact_tokens
+        for _ in range(PLANS_TRIED):
+            sentences, before = self._filled(walk, budget)
+            gaps = self.fact_range.gaps(before + self.counter.overhead, fact_tokens)
+            if not len(gaps):
+                return
+            parts = interleave(facts, fact_gaps(draws, gaps), sentences)
+            # The first part alone tells what opening the text costs; the whole is tokenised once that is planned for.
+            excess = self.counter.opening(parts[0]) - opening
+            opening += excess
+            if not excess:
+                text = " ".join(parts)
+                excess = self.counter.count(text) - self.target
+                yield text if not excess else None
+            budget = max(budget - excess, 0)
+
+    def _no_text_found(self, has_room: bool, number: int) -> str:
+        which = f"(task {self.task}, size {self.size.label}, sample {number})"
+        if not has_room:
+            within = f"[{self.fact_range.first}, {self.fact_range.end}]"
+            return f"facts_within must hold the start of a background sentence; none found in tokens {within} {which}"
+        return f"no text of exactly {self.target} tokens was found with this tokenizer and background {which}"
+
+    def _filled(self, walk: np.ndarray, budget: int) -> tuple[Sequence[str], np.ndarray]:
+        """Sentences of about `budget` tokens, the last one cut; before[len + 1]: tokens before each gap."""
+        assert self.background is not None
+        tokens = self.background.tokens[walk]
+        ends = np.cumsum(tokens)
+        whole = int(np.searchsorted(ends, budget, side="right"))
+        sentences = [self.background.sentences[number] for number in walk[:whole]]
+        before = np.concatenate([[0], ends[:whole]])
+        rest = budget - int(before[-1])
+        if rest and (piece := self._piece(walk[whole : whole + SPARE_SENTENCES], rest)):
+            sentences.append(piece)
+            before = np.append(before, budget)
+        return sentences, before
+
+    def _piece(self, candidates: np.ndarray, rest: int) -> str | None:
+        """The start of the first candidate sentence that can be cut to exactly `rest` tokens."""
+        assert self.background is not None
+        for number in candidates:
+            if self.background.tokens[number] >= rest:
+                piece = cut_to(self.background.sentences[number], rest, self.counter)
+                if piece is not None:
+                    return piece
+        return None

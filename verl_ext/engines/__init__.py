@@ -1,0 +1,1 @@
+"""verl engines of this project. Importing this imports none of them: verl takes seconds."""

@@ -1,0 +1,155 @@
+"""The engine of rows that a model reads chunk by chunk with a memory: one document a row, padded on the right.
+
+```
+rows            q q q q q q a P      input_ids [B, L], every row equally long
+attention_mask  1 1 1 1 1 1 1 0
+wanted          0 0 0 0 0 1 0 0      positions that predict a target: the head sees these alone
+```
+
+Equal rows are equal numbers of chunks, and so of collectives, on every rank. Registered under vendor
+``verl_ext_chunked``.
+
+Legend: B rows of a micro-batch, L tokens of a row, N wanted positions, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import EngineRegistry
+
+from verl_ext.engines.step import StepEngine
+from verl_ext.losses import token_nll
+from verl_ext.models.qwen_titans import answer_greedily, load_memory_checkpoint
+from verl_ext.whole_tensor import whole_on_first_rank
+
+
+@EngineRegistry.register(
+    model_type="language_model", backend=["fsdp2"], device=["cpu", "cuda"], vendor="verl_ext_chunked"
+)
+class ChunkedEngine(StepEngine):
+    """Runs micro-batches of rows through a ``QwenTitansForCausalLM``; its model node is `model=qwen_titans`'s."""
+
+    model_config: Any
+    module: Any
+
+    def _build_module(self) -> torch.nn.Module:
+        """verl's module, with the memory of `model.memory_checkpoint`, and frozen but for it on request."""
+        module = super()._build_module()
+        if self.model_config.memory_checkpoint:
+            load_memory_checkpoint(module, self.model_config.memory_checkpoint)
+        if self.model_config.train == "memory":
+            module.freeze_base()
+        return module
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        """verl's FSDP2, except that what enters a memory is not cast: its state stays in fp32."""
+        precision = self.engine_config.mixed_precision
+        assert precision is not None, "settled before the engine is built"
+        self._autocast_dtype = PrecisionType.to_dtype(precision["param_dtype"])
+        self.scaler = _gradient_scaler(self._autocast_dtype)
+        dtypes = {
+            "param_dtype": self._autocast_dtype,
+            "reduce_dtype": PrecisionType.to_dtype(precision["reduce_dtype"]),
+        }
+        options = {
+            "mesh": self.device_mesh,
+            "offload_policy": self._offload_policy(),
+            "reshard_after_forward": self.engine_config.reshard_after_forward,
+        }
+        full_state = module.state_dict()
+        for memory in module.memory_modules():
+            fully_shard(memory, mp_policy=MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False), **options)
+        mp_policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=True)
+        apply_fsdp2(module, {**options, "mp_policy": mp_policy}, self.engine_config)
+        fsdp2_load_full_state_dict(module, full_state, self.device_mesh, options["offload_policy"])
+        return module
+
+    def _offload_policy(self) -> CPUOffloadPolicy | None:
+        """FSDP2's own offload where `engine.offload_policy` asks for it; it takes the place of verl's."""
+        if not self.engine_config.offload_policy:
+            return None
+        self._is_offload_param = self._is_offload_optimizer = False
+        self._uses_fsdp2_cpu_offload_policy = True
+        return CPUOffloadPolicy(pin_memory=True)
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
+        """Rows ``[B, L]`` and the positions whose logits are wanted; the labels ``[N]`` of those for the outputs."""
+        ids = rows(micro_batch["input_ids"])
+        position_ids, coefficients = rows(micro_batch["position_ids"]), rows(micro_batch["loss_coefficients"])
+        wanted = (coefficients != 0) | (rows(micro_batch["category_index"]) != 0)
+        if not wanted.any():
+            wanted[0, 0] = True  # every rank runs the head: its collectives are the others' too
+        labels = ids.roll(-1, dims=1)[wanted]
+        inputs = {"input_ids": ids, "attention_mask": first_documents(position_ids), "logits_to_keep": wanted}
+        return inputs, {"wanted": wanted.flatten(), "labels": labels}
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
+    ) -> dict[str, torch.Tensor]:
+        """By position, jagged as ``input_ids``: ``log_probs`` of the next token, 0 where it is no target; and
+        ``is_greedy``, whether that token is the likeliest."""
+        wanted, labels = output_args["wanted"], output_args["labels"]
+        is_greedy = output.logits.argmax(-1) == labels  # before the loss, whose backward reuses the logits' memory
+        nll = token_nll(output.logits, labels, inplace_backward=True)
+        log_probs = nll.new_zeros(len(wanted)).masked_scatter(wanted, -nll)
+        offsets = micro_batch["input_ids"].offsets()
+        return {
+            "log_probs": torch.nested.nested_tensor_from_jagged(log_probs, offsets),
+            "is_greedy": torch.nested.nested_tensor_from_jagged(wanted.masked_scatter(wanted, is_greedy), offsets),
+        }
+
+    def generate_answers(self, ids: torch.Tensor, prompts: torch.Tensor, tokens: int) -> list[list[int]]:
+        """The likeliest ``tokens`` tokens after the first ``prompts[B]`` ones of rows ``ids[B, L]``; collective."""
+        device: Any = get_device_id()
+        is_prompt = torch.arange(ids.shape[1]) < prompts[:, None]
+        tokenizer = self.model_config.tokenizer
+        with self._autocast():
+            answers = answer_greedily(
+                self.module,
+                ids.to(device),
+                is_prompt.long().to(device),
+                tokens,
+                eos_token_ids=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+                pad_token_id=tokenizer.pad_token_id or 0,
+                agree=_greatest,
+            )
+        return answers.tolist()
+
+    def memory_state_dict(self) -> dict[str, torch.Tensor]:
+        """The memory's parameters in one piece, on rank 0's host memory; collective."""
+        named = self.module.memory_state_dict()
+        return {name: whole_on_first_rank(tensor) for name, tensor in named.items()}
+
+
+def _greatest(values: torch.Tensor) -> torch.Tensor:
+    """Elementwise the greatest of all ranks'."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def rows(values: Any) -> torch.Tensor:
+    """``[B, L]`` from a jagged tensor of rows of one length."""
+    lengths = values.offsets().diff()
+    assert bool((lengths == lengths[0]).all()), "rows of one length on every rank, or the ranks wait for each other"
+    return values.values().view(len(lengths), -1)
+
+
+def first_documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """int64``[B, L]``: 1 on the row's first document; what follows restarts ``position_ids`` and is padding."""
+    return ((position_ids == 0).cumsum(1) == 1).long()
+
+
+def _gradient_scaler(dtype: torch.dtype) -> Any:
+    """verl's scaler for fp16, None for what needs none."""
+    if dtype != torch.float16:
+        return None
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return ShardedGradScaler(growth_interval=400)

@@ -1,0 +1,1 @@
+"""Models of this project, in Hugging Face form; torch and transformers alone."""

@@ -1,0 +1,36 @@
+"""Qwen2 or Qwen3 with a Titans memory (https://arxiv.org/abs/2501.00663), read in chunks that share no keys or values.
+
+Importing this package registers the model with transformers: ``AutoConfig`` and ``AutoModelForCausalLM`` then open its
+folders. It imports torch and transformers alone.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl_ext.models.qwen_titans.answering import answer_greedily
+from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
+from verl_ext.models.qwen_titans.memory_checkpoint import (
+    load_memory_checkpoint,
+    read_memory_checkpoint,
+    save_memory_checkpoint,
+)
+from verl_ext.models.qwen_titans.memory_settings import VARIANTS, MemorySettings
+from verl_ext.models.qwen_titans.memory_state import MemoryState, StreamState
+from verl_ext.models.qwen_titans.modelling import QwenTitansForCausalLM, QwenTitansOutput, is_memory_parameter
+
+__all__ = [
+    "VARIANTS",
+    "MemorySettings",
+    "MemoryState",
+    "QwenTitansConfig",
+    "QwenTitansForCausalLM",
+    "QwenTitansOutput",
+    "StreamState",
+    "answer_greedily",
+    "is_memory_parameter",
+    "load_memory_checkpoint",
+    "read_memory_checkpoint",
+    "save_memory_checkpoint",
+]
+
+AutoConfig.register(QwenTitansConfig.model_type, QwenTitansConfig, exist_ok=True)
+AutoModelForCausalLM.register(QwenTitansConfig, QwenTitansForCausalLM, exist_ok=True)

@@ -1,0 +1,239 @@
+"""A memory that learns while it reads: a two-layer network per head whose weights are the state.
+
+    M(k) = g(k W1) W2        g(a) = 2·silu(a), which is a + a²/2 - … near 0
+
+For each token the surprise is the gradient of ‖M(k_t) - v_t‖² with respect to W1 and W2, in closed form, at the weights
+of the sub-chunk's beginning; ``write_coefficients`` has the recurrence that it enters. A sub-chunk is read before it is
+written, so no token ever sees itself or a later one. Titans, https://arxiv.org/abs/2501.00663, §3.1-3.2.
+
+Legend: B samples, T tokens, d hidden size of the model, H heads, dk key and value size of a head, e hidden size of its
+network, n sub-chunks, s tokens of a sub-chunk.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from verl_ext.models.qwen_titans.memory_settings import MemorySettings
+from verl_ext.models.qwen_titans.memory_state import MemoryState
+from verl_ext.models.qwen_titans.write_coefficients import WriteCoefficients, WriteRates, write_coefficients
+
+# Rates of a memory that has learned nothing yet: θ = INITIAL_WRITE / tokens of a sub-chunk, about where the writes of
+# a whole sub-chunk are not yet limited (see `limited`). A token is forgotten over FORGETTING_CHUNKS chunks: at a fixed
+# rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
+INITIAL_WRITE = 1.6
+INITIAL_ETA = 0.1
+FORGETTING_CHUNKS = 8
+
+
+class Surprise(NamedTuple):
+    """The gradients of a sub-chunk's tokens, each an outer product: u_t = (k_t ⊗ da_t, z_t ⊗ dp_t)."""
+
+    z: torch.Tensor  # [B, H, s, e], g(k W1)
+    da: torch.Tensor  # [B, H, s, e], gradient at k W1
+    dp: torch.Tensor  # [B, H, s, dk], gradient at M(k)
+
+
+def recall(q: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """M(q) ``[B, H, s, dk]`` for queries of that shape."""
+    return 2 * F.silu(q @ w1) @ w2
+
+
+def surprise(
+    k: torch.Tensor, v: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, max_surprise: float = math.inf
+) -> Surprise:
+    """The gradient of ‖M(k_t) - v_t‖² for every token, its norm over W1 and W2 together clamped to ``max_surprise``.
+
+    ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp one
+    outlier makes the weights, and so the next gradients, grow without bound.
+    """
+    a = k @ w1
+    sigmoid = torch.sigmoid(a)
+    z = 2 * a * sigmoid
+    dp = 2 * (z @ w2 - v)
+    da = 2 * (dp @ w2.transpose(-1, -2)) * sigmoid * (1 + a * (1 - sigmoid))
+    squared = _squared(k) * _squared(da) + _squared(z) * _squared(dp)
+    # Of the square, since the derivative of a norm at 0 is no number.
+    shrink = (squared / max_surprise**2).clamp(min=1).rsqrt()
+    return Surprise(z, da * shrink, dp * shrink)
+
+
+def limited(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
+    """``by`` with θ of the whole sub-chunk scaled down until its tokens together overshoot nothing.
+
+    All of them are measured at the same weights. By W2 the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j; the
+    eigenvalues of that map are at most its largest sum of magnitudes over j, which is held to 1. Where keys are alike,
+    as those of a pretrained model's hidden states, the memory would otherwise oscillate at its clamp, and gradients
+    through it grow by orders of magnitude with every sub-chunk. ``z``: ``[B, H, s, e]``.
+    """
+    alike = (z @ z.transpose(-1, -2)).abs()
+    change = 2 * (alike * by.c.unsqueeze(-2)).sum(-1).masked_fill(by.c == 0, 0.0)
+    scale = change.amax(-1, keepdim=True).clamp(min=1).reciprocal()
+    return by._replace(c=by.c * scale, m=by.m * scale)
+
+
+def write(state: MemoryState, k: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> MemoryState:
+    """The state after a sub-chunk; keys ``[B, H, s, dk]``, coefficients ``[B, H]`` and ``[B, H, s]``."""
+    w1, s1 = _written(state.w1, state.s1, k, gradient.da, by)
+    w2, s2 = _written(state.w2, state.s2, gradient.z, gradient.dp, by)
+    return MemoryState(w1, w2, s1, s2)
+
+
+def _written(
+    weights: torch.Tensor, momentum: torch.Tensor, left: torch.Tensor, right: torch.Tensor, by: WriteCoefficients
+) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b, e = (x[..., None, None] for x in (by.a, by.b, by.e))
+    left = left.transpose(-1, -2)
+    return (
+        a * weights + b * momentum - left @ (by.c.unsqueeze(-1) * right),
+        e * momentum - left @ (by.m.unsqueeze(-1) * right),
+    )
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum(-1, keepdim=True)
+
+
+class LongTermMemory(nn.Module):
+    """Reads and writes a :class:`MemoryState` from hidden states; the maths is in fp32, autocast off.
+
+    Its parameters are used inside ``forward`` alone, because FSDP2 gathers them there.
+    """
+
+    def __init__(self, hidden_size: int, settings: MemorySettings, eps: float = 1e-6) -> None:
+        super().__init__()
+        heads, size = settings.heads, settings.head_dim
+        self.settings = settings
+        self.norm = nn.RMSNorm(hidden_size, eps=eps)
+        self.q_proj = nn.Linear(hidden_size, heads * size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, heads * size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, heads * size, bias=False)
+        self.rates = nn.Linear(hidden_size, 3 * heads)
+        self.initial_w1 = nn.Parameter(torch.empty(heads, size, settings.expansion * size))
+        self.initial_w2 = nn.Parameter(torch.empty(heads, settings.expansion * size, size))
+        self.out_proj = None if settings.variant == "mag" else nn.Linear(heads * size, hidden_size, bias=False)
+        if settings.variant == "mac":
+            self.persistent = nn.Parameter(torch.empty(settings.persistent_tokens, hidden_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start to learn from: unit values, an empty memory (M = 0), the same rates for every token.
+
+        W_o starts at 0, so that the memory adds nothing; mac's does not, since its gate starts at 0 instead.
+        """
+        width, size = self.q_proj.in_features, self.settings.head_dim
+        init.ones_(self.norm.weight)
+        init.normal_(self.q_proj.weight, std=width**-0.5)
+        init.normal_(self.k_proj.weight, std=width**-0.5)
+        init.normal_(self.v_proj.weight, std=(width * size) ** -0.5)
+        init.zeros_(self.rates.weight)
+        alpha = 1 / (FORGETTING_CHUNKS * self.settings.chunk_size)
+        theta = min(0.5, INITIAL_WRITE / self.settings.sub_chunk)
+        biases = torch.tensor([_logit(rate) for rate in (theta, INITIAL_ETA, alpha)])
+        init.copy_(self.rates.bias, biases.repeat_interleave(self.settings.heads))
+        # Orthonormal rows: keys that share nothing start as features that share almost nothing.
+        columns = torch.randn(self.initial_w1.mT.shape, dtype=torch.float32)
+        init.copy_(self.initial_w1, torch.linalg.qr(columns).Q.mT)
+        init.zeros_(self.initial_w2)
+        if self.settings.variant == "mac":
+            init.normal_(self.persistent, std=0.02)
+        if self.out_proj is not None:
+            init.normal_(self.out_proj.weight, std=0.02 if self.settings.variant == "mac" else 0.0)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        state: MemoryState | None,
+        written: torch.Tensor | None,
+        read: bool = True,
+        write: bool = True,
+    ) -> tuple[torch.Tensor | None, MemoryState]:
+        """What the memory recalls for each token, and the state after them.
+
+        Args:
+            hidden: ``[B, T, d]``.
+            state: None for a new sample.
+            written: bool ``[B, T]``, False where a token (padding) must not be written; None writes all.
+            read, write: whether to do so. Without writes, all tokens read the same state.
+
+        Returns:
+            W_o M(h) ``[B, T, d]``, for mag M(h) ``[B, T, H * dk]``, in the parameters' dtype (None without ``read``);
+            and the state.
+        """
+        dtype = self.q_proj.weight.dtype
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = self.norm(hidden.to(dtype))
+            state = self._initial_state(len(hidden)) if state is None else state
+            q = F.normalize(self._heads(self.q_proj(x)), dim=-1) if read else None
+            if write:
+                recalled, state = self._stream(x, q, state, written)
+            else:
+                recalled = None if q is None else recall(q, state.w1, state.w2)
+            if recalled is None:
+                return None, state
+            merged = _merged(recalled).to(dtype)
+            return (merged if self.out_proj is None else self.out_proj(merged)), state
+
+    def _stream(
+        self, x: torch.Tensor, q: torch.Tensor | None, state: MemoryState, written: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, MemoryState]:
+        """Sub-chunk by sub-chunk: read, measure the surprise, write. ``q`` is ``[B, H, T, dk]``."""
+        length, size = x.shape[1], self.settings.sub_chunk
+        k = F.normalize(self._heads(self.k_proj(x)), dim=-1)
+        v = self._heads(self.v_proj(x))
+        coefficients = self._coefficients(x, written)
+        recalled = []
+        for index, start in enumerate(range(0, length, size)):
+            part = slice(start, start + size)
+            if q is not None:
+                recalled.append(recall(q[:, :, part], state.w1, state.w2))
+            keys = k[:, :, part]
+            gradient = surprise(keys, v[:, :, part], state.w1, state.w2, self.settings.max_surprise)
+            by = WriteCoefficients(*(values[:, :, index] for values in coefficients))
+            by = by._replace(c=by.c[..., : keys.shape[2]], m=by.m[..., : keys.shape[2]])
+            state = write(state, keys, gradient, limited(by, gradient.z))
+        return (torch.cat(recalled, 2) if recalled else None), state
+
+    def _coefficients(self, x: torch.Tensor, written: torch.Tensor | None) -> WriteCoefficients:
+        """``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]``; what fills the last sub-chunk is not written."""
+        batch, length = x.shape[:2]
+        size = self.settings.sub_chunk
+        fill = -length % size
+        if written is None:
+            written = torch.ones(batch, length, dtype=torch.bool, device=x.device)
+        written = F.pad(written.bool(), (0, fill)).view(batch, 1, -1, size)
+        raw = _upcast(self.rates(x)).view(batch, length, 3, -1).permute(2, 0, 3, 1)  # [3, B, H, T]
+        theta, eta, alpha = F.pad(raw, (0, fill)).unflatten(-1, (-1, size))
+        rates = WriteRates(torch.sigmoid(theta), F.logsigmoid(eta), F.logsigmoid(-alpha))
+        return write_coefficients(rates, written)
+
+    def _initial_state(self, batch: int) -> MemoryState:
+        # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
+        w1, w2 = (_upcast(weight).repeat(batch, 1, 1, 1) for weight in (self.initial_w1, self.initial_w2))
+        return MemoryState(w1, w2, torch.zeros_like(w1), torch.zeros_like(w2))
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return _upcast(projected).unflatten(-1, (self.settings.heads, -1)).transpose(1, 2)
+
+
+def _upcast(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _merged(recalled: torch.Tensor) -> torch.Tensor:
+    """``[B, T, H * dk]``: heads side by side, each divided by the root of its mean square plus 1 / dk.
+
+    An empty memory gives 0, a value recalled whole (norm 1) about 0.7 a channel, and an overshoot at most 1.
+    """
+    size = recalled.shape[-1]
+    scaled = recalled * (recalled.square().mean(-1, keepdim=True) + 1 / size).rsqrt()
+    return scaled.transpose(1, 2).flatten(2)
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))

@@ -1,0 +1,78 @@
+"""The file of a trained memory: its parameters and the step, nothing of the base model.
+
+    {"memory_state_dict": {name: tensor}, "global_step": int}
+
+Names are the model's own, each with ``long_term_memory.`` or ``memory_gate.`` in it.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_KEYS = {"memory_state_dict", "global_step"}
+
+
+def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, torch.Tensor], global_step: int) -> None:
+    """Write the file in whole or not at all: to a temporary neighbour first, on the disk before it takes the name."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().clone() for name, tensor in memory_state_dict.items()}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save({"memory_state_dict": state, "global_step": int(global_step)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
+    """``{"memory_state_dict", "global_step"}`` on the CPU; ValueError for a file that is no memory checkpoint."""
+    if not Path(path).is_file():
+        raise ValueError(f"a memory checkpoint must be a file; got {path}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises whatever the bytes lead it to
+        raise ValueError(f"a memory checkpoint must be a file of torch.save, whole; got {path}") from error
+    if not isinstance(content, dict) or set(content) != _KEYS:
+        found = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"a memory checkpoint must hold memory_state_dict and global_step; {path} holds {found}")
+    state = content["memory_state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise ValueError(f"memory_state_dict of a memory checkpoint must be tensors by name; {path} holds others")
+    if not isinstance(content["global_step"], int):
+        step = content["global_step"]
+        raise ValueError(f"global_step of a memory checkpoint must be a whole number; {path} holds {step!r}")
+    return content
+
+
+def load_memory_checkpoint(model: Any, path: str | Path) -> int:
+    """Copy a checkpoint's parameters into ``model`` (a ``QwenTitansForCausalLM``); returns its global step.
+
+    ValueError, before anything is copied, for parameters that lack, are too many or have another shape.
+    """
+    content = read_memory_checkpoint(path)
+    saved, own = content["memory_state_dict"], model.memory_state_dict()
+    for problem, names in (("lacks", own.keys() - saved.keys()), ("has the unknown", saved.keys() - own.keys())):
+        if names:
+            raise ValueError(
+                f"a memory checkpoint must fit model.memory; {path} {problem} {min(names)}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            )
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape:
+            raise ValueError(
+                f"a memory checkpoint must fit model.memory; {path} has {name} of shape {list(saved[name].shape)}, "
+                f"the model {list(tensor.shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+    return content["global_step"]

@@ -1,0 +1,181 @@
+"""Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
+
+The base model's parameters keep their names, so a plain Qwen folder loads; what is new stands under ``memory.<layer>.``
+with ``long_term_memory.`` or ``memory_gate.`` in its name. No keys or values pass from chunk to chunk, and positions
+restart at 0 in each, so lengths beyond the trained one put no new position before the base model.
+
+Legend: B samples, T tokens, C tokens of a chunk, d hidden size, V vocabulary, N positions whose logits are kept.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
+from transformers.utils import ModelOutput, can_return_tuple
+
+from verl_ext.models.qwen_titans.answering import answer_greedily, require_right_padding
+from verl_ext.models.qwen_titans.chunk_pass import ChunkPass
+from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
+from verl_ext.models.qwen_titans.long_term_memory import LongTermMemory
+from verl_ext.models.qwen_titans.memory_layer import MemoryLayer
+from verl_ext.models.qwen_titans.memory_state import MemoryState, StreamState
+
+_BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen3Model}
+
+
+def is_memory_parameter(name: str) -> bool:
+    """Whether a parameter of that name belongs to a memory rather than to the base model."""
+    return "long_term_memory." in name or "memory_gate." in name
+
+
+@dataclass
+class QwenTitansOutput(ModelOutput):
+    """What the model returns.
+
+    Attributes:
+        loss: mean negative log-likelihood of the labels, when labels are given.
+        logits: ``[B, T, V]``, or those that ``logits_to_keep`` names.
+        memory_state: the state after the last token, when asked for.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    memory_state: StreamState | None = None
+
+
+class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model; ``forward`` is its only entry, also for FSDP2."""
+
+    config_class = QwenTitansConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen2DecoderLayer", "Qwen3DecoderLayer"]  # noqa: RUF012 - transformers' own attribute
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: QwenTitansConfig) -> None:
+        super().__init__(config)
+        base = config.base_config
+        settings = config.memory_settings
+        self.model = _BASE_MODELS[base.model_type](base)
+        self.memory = nn.ModuleDict(
+            {str(layer): MemoryLayer(base.hidden_size, settings, base.rms_norm_eps) for layer in settings.layers or ()}
+        )
+        self.lm_head = nn.Linear(base.hidden_size, base.vocab_size, bias=False)
+        self.settings = settings
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LongTermMemory | MemoryLayer):
+            module.reset_parameters()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        memory_state: StreamState | None = None,
+        return_memory_state: bool = False,
+        **kwargs: Any,
+    ) -> QwenTitansOutput:
+        """Read ``input_ids`` chunk by chunk.
+
+        Args:
+            input_ids: ``[B, T]``; T need not be a multiple of the chunk size.
+            attention_mask: ``[B, T]``, 0 for padding, which must stand on the right: causal attention then never
+                shows it to a token. Padding writes nothing.
+            labels: ``[B, T]`` as in transformers: position t is predicted from t - 1, -100 is ignored. The shift is
+                over the whole sequence, so a chunk's first token is a target as any other.
+            logits_to_keep: the last so many positions (0: all), indices of positions, or bool ``[B, T]``, which gives
+                logits ``[N, V]`` in row-major order. The head never sees the others.
+            memory_state: where to go on reading; its tokens were whole chunks.
+            return_memory_state: whether to return the state after the last token.
+            kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, use_cache, …) are without effect.
+        """
+        hidden, states = self._read(input_ids, attention_mask, memory_state)
+        logits = self.lm_head(self.model.norm(_kept(hidden, logits_to_keep)))
+        loss = None
+        if labels is not None:
+            following = F.pad(labels[:, 1:], (0, 1), value=-100)
+            loss = self.loss_function(
+                logits=logits,
+                labels=None,
+                vocab_size=self.config.vocab_size,
+                shift_labels=_kept(following, logits_to_keep).contiguous(),
+                num_items_in_batch=kwargs.get("num_items_in_batch"),
+            )
+        read = (memory_state.tokens if memory_state else 0) + input_ids.shape[1]
+        return QwenTitansOutput(loss, logits, StreamState(states, read) if return_memory_state else None)
+
+    def _read(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, memory_state: StreamState | None
+    ) -> tuple[torch.Tensor, list[MemoryState | None]]:
+        """The last layer's output ``[B, T, d]`` before the final norm, and the layers' states."""
+        size = self.settings.chunk_size
+        if memory_state is not None and memory_state.tokens % size:
+            raise ValueError(
+                f"memory_state must end at a multiple of model.memory.chunk_size ({size}); "
+                f"got {memory_state.tokens} tokens"
+            )
+        states: list[MemoryState | None] = list(memory_state or [None] * len(self.memory))
+        chunks = input_ids.split(size, dim=1)
+        masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
+        chunk_pass = ChunkPass(self.model, self.memory)
+        outputs = []
+        for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
+            if self._cuts_gradient(len(chunks) - index):
+                states = [state and state.detached() for state in states]
+            hidden, states = chunk_pass(chunk, mask, states)
+            outputs.append(hidden)
+        return torch.cat(outputs, dim=1), states
+
+    def _cuts_gradient(self, remaining: int) -> bool:
+        """Whether the state is cut before the last ``remaining`` chunks: counted from the end, where losses lie."""
+        every = self.settings.bptt_chunks
+        return every is not None and remaining % every == 0
+
+    def answer(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> Any:
+        """Greedy answers ``[B, steps]``; see :func:`answer_greedily`."""
+        return answer_greedily(self, input_ids, attention_mask, max_new_tokens, **kwargs)
+
+    def memory_modules(self) -> list[nn.Module]:
+        """The memories in the order of their layers, each called through its forward alone."""
+        return list(self.memory.values())
+
+    def memory_state_dict(self) -> dict[str, torch.Tensor]:
+        """The memories' parameters by name, as ``state_dict`` has them."""
+        return {name: tensor for name, tensor in self.state_dict().items() if is_memory_parameter(name)}
+
+    def freeze_base(self) -> None:
+        """Train the memories alone."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_memory_parameter(name))
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """As in transformers; the re-entrant form is refused, because it finds no gradient inside a state's tuple."""
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError("gradient_checkpointing_kwargs.use_reentrant must be False with model.memory; got True")
+        super().gradient_checkpointing_enable({**(gradient_checkpointing_kwargs or {}), "use_reentrant": False})
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *args: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        """The whole sequence each step: there is no cache of keys and values to go on from."""
+        if attention_mask is not None:
+            require_right_padding(attention_mask)
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
+
+
+def _kept(values: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The positions of ``values[B, T, ...]`` that ``logits_to_keep`` names."""
+    if isinstance(logits_to_keep, int):
+        return values[:, -logits_to_keep:]
+    return values[logits_to_keep] if logits_to_keep.dtype == torch.bool else values[:, logits_to_keep]

@@ -1,0 +1,107 @@
+"""Right answers of a validation set, by category: teacher-forced and generated."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils.device import get_device_id
+
+from verl_ext.data import BABILongDataset
+from verl_ext.data.babilong.answers import TASK_LABELS, compare_answers
+from verl_ext.engines.chunked import ChunkedEngine, first_documents, rows
+from verl_ext.trainer.step_loss import StepLoss
+
+_MORE = 4  # tokens that a generated answer may be longer than the longest target
+
+
+class AnswerScores:
+    """Counts of one rank: float64[3, C + 1] on the engine's device: answers, exact ones, generated right ones, by
+    category slot; slot 0 is of no category.
+
+    Args:
+        dataset: the validation set.
+        engine: what generates.
+        tokens: generated for an answer; 0 for none.
+    """
+
+    def __init__(self, dataset: BABILongDataset, engine: ChunkedEngine, tokens: int) -> None:
+        device: Any = get_device_id()
+        self.dataset, self.engine, self.tokens = dataset, engine, tokens
+        self.counts = torch.zeros(3, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
+
+    @classmethod
+    def for_run(cls, run: Any, dataset: Any, engine: Any) -> "AnswerScores | None":
+        """None where the data has no questions or the engine does not generate."""
+        if not (isinstance(dataset, BABILongDataset) and isinstance(engine, ChunkedEngine)):
+            return None
+        asked = run.config.trainer.answer_tokens
+        return cls(dataset, engine, int(dataset.pack_targets().max()) + _MORE if asked is None else asked)
+
+    def beside(self, loss: StepLoss) -> Callable[..., tuple[torch.Tensor, dict]]:
+        """The loss function, which also counts the exact answers of what it is called with."""
+
+        def scored(model_output: dict, data: TensorDict, dp_group: object = None) -> tuple[torch.Tensor, dict]:
+            self._count_exact(rows(model_output["is_greedy"]), data)
+            return loss(model_output, data, dp_group)
+
+        return scored
+
+    def generate(self, micro_batch: TensorDict, packs: Sequence[int | None]) -> None:
+        """Generate an answer for every row and count the right ones; collective."""
+        if self.tokens == 0:
+            return
+        ids, targets = rows(micro_batch["input_ids"]), _targets(micro_batch)
+        prompts = torch.where(targets.any(1), targets.long().argmax(1) + 1, 1)  # int64[B]: tokens before the answer
+        prompts = torch.minimum(prompts, first_documents(rows(micro_batch["position_ids"])).sum(1))
+        generated = self.engine.generate_answers(ids, prompts, self.tokens)
+        categories = _categories(micro_batch)
+        for row, pack in enumerate(packs):
+            if pack is not None and targets[row].any():
+                self.counts[2, categories[row]] += self._is_right(pack, generated[row])
+
+    def reduced(self, add_up: Callable[[torch.Tensor], None]) -> "AnswerScores":
+        """The counts over all data-parallel ranks."""
+        add_up(self.counts)
+        return self
+
+    def report(self, prefix: str, names: Sequence[str]) -> dict[str, float]:
+        """Shares of right answers, of all and by category."""
+        kinds = {"exact_match": 1, "accuracy": 2} if self.tokens else {"exact_match": 1}
+        answers, *_ = counts = self.counts.tolist()
+        metrics: dict[str, float] = {f"{prefix}/answers": int(sum(answers))}
+        for kind, at in kinds.items():
+            metrics[f"{prefix}/{kind}"] = sum(counts[at]) / sum(answers)
+            for name, right, asked in zip(names, counts[at][1:], answers[1:], strict=True):
+                if asked:
+                    metrics[f"{prefix}/{name}_{kind}"] = right / asked
+        return metrics
+
+    def _count_exact(self, is_greedy: torch.Tensor, data: TensorDict) -> None:
+        targets, categories = _targets(data), _categories(data)
+        answered = targets.any(1)
+        self.counts[0].index_add_(0, categories, answered.double())
+        exact = answered & (is_greedy | ~targets).all(1)
+        self.counts[1].index_add_(0, categories, exact.double())
+
+    def _is_right(self, pack: int, generated: Sequence[int]) -> bool:
+        sample = self.dataset.sample(pack)
+        labels = TASK_LABELS.get(sample.category.partition("_")[0]) or self._targets_of_the_set
+        text = self.engine.model_config.tokenizer.decode(generated, skip_special_tokens=True)
+        return compare_answers(text, sample.target, sample.question, labels)
+
+    @cached_property
+    def _targets_of_the_set(self) -> tuple[str, ...]:
+        """The labels of a task that is none of BABILong's: whatever is a target somewhere."""
+        return tuple(sorted({self.dataset.sample(pack).target for pack in range(len(self.dataset))}))
+
+
+def _targets(data: TensorDict) -> torch.Tensor:
+    """bool[B, L]: positions that predict a target, weighted or not."""
+    return (rows(data["loss_coefficients"]) != 0) | (rows(data["category_index"]) != 0)
+
+
+def _categories(data: TensorDict) -> torch.Tensor:
+    """int64[B]: the category slot of each row's answer."""
+    return rows(data["category_index"]).amax(1)
