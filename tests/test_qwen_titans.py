@@ -83,6 +83,12 @@ def test_a_folder_opens_without_storage_as_verl_does_on_other_ranks(tmp_path):
     assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
 
 
+def test_a_memory_for_random_base_weights_may_start_with_a_say():
+    for std in (0.0, 0.1):
+        memory = tiny_titans(perturbed=False, output_std=std).memory_modules()[0]
+        assert memory.long_term_memory.out_proj.weight.std().item() == pytest.approx(std, rel=0.3)
+
+
 def test_memory_layers_stand_in_the_upper_half_unless_named():
     for layers, expected in ((1, [0]), (2, [1]), (3, [1]), (12, [6, 9]), (28, [14, 17, 21, 24])):
         config = QwenTitansConfig.from_base(tiny_base(num_hidden_layers=layers, layer_types=None))
@@ -396,8 +402,10 @@ def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
         ({"persistent_tokens": -1}, "persistent_tokens must be a whole number of at least 0; got -1"),
         ({"bptt_chunks": 0}, "bptt_chunks must be a whole number of at least 1; got 0"),
         ({"variant": "lmm"}, "variant must be one of residual, mac, mag, mal; got lmm"),
-        ({"max_surprise": 0}, "max_surprise must be finite and above 0; got 0"),
-        ({"max_surprise": "1"}, "max_surprise must be a number; got '1'"),
+        ({"max_surprise": 0}, "max_surprise must be above 0; got 0"),
+        ({"max_surprise": "1"}, "max_surprise must be a finite number of at least 0; got '1'"),
+        ({"output_std": -0.1}, r"output_std must be a finite number of at least 0; got -0\.1"),
+        ({"output_std": float("inf")}, "output_std must be a finite number of at least 0; got inf"),
         ({"layers": [3]}, r"layers must lie in 0\.\.2 for a base model of 3 layers; got \[3\]"),
         ({"layers": [1, 1]}, r"layers must name each layer once; got \[1, 1\]"),
         ({"layers": "1"}, "layers must be a list of layer indices or null; got '1'"),

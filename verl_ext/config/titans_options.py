@@ -25,6 +25,7 @@ class MemoryOptions:
     max_surprise: float | None = None
     persistent_tokens: int | None = None
     bptt_chunks: int | None = None
+    output_std: float | None = None
 
 
 def is_titans(config: DictConfig) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.masking_utils import create_causal_mask
 
 from verl_ext.models.qwen_titans.memory_layer import Contribution
 from verl_ext.models.qwen_titans.memory_state import MemoryState
@@ -75,8 +74,16 @@ class ChunkPass:
         return layer(context, **self._attention_arguments(context, positions))[:, count + 1 :: 2]
 
     def _attention_arguments(self, hidden: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """A purely causal mask (None where the implementation has its own) and the positions' rotations."""
-        shape = (hidden.shape[0], hidden.shape[1])
-        if shape not in self._masks:
-            self._masks[shape] = create_causal_mask(self.model.config, hidden, None, None)
-        return {"attention_mask": self._masks[shape], "position_embeddings": self.model.rotary_emb(hidden, positions)}
+        """A purely causal mask and the positions' rotations."""
+        size = hidden.shape[1]
+        if size not in self._masks:
+            self._masks[size] = self._causal_mask(hidden)
+        return {"attention_mask": self._masks[size], "position_embeddings": self.model.rotary_emb(hidden, positions)}
+
+    def _causal_mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """``[1, 1, C, C]`` for eager attention; the other implementations are causal where they get none."""
+        if self.model.config._attn_implementation != "eager":
+            return None
+        size = hidden.shape[1]
+        least = torch.finfo(hidden.dtype).min
+        return hidden.new_full((size, size), least).triu(1)[None, None]

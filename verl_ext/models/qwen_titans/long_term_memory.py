@@ -62,17 +62,24 @@ def surprise(
     return Surprise(z, da * shrink, dp * shrink)
 
 
+@torch.no_grad()
+def _step_scale(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """``[B, H, 1]`` in (0, 1]; see :func:`limited`."""
+    root = c.sqrt()
+    change = 2 * (z @ z.transpose(-1, -2)).abs() * root.unsqueeze(-1) * root.unsqueeze(-2)
+    return change.sum(-1).amax(-1, keepdim=True).clamp(min=1).reciprocal()
+
+
 def limited(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
     """``by`` with θ of the whole sub-chunk scaled down until its tokens together overshoot nothing.
 
-    All of them are measured at the same weights. By W2 the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j; the
-    eigenvalues of that map are at most its largest sum of magnitudes over j, which is held to 1. Where keys are alike,
-    as those of a pretrained model's hidden states, the memory would otherwise oscillate at its clamp, and gradients
-    through it grow by orders of magnitude with every sub-chunk. ``z``: ``[B, H, s, e]``.
+    All of them are measured at the same weights. By W2 the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The
+    eigenvalues of that map are those of the symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of
+    magnitudes, which is held to 1. Where many keys are alike, the memory would otherwise oscillate at its clamp, and
+    gradients through it grow by orders of magnitude over a sequence. Back-propagation takes the scale as a constant: on
+    a small recall task, its own gradient kept the memory from being learned. ``z``: ``[B, H, s, e]``.
     """
-    alike = (z @ z.transpose(-1, -2)).abs()
-    change = 2 * (alike * by.c.unsqueeze(-2)).sum(-1).masked_fill(by.c == 0, 0.0)
-    scale = change.amax(-1, keepdim=True).clamp(min=1).reciprocal()
+    scale = _step_scale(by.c, z)
     return by._replace(c=by.c * scale, m=by.m * scale)
 
 
@@ -124,7 +131,8 @@ class LongTermMemory(nn.Module):
     def reset_parameters(self) -> None:
         """Start to learn from: unit values, an empty memory (M = 0), the same rates for every token.
 
-        W_o starts at 0, so that the memory adds nothing; mac's does not, since its gate starts at 0 instead.
+        W_o starts at 0 unless `output_std` says otherwise, so that the memory adds nothing; mac's does not, since its
+        gate starts at 0 instead.
         """
         width, size = self.q_proj.in_features, self.settings.head_dim
         init.ones_(self.norm.weight)
@@ -143,7 +151,8 @@ class LongTermMemory(nn.Module):
         if self.settings.variant == "mac":
             init.normal_(self.persistent, std=0.02)
         if self.out_proj is not None:
-            init.normal_(self.out_proj.weight, std=0.02 if self.settings.variant == "mac" else 0.0)
+            least = 0.02 if self.settings.variant == "mac" else 0.0
+            init.normal_(self.out_proj.weight, std=max(least, self.settings.output_std))
 
     def forward(
         self,

@@ -21,6 +21,8 @@ class MemorySettings:
         sub_chunk: tokens that read, and are measured against, the same weights; divides ``chunk_size``.
         max_surprise: largest norm of one token's gradient; a larger one is scaled down to it.
         persistent_tokens: learned tokens before every chunk (variant mac alone reads them).
+        output_std: standard deviation of W_o at the start. 0 equals the base model exactly (mac has its own start, see
+            ``LongTermMemory``); a base of random weights learns to recall sooner with about 0.1.
         bptt_chunks: gradients flow back through at most so many chunks; None: through all.
     """
 
@@ -33,6 +35,7 @@ class MemorySettings:
     sub_chunk: int = 64
     max_surprise: float = 4.0
     persistent_tokens: int = 4
+    output_std: float = 0.0
     bptt_chunks: int | None = None
 
     def __post_init__(self) -> None:
@@ -43,10 +46,10 @@ class MemorySettings:
             _require_whole("bptt_chunks", self.bptt_chunks, 1)
         if self.variant not in VARIANTS:
             raise ValueError(f"model.memory.variant must be one of {', '.join(VARIANTS)}; got {self.variant}")
-        if isinstance(self.max_surprise, bool) or not isinstance(self.max_surprise, int | float):
-            raise ValueError(f"model.memory.max_surprise must be a number; got {self.max_surprise!r}")
-        if not 0 < self.max_surprise < float("inf"):
-            raise ValueError(f"model.memory.max_surprise must be finite and above 0; got {self.max_surprise}")
+        _require_number("max_surprise", self.max_surprise)
+        if self.max_surprise == 0:
+            raise ValueError("model.memory.max_surprise must be above 0; got 0")
+        _require_number("output_std", self.output_std)
         if self.chunk_size % self.sub_chunk:
             raise ValueError(
                 f"model.memory.chunk_size must be a multiple of model.memory.sub_chunk ({self.sub_chunk}); "
@@ -67,6 +70,11 @@ class MemorySettings:
 def _require_whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"model.memory.{name} must be a whole number of at least {least}; got {value!r}")
+
+
+def _require_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"model.memory.{name} must be a finite number of at least 0; got {value!r}")
 
 
 def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:

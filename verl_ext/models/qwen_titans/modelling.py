@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from verl_ext.models.qwen_titans.answering import answer_greedily, require_right_padding
 from verl_ext.models.qwen_titans.chunk_pass import ChunkPass
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
+from verl_ext.models.qwen_titans.kept_positions import KeptPositions
 from verl_ext.models.qwen_titans.long_term_memory import LongTermMemory
 from verl_ext.models.qwen_titans.memory_layer import MemoryLayer
 from verl_ext.models.qwen_titans.memory_state import MemoryState, StreamState
@@ -53,6 +54,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen2DecoderLayer", "Qwen3DecoderLayer"]  # noqa: RUF012 - transformers' own attribute
+    _keys_to_ignore_on_load_missing = [r"long_term_memory\.", r"memory_gate\."]  # noqa: RUF012 - a plain Qwen has none
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -100,8 +102,9 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             return_memory_state: whether to return the state after the last token.
             kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, use_cache, …) are without effect.
         """
-        hidden, states = self._read(input_ids, attention_mask, memory_state)
-        logits = self.lm_head(self.model.norm(_kept(hidden, logits_to_keep)))
+        kept = KeptPositions(logits_to_keep, input_ids.shape[1])
+        hidden, states = self._read(input_ids, attention_mask, memory_state, kept)
+        logits = self.lm_head(self.model.norm(kept.of_columns(hidden)))
         loss = None
         if labels is not None:
             following = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -109,16 +112,20 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
                 logits=logits,
                 labels=None,
                 vocab_size=self.config.vocab_size,
-                shift_labels=_kept(following, logits_to_keep).contiguous(),
+                shift_labels=kept.of_columns(kept.of_chunk(following, 0)).contiguous(),
                 num_items_in_batch=kwargs.get("num_items_in_batch"),
             )
         read = (memory_state.tokens if memory_state else 0) + input_ids.shape[1]
         return QwenTitansOutput(loss, logits, StreamState(states, read) if return_memory_state else None)
 
     def _read(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, memory_state: StreamState | None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        memory_state: StreamState | None,
+        kept: KeptPositions,
     ) -> tuple[torch.Tensor, list[MemoryState | None]]:
-        """The last layer's output ``[B, T, d]`` before the final norm, and the layers' states."""
+        """The last layer's output ``[B, n, d]`` before the final norm at the kept columns, and the layers' states."""
         size = self.settings.chunk_size
         if memory_state is not None and memory_state.tokens % size:
             raise ValueError(
@@ -134,7 +141,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             if self._cuts_gradient(len(chunks) - index):
                 states = [state and state.detached() for state in states]
             hidden, states = chunk_pass(chunk, mask, states)
-            outputs.append(hidden)
+            outputs.append(kept.of_chunk(hidden, index * size))
         return torch.cat(outputs, dim=1), states
 
     def _cuts_gradient(self, remaining: int) -> bool:
@@ -172,10 +179,3 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None:
             require_right_padding(attention_mask)
         return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
-
-
-def _kept(values: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """The positions of ``values[B, T, ...]`` that ``logits_to_keep`` names."""
-    if isinstance(logits_to_keep, int):
-        return values[:, -logits_to_keep:]
-    return values[logits_to_keep] if logits_to_keep.dtype == torch.bool else values[:, logits_to_keep]
