@@ -17,7 +17,14 @@ from typing import Any
 
 _SECONDS = 240
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["verl_ext.engines.packed", "verl.workers.engine_workers", "verl_ext.trainer.sft_trainer"])
+_context.set_forkserver_preload(
+    [
+        "verl_ext.engines.packed",
+        "verl_ext.engines.chunked",
+        "verl.workers.engine_workers",
+        "verl_ext.trainer.sft_trainer",
+    ]
+)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """`python -m verl_ext.data.babilong`: files, reproducibility, refusals, exit codes."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from tests.test_babilong_samples import byte_level, words
 from tests.test_babilong_worlds import ANY_FACT, replay
+from verl_ext.commands.typed_options import known_keys
 from verl_ext.data.babilong import __main__ as command
 from verl_ext.data.babilong import background, config, run
 
@@ -22,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(background, "FILLER_SENTENCES", 500)
 
 
@@ -97,6 +99,7 @@ REFUSED = [
     ("model.path=missing", "model.path must be a folder that exists; got missing"),
     ("background=missing", "background must be a folder of .txt files that exists; got missing"),
     ("sampels=3", "unknown key sampels; nearest: samples"),
+    ("model=3", "Config group override must be a string or a list"),
     ("samples", "an override must be key=value"),
 ]
 
@@ -147,7 +150,7 @@ def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
     assert generate(output, model, "samples=3") == 2
     assert "output_dir must be empty or new, or overwrite=true given" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(run, "run_jobs", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(run.Workshop, "records", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert generate(output, model, "samples=3", "overwrite=true") == 130
     assert (output / "qa1/0k.json").read_bytes() == before
     assert generate(output, model, "samples=3", "tasks=[qa2]", "overwrite=true") == 0
@@ -168,4 +171,4 @@ def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
 def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"{key.rpartition('.')[2]}:" in shown for key in config.known_keys())
+    assert all(f"{key.rpartition('.')[2]}:" in shown for key in known_keys(config.BabilongConfig))

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_babilong_worlds import ANY_FACT, replay
+from verl_ext.commands.errors import UsageError
 from verl_ext.data.babilong.background import (
     MIN_TOKENS,
     Background,
@@ -28,7 +29,6 @@ from verl_ext.data.babilong.sizes import Size
 from verl_ext.data.babilong.stories import TASKS
 from verl_ext.data.babilong.tokens import TokenCounter
 from verl_ext.data.babilong.world import GIVERS, OBJECTS, PLACES, STARTS
-from verl_ext.tokenize.errors import UsageError
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]
 

@@ -30,11 +30,10 @@ def test_the_make_targets_that_it_names_exist():
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
-def test_its_training_command_composes():
-    for words in commands("verl_ext.fsdp_sft_trainer"):
-        config = compose(words)
-        assert config.data.max_tokens == 131072
-        assert config.engine.ulysses_sequence_parallel_size == 8
+def test_its_training_commands_compose():
+    packed, chunked = (compose(words) for words in commands("verl_ext.fsdp_sft_trainer"))
+    assert (packed.data.max_tokens, packed.engine.ulysses_sequence_parallel_size) == (131072, 8)
+    assert (chunked.data.max_tokens, chunked.engine.ulysses_sequence_parallel_size) == (32768, 1)
 
 
 def test_its_tokenise_command_is_understood(tiny_model):

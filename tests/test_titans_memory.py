@@ -36,36 +36,49 @@ def _random_state(generator: torch.Generator, heads: int = 2, size: int = 3, hid
     return MemoryState(normal(size, hidden), normal(hidden, size), normal(size, hidden), normal(hidden, size))
 
 
-def _token_gradients(k, v, w1, w2) -> tuple[torch.Tensor, torch.Tensor]:
+def _matrix_state(generator: torch.Generator) -> MemoryState:
+    """A random state of depth 1."""
+    w1, s1 = (torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator) for _ in range(2))
+    return MemoryState(w1, None, s1, None)
+
+
+def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
     """By autograd, ``[s, ...]``: the gradient of ‖M(k_t) - v_t‖² for each token t of ``k, v [1, H, s, dk]``."""
     gradients = []
     for t in range(k.shape[2]):
-        leaves = [w.detach().clone().requires_grad_() for w in (w1, w2)]
-        error = recall(k[:, :, t : t + 1], *leaves) - v[:, :, t : t + 1]
+        leaves = [w.detach().clone().requires_grad_() for w in weights if w is not None]
+        error = recall(k[:, :, t : t + 1], *leaves, *[None] * (2 - len(leaves))) - v[:, :, t : t + 1]
         gradients.append(torch.autograd.grad(error.square().sum(), leaves))
     return tuple(torch.stack(parts) for parts in zip(*gradients, strict=True))
 
 
-def _outer(k, gradient) -> tuple[torch.Tensor, torch.Tensor]:
+def _outer(k, gradient) -> tuple[torch.Tensor, ...]:
     """The closed form's gradients as ``[s, 1, H, ...]``."""
     u1 = k.unsqueeze(-1) * gradient.da.unsqueeze(-2)
+    if gradient.z is None:
+        return (u1.permute(2, 0, 1, 3, 4),)
     u2 = gradient.z.unsqueeze(-1) * gradient.dp.unsqueeze(-2)
     return u1.permute(2, 0, 1, 3, 4), u2.permute(2, 0, 1, 3, 4)
 
 
+STATES = pytest.mark.parametrize("state_of", [_matrix_state, _random_state], ids=["depth 1", "depth 2"])
+
+
+@STATES
 @pytest.mark.parametrize("seed", range(5))
-def test_inner_gradients_are_those_of_autograd(seed):
+def test_inner_gradients_are_those_of_autograd(seed, state_of):
     generator = torch.Generator().manual_seed(seed)
-    state = _random_state(generator)
+    state = state_of(generator)
     k, v = (torch.randn(1, 2, 5, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     closed = _outer(k, surprise(k, v, state.w1, state.w2))
     for own, exact in zip(closed, _token_gradients(k, v, state.w1, state.w2), strict=True):
         torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_surprise_is_scaled_down_to_its_largest_norm_and_never_turned():
+@STATES
+def test_surprise_is_scaled_down_to_its_largest_norm_and_never_turned(state_of):
     generator = torch.Generator().manual_seed(0)
-    state = _random_state(generator)
+    state = state_of(generator)
     k, v = (0.3 * torch.randn(1, 2, 50, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     free, clamped = (
         torch.cat([part.flatten(3) for part in _outer(k, surprise(k, v, state.w1, state.w2, limit))], -1)
@@ -79,14 +92,21 @@ def test_surprise_is_scaled_down_to_its_largest_norm_and_never_turned():
 
 def _by_token(state: MemoryState, k, v, theta, eta, alpha, written, max_surprise=1e9) -> MemoryState:
     """The recurrence S_t = η S - θ u_t, W_t = (1 - α) W + S_t, a token at a time, all u_t at ``state``'s weights."""
-    u1, u2 = _outer(k, surprise(k, v, state.w1, state.w2, max_surprise))
-    w1, w2, s1, s2 = state
-    for t in range(k.shape[2]):
+    gradients = _outer(k, surprise(k, v, state.w1, state.w2, max_surprise))
+    weights, momenta = [state.w1, state.w2], [state.s1, state.s2]
+    for t in filter(written.__getitem__, range(k.shape[2])):
         keep, rate, momentum = ((x[:, :, t, None, None]) for x in (1 - alpha, theta, eta))
-        if written[t]:
-            s1, s2 = momentum * s1 - rate * u1[t], momentum * s2 - rate * u2[t]
-            w1, w2 = keep * w1 + s1, keep * w2 + s2
-    return MemoryState(w1, w2, s1, s2)
+        for layer, gradient in enumerate(gradients):
+            momenta[layer] = momentum * momenta[layer] - rate * gradient[t]
+            weights[layer] = keep * weights[layer] + momenta[layer]
+    return MemoryState(*weights, *momenta)
+
+
+def _assert_same(state: MemoryState, other: MemoryState) -> None:
+    for own, exact in zip(state, other, strict=True):
+        assert (own is None) == (exact is None)
+        if own is not None:
+            torch.testing.assert_close(own, exact, rtol=1e-10, atol=1e-10)
 
 
 @settings(max_examples=40, deadline=None)
@@ -94,18 +114,17 @@ def _by_token(state: MemoryState, k, v, theta, eta, alpha, written, max_surprise
     seed=st.integers(0, 1000),
     written=st.lists(st.booleans(), min_size=1, max_size=9),
     scale=st.sampled_from([0.1, 3.0, 100.0]),
+    state_of=st.sampled_from([_matrix_state, _random_state]),
 )
-def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, scale):
+def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, scale, state_of):
     generator = torch.Generator().manual_seed(seed)
-    state, length = _random_state(generator), len(written)
+    state, length = state_of(generator), len(written)
     k, v = (torch.randn(1, 2, length, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     raw = scale * torch.randn(3, 1, 2, length, dtype=torch.float64, generator=generator)
     rates = WriteRates(raw[0].sigmoid(), F.logsigmoid(raw[1]), F.logsigmoid(-raw[2]))
     by = write_coefficients(rates, torch.tensor(written))
     at_once = write(state, k, surprise(k, v, state.w1, state.w2), by)
-    naive = _by_token(state, k, v, *raw.sigmoid(), written)
-    for own, exact in zip(at_once, naive, strict=True):
-        torch.testing.assert_close(own, exact, rtol=1e-10, atol=1e-10)
+    _assert_same(at_once, _by_token(state, k, v, *raw.sigmoid(), written))
 
 
 def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
@@ -119,7 +138,7 @@ def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
 
 def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
     """``[1, H, 1]``: what holds the tokens' common change of their errors to 1."""
-    z = 2 * F.silu(k @ state.w1)
+    z = k if state.w2 is None else 2 * F.silu(k @ state.w1)
     c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(True)).c
     scaled = z * c.sqrt().unsqueeze(-1)
     tokens = range(c.shape[-1])
@@ -136,8 +155,8 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
     )
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     theta, eta, alpha = memory.rates(x).sigmoid().view(-1, 3, heads).permute(1, 2, 0).unsqueeze(1)
-    w1, w2 = memory.initial_w1[None], memory.initial_w2[None]
-    state = MemoryState(w1, w2, torch.zeros_like(w1), torch.zeros_like(w2))
+    starts = [memory.initial_w1[None], None if memory.initial_w2 is None else memory.initial_w2[None]]
+    state = MemoryState(*starts, *(start if start is None else torch.zeros_like(start) for start in starts))
     recalled = []
     for start in range(0, hidden.shape[1], size):
         part = slice(start, start + size)
@@ -150,14 +169,14 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
     return memory.out_proj(merged.transpose(1, 2).flatten(2)), state
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [1, 4, 11, 16])
-def test_the_memory_is_what_plain_loops_give_at_any_length(length):
-    memory, hidden = _memory(max_surprise=1.0), _hidden(1, length)
+def test_the_memory_is_what_plain_loops_give_at_any_length(length, depth):
+    memory, hidden = _memory(max_surprise=1.0, depth=depth), _hidden(1, length)
     output, state = memory(hidden, None, None)
     naive_output, naive_state = _naive_forward(memory, hidden)
     torch.testing.assert_close(output, naive_output, rtol=1e-10, atol=1e-10)
-    for own, exact in zip(state, naive_state, strict=True):
-        torch.testing.assert_close(own, exact, rtol=1e-10, atol=1e-10)
+    _assert_same(state, naive_state)
 
 
 @pytest.mark.parametrize("cuts", [(4,), (8, 4), (4, 4, 4)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.tokenize.output_folder import OutputFolder
+from verl_ext.commands.output_folder import OutputFolder
 
 
 def command(*arguments: str) -> list[str]:
@@ -48,14 +48,14 @@ def test_killed_run_leaves_nothing_that_loads_and_the_next_cleans_up(tmp_path: P
     process = subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.DEVNULL)
     with open(fifo, "w"):  # returns when the run looks at its source
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob(".out.tokenize-*")):
+        while not list(tmp_path.glob(".out.unfinished-*")):
             assert time.monotonic() < deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 assert process.wait(timeout=0.02) is None
         process.kill()
         process.wait(timeout=60)
     assert not (tmp_path / "out").exists()
-    assert len(list(tmp_path.glob(".out.tokenize-*"))) == 1
+    assert len(list(tmp_path.glob(".out.unfinished-*"))) == 1
     with OutputFolder(str(tmp_path / "out"), overwrite=False):
-        assert [path.name.rsplit("-")[-1] for path in tmp_path.glob(".out.tokenize-*")] == [str(os.getpid())]
+        assert [path.name.rsplit("-")[-1] for path in tmp_path.glob(".out.unfinished-*")] == [str(os.getpid())]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model"]

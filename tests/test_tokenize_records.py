@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from verl_ext.tokenize.errors import BadRecord
+from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.records import Chat, PlainText, parse_record
 
 SINGLE_TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

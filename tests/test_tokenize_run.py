@@ -12,9 +12,9 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.tokenize import dataset_writer, run
 from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.errors import DataError, UsageError
 from verl_ext.tokenize.report import Report
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chat_spans import ChatTemplate
-from verl_ext.tokenize.errors import BadRecord
 from verl_ext.tokenize.records import parse_record
 from verl_ext.tokenize.target_mask import mask_from_offsets, mask_from_prefixes
 

@@ -20,6 +20,7 @@ class MemoryOptions:
     variant: str | None = None
     heads: int | None = None
     head_dim: int | None = None
+    depth: int | None = None
     expansion: int | None = None
     sub_chunk: int | None = None
     max_surprise: float | None = None

@@ -93,8 +93,8 @@ def _tokenise_once(folder: Path, files: Sequence[BABILongFile], tokenizer: Sampl
 
 def _tokenise(folder: Path, files: Sequence[BABILongFile], tokenizer: SampleTokenizer) -> None:
     # Here, because the tokenise command's modules import config and transformers' template tools.
+    from verl_ext.commands.output_folder import OutputFolder
     from verl_ext.tokenize.dataset_writer import DatasetWriter
-    from verl_ext.tokenize.output_folder import OutputFolder
 
     numbers = category_numbers(file.category for file in files)
     facts = SampleFactsWriter()
@@ -130,7 +130,7 @@ def _write_samples(
     writer: Any,
     facts: SampleFactsWriter,
 ) -> None:
-    from verl_ext.tokenize.progress import Progress
+    from verl_ext.commands.progress import Progress
     from verl_ext.tokenize.tally import Tally
     from verl_ext.tokenize.worker import ChunkResult
 

@@ -63,8 +63,8 @@ def read_records(file: BABILongFile, key: str) -> Iterator[tuple[Record, int]]:
         ValueError: no JSON list, not UTF-8, no record; a record without a field, or with one that is no text.
     """
     # Here, because the tokenise command's modules import config and transformers' template tools.
+    from verl_ext.commands.errors import DataError
     from verl_ext.tokenize.chunks import read_chunks
-    from verl_ext.tokenize.errors import DataError
     from verl_ext.tokenize.source_files import SourceFile
 
     index = 0

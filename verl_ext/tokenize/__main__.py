@@ -1,12 +1,10 @@
 """The command `python -m verl_ext.tokenize`."""
 
-import signal
 import sys
 from collections.abc import Sequence
-from importlib import resources
 
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.errors import DataError, UsageError
+from verl_ext.commands.command_line import run_command
+from verl_ext.tokenize.config import CONFIG_NAME, load_config
 
 USAGE = (
     "usage: python -m verl_ext.tokenize 'sources={gsm8k:train.jsonl,code:code.json}'"
@@ -16,28 +14,14 @@ USAGE = (
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code: 0, 1 for unusable data, 2 for a mistake in the command."""
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(f"{USAGE}\n\n{resources.files('verl_ext.conf').joinpath('tokenize.yaml').read_text(encoding='utf-8')}")
-        return 0 if arguments else 2
-    # A polite kill cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        config = load_config(arguments)
-        from verl_ext.tokenize.run import tokenize  # heavy: not for a command with a mistake in it
+    return run_command(arguments, USAGE, CONFIG_NAME, _tokenize)
 
-        report = tokenize(config)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(report.table())
-    print(f"\nwritten to {config.output_dir}")
-    return 0
+
+def _tokenize(arguments: Sequence[str]) -> str:
+    config = load_config(arguments)
+    from verl_ext.tokenize.run import tokenize  # heavy: not for a command with a mistake in it
+
+    return f"{tokenize(config).table()}\n\nwritten to {config.output_dir}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ Three ways to find it, in this order:
 import re
 from typing import Any
 
-from verl_ext.tokenize.errors import BadRecord, UsageError, first_line
+from verl_ext.commands.errors import UsageError, first_line
+from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.records import Chat, Message
 
 # Private-use characters: no template strips, splits or trims at them, and data does not have them.

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.tokenize.errors import BadRecord, DataError, first_line
+from verl_ext.commands.errors import DataError, first_line
+from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.source_files import SourceFile
 
 CHUNK_BYTES = 256 * 1024

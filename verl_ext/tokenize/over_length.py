@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_ext.tokenize.errors import BadRecord, DataError
+from verl_ext.commands.errors import DataError
+from verl_ext.tokenize.bad_record import BadRecord
 
 
 @dataclass

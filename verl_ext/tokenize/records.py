@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.tokenize.errors import BadRecord
+from verl_ext.tokenize.bad_record import BadRecord
 
 SHAPES = (
     "messages | conversations | instruction+output[+input] | prompt+response (or completion) | question+answer | text"

@@ -38,7 +38,7 @@ class Report:
         total = self.total.as_dict()
         del total["examples"]
         return {
-            "tokenizer": self.config.tokenizer_path,
+            "tokenizer": self.config.model.tokenizer,
             "options": options,
             "categories": {name: tally.as_dict() for name, tally in self.tallies.items()},
             "total": total,

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
+from verl_ext.commands.errors import DataError
+from verl_ext.commands.output_folder import OutputFolder
+from verl_ext.commands.progress import Progress
+from verl_ext.commands.tokenizer import TOKENIZER_MODULE
+from verl_ext.commands.worker_pool import available_cpus, ordered_results
 from verl_ext.tokenize.chunks import CHUNK_BYTES, Chunk, read_chunks
 from verl_ext.tokenize.config import TokenizeConfig
 from verl_ext.tokenize.dataset_writer import DatasetWriter
-from verl_ext.tokenize.errors import DataError
-from verl_ext.tokenize.output_folder import OutputFolder
-from verl_ext.tokenize.progress import Progress
 from verl_ext.tokenize.report import Report
 from verl_ext.tokenize.source_files import SourceFile, find_source_files
-from verl_ext.tokenize.worker_pool import available_cpus, tokenise_chunks
+from verl_ext.tokenize.worker import ChunkTokenizer
 
 
 def tokenize(config: TokenizeConfig) -> Report:
@@ -37,8 +40,16 @@ def tokenize(config: TokenizeConfig) -> Report:
 def _write_documents(config: TokenizeConfig, sources: list[SourceFile], writer: DatasetWriter, report: Report) -> None:
     total_bytes = sum(source.num_bytes for source in sources)
     num_workers = min(config.num_workers or available_cpus(), max(math.ceil(total_bytes / CHUNK_BYTES), 1))
+    results = ordered_results(
+        partial(ChunkTokenizer, config),
+        ChunkTokenizer.tokenise,
+        _chunks(sources),
+        num_workers,
+        name="tokenise",
+        preload=[TOKENIZER_MODULE],
+    )
     with Progress(total_bytes) as progress:
-        for result in tokenise_chunks(config, _chunks(sources), num_workers):
+        for result in results:
             writer.add(result)
             report.tally(result.category_id).add(result.tally)
             progress.add(result)

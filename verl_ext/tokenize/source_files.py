@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_ext.tokenize.errors import DataError, UsageError
+from verl_ext.commands.errors import DataError, UsageError
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 KNOWN_FORMATS = "jsonl, jsonl.gz, json, parquet, csv, an Arrow folder written by save_to_disk, or a folder of these"

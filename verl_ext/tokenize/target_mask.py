@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chat_spans import Span
-from verl_ext.tokenize.errors import BadRecord
 
 
 def mask_from_offsets(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarray:

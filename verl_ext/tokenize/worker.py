@@ -1,6 +1,5 @@
 """Chunks of records tokenised: the part that runs in every worker process."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.commands.tokenizer import load_tokenizer
+from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chat_spans import ChatTemplate, Span
 from verl_ext.tokenize.chunks import Chunk, parse_line
 from verl_ext.tokenize.config import TokenizeConfig
-from verl_ext.tokenize.errors import BadRecord, DataError, UsageError, first_line
 from verl_ext.tokenize.over_length import Document, fit
 from verl_ext.tokenize.records import Chat, parse_record
 from verl_ext.tokenize.tally import Tally
@@ -29,6 +30,16 @@ class ChunkResult:
     lengths: np.ndarray
     weights: np.ndarray | None
     tally: Tally
+
+    @property
+    def records(self) -> int:
+        """Records read."""
+        return self.tally.records
+
+    @property
+    def tokens(self) -> int:
+        """Tokens kept."""
+        return self.tally.tokens
 
 
 @dataclass
@@ -58,7 +69,7 @@ class ChunkTokenizer:
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.config = config
-        self.tokenizer = load_tokenizer(config)
+        self.tokenizer = load_tokenizer(config.model)
         self._template: ChatTemplate | None = None
 
     def tokenise(self, chunk: Chunk) -> ChunkResult:
@@ -106,7 +117,7 @@ class ChunkTokenizer:
         if self._template is None:
             template = _template_text(self.config.chat_template)
             if template is None and not self.tokenizer.chat_template:
-                path = self.config.tokenizer_path
+                path = self.config.model.tokenizer
                 raise UsageError(
                     f"chat_template must be given for chat records such as {place}: the tokenizer of {path} has none"
                 )
@@ -159,7 +170,7 @@ class ChunkTokenizer:
     def _with_eos(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
         if eos is None:
-            raise UsageError(f"the tokenizer of {self.config.tokenizer_path} must have an eos_token for text records")
+            raise UsageError(f"the tokenizer of {self.config.model.tokenizer} must have an eos_token for text records")
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
     def _keep(self, document: Document, item: _Prepared, path: str, outcome: _Outcome) -> None:
@@ -188,23 +199,6 @@ def _result(chunk: Chunk, outcome: _Outcome) -> ChunkResult:
         weights=np.array(weights, dtype=np.float32) if weighted else None,
         tally=outcome.tally,
     )
-
-
-def load_tokenizer(config: TokenizeConfig) -> Any:
-    """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
-    # The processes are the parallelism; threads inside each would only compete.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from transformers import AutoTokenizer
-
-    path = config.tokenizer_path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # files that are no tokenizer fail in many ways
-        raise UsageError(f"model.path must hold a tokenizer; got {path}: {first_line(error)}") from error
-    if not len(tokenizer):  # what transformers makes of a folder without a tokenizer's files
-        raise UsageError(f"model.path must hold a tokenizer; got {path}, which has none")
-    tokenizer.model_max_length = int(1e30)  # lengths are max_tokens' business: no warning per document
-    return tokenizer
 
 
 def _template_text(chat_template: str | None) -> str | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ext.commands.errors import UsageError
 from verl_ext.data.babilong.filler import filler_sentences
 from verl_ext.data.babilong.tokens import TokenCounter
-from verl_ext.tokenize.errors import UsageError
 
 MIN_TOKENS = 10  # of a background sentence, as in the benchmark
 FILLER_SENTENCES = 20_000  # at least: 0.5 M tokens, which are counted in a second

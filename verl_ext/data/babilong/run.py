@@ -1,20 +1,22 @@
 """The run: tokenizer, background, samples, files."""
 
 import os
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from tqdm import tqdm
 
+from verl_ext.commands.output_folder import OutputFolder
+from verl_ext.commands.progress import progress_bar
+from verl_ext.commands.tokenizer import TOKENIZER_MODULE, load_tokenizer
+from verl_ext.commands.worker_pool import available_cpus, ordered_results
 from verl_ext.data.babilong.background import Background, filler_background, filler_size, folder_background
 from verl_ext.data.babilong.config import MARKER, BabilongConfig
-from verl_ext.data.babilong.jobs import Job, Workshop, jobs_of, run_jobs
-from verl_ext.tokenize.output_folder import OutputFolder
-from verl_ext.tokenize.worker_pool import available_cpus
+from verl_ext.data.babilong.jobs import Job, Workshop, jobs_of, load_workshop
+from verl_ext.data.babilong.tokens import TokenCounter
 
 # Options that change no byte of a sample: left out, so that equal data lies beside an equal file.
 NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")
@@ -28,9 +30,8 @@ def generate(config: BabilongConfig) -> str:
     Raises `UsageError` and `DataError`, each one line, and leaves `output_dir` as it was then.
     """
     started = time.monotonic()
-    workshop = Workshop(config.model, config.sample_options)
-    workshop.loaded_counter()
-    workshop.backgrounds = _backgrounds(config, workshop)
+    counter = TokenCounter(load_tokenizer(config.model))
+    workshop = Workshop(counter, config.sample_options, _backgrounds(config, counter))
     jobs = [
         job
         for task in config.tasks
@@ -41,7 +42,7 @@ def generate(config: BabilongConfig) -> str:
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
     num_workers = min(config.num_workers or useful, len(jobs))
     with OutputFolder(config.output_dir, config.overwrite) as folder:
-        _write_files(folder.path, config, run_jobs(workshop, jobs, num_workers), jobs)
+        _write_files(folder.path, config, jobs, _records(config, workshop, jobs, num_workers))
         options = {key: value for key, value in asdict(config).items() if key not in NOT_WRITTEN}
         OmegaConf.save(OmegaConf.create(options), folder.path / MARKER)
         folder.publish()
@@ -50,9 +51,16 @@ def generate(config: BabilongConfig) -> str:
     return f"{files} files of {config.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
 
 
-def _backgrounds(config: BabilongConfig, workshop: Workshop) -> dict[str, Background]:
+def _records(config: BabilongConfig, workshop: Workshop, jobs: list[Job], num_workers: int) -> Iterator[list[str]]:
+    """Every job's records, in order: made here, or by processes that load the tokenizer themselves."""
+    if num_workers == 1:
+        return map(workshop.records, jobs)
+    make = partial(load_workshop, config.model, workshop.options, workshop.backgrounds)
+    return ordered_results(make, Workshop.records, jobs, num_workers, name="generator", preload=[TOKENIZER_MODULE])
+
+
+def _backgrounds(config: BabilongConfig, counter: TokenCounter) -> dict[str, Background]:
     """The background of every size with one; sizes whose background is the same share it."""
-    counter = workshop.loaded_counter()
     targets = {size.label: size.target(config.reserve_tokens) for size in config.parsed_sizes if size.tokens}
     if config.background is not None and targets:
         background = folder_background(config.background, counter)
@@ -66,19 +74,11 @@ def _backgrounds(config: BabilongConfig, workshop: Workshop) -> dict[str, Backgr
     return {label: made[filler_size(target)] for label, target in targets.items()}
 
 
-def _write_files(
-    folder: Path, config: BabilongConfig, results: Iterable[tuple[Job, list[str]]], jobs: list[Job]
-) -> None:
+def _write_files(folder: Path, config: BabilongConfig, jobs: list[Job], job_records: Iterable[list[str]]) -> None:
     """`<task>/<size>.json`, a JSON list with a sample a line, written as the samples come."""
-    with tqdm(
-        total=sum(_tokens(config, job) for job in jobs),
-        desc="generate",
-        unit="tokens",
-        unit_scale=True,
-        # A log file gets a line now and then, a terminal a bar that moves.
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-    ) as bar:
-        for job, records in results:
+    total = sum(_tokens(config, job) for job in jobs)
+    with progress_bar("generate", total, unit="tokens", unit_scale=True) as bar:
+        for job, records in zip(jobs, job_records, strict=True):
             path = folder / job.task / f"{job.size.label}.json"
             path.parent.mkdir(exist_ok=True)
             with open(path, "a", encoding="utf-8", newline="\n") as file:

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.commands.errors import UsageError
 from verl_ext.data.babilong.background import Background
 from verl_ext.data.babilong.cutting import cut_to
 from verl_ext.data.babilong.placement import FactRange, fact_gaps, interleave
 from verl_ext.data.babilong.sizes import Size
 from verl_ext.data.babilong.stories import Story, questions_of, tell_story
 from verl_ext.data.babilong.tokens import TokenCounter
-from verl_ext.tokenize.errors import UsageError
 
 STORIES_TRIED = 1000  # for one whose facts fit
 WALKS_TRIED = 4  # stretches of background for one sample

@@ -19,7 +19,7 @@ class ChunkPass:
     def __init__(self, model: Any, memory: nn.ModuleDict) -> None:
         self.model = model
         self.memory = memory
-        self._masks: dict[tuple[int, int], Any] = {}
+        self._masks: dict[int, Any] = {}
 
     def __call__(
         self, input_ids: torch.Tensor, written: torch.Tensor | None, states: Sequence[MemoryState | None]

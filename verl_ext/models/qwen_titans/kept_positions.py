@@ -39,7 +39,7 @@ class KeptPositions:
         return values[:, torch.tensor([column - start for column in columns], dtype=torch.long, device=values.device)]
 
     def of_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Of the kept ``values[B, n, …]`` what was asked for: ``[B, n, …]``, of a mask ``[N, …]`` in row-major order."""
+        """Of kept ``values[B, n, …]`` what was asked for: ``[B, n, …]``, of a mask ``[N, …]`` in row-major order."""
         if isinstance(self._asked, int):
             return values
         columns = torch.tensor(self._columns, dtype=torch.long, device=values.device)

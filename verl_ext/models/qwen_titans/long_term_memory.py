@@ -1,13 +1,14 @@
-"""A memory that learns while it reads: a two-layer network per head whose weights are the state.
+"""A memory that learns while it reads: a small network per head whose weights are the state.
 
-    M(k) = g(k W1) W2        g(a) = 2·silu(a), which is a + a²/2 - … near 0
+    depth 1    M(k) = k W1
+    depth 2    M(k) = g(k W1) W2        g(a) = 2·silu(a), which is a + a²/2 - … near 0
 
-For each token the surprise is the gradient of ‖M(k_t) - v_t‖² with respect to W1 and W2, in closed form, at the weights
+For each token the surprise is the gradient of ‖M(k_t) - v_t‖² with respect to the weights, in closed form, at those
 of the sub-chunk's beginning; ``write_coefficients`` has the recurrence that it enters. A sub-chunk is read before it is
 written, so no token ever sees itself or a later one. Titans, https://arxiv.org/abs/2501.00663, §3.1-3.2.
 
-Legend: B samples, T tokens, d hidden size of the model, H heads, dk key and value size of a head, e hidden size of its
-network, n sub-chunks, s tokens of a sub-chunk.
+Legend: B samples, T tokens, d hidden size of the model, H heads, dk key and value size of a head, e columns of W1 (dk
+at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk.
 """
 
 import math
@@ -31,35 +32,44 @@ FORGETTING_CHUNKS = 8
 
 
 class Surprise(NamedTuple):
-    """The gradients of a sub-chunk's tokens, each an outer product: u_t = (k_t ⊗ da_t, z_t ⊗ dp_t)."""
+    """The gradients of a sub-chunk's tokens, each an outer product: u_t = (k_t ⊗ da_t, z_t ⊗ dp_t).
 
-    z: torch.Tensor  # [B, H, s, e], g(k W1)
+    Depth 1 has the first alone: its last layer is W1, its features are the keys.
+    """
+
     da: torch.Tensor  # [B, H, s, e], gradient at k W1
-    dp: torch.Tensor  # [B, H, s, dk], gradient at M(k)
+    z: torch.Tensor | None = None  # [B, H, s, e], g(k W1)
+    dp: torch.Tensor | None = None  # [B, H, s, dk], gradient at M(k)
 
 
-def recall(q: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def recall(q: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor | None) -> torch.Tensor:
     """M(q) ``[B, H, s, dk]`` for queries of that shape."""
-    return 2 * F.silu(q @ w1) @ w2
+    return q @ w1 if w2 is None else 2 * F.silu(q @ w1) @ w2
 
 
 def surprise(
-    k: torch.Tensor, v: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, max_surprise: float = math.inf
+    k: torch.Tensor, v: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor | None, max_surprise: float = math.inf
 ) -> Surprise:
-    """The gradient of ‖M(k_t) - v_t‖² for every token, its norm over W1 and W2 together clamped to ``max_surprise``.
+    """The gradient of ‖M(k_t) - v_t‖² for every token, its norm over all weights together clamped to ``max_surprise``.
 
     ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp one
     outlier makes the weights, and so the next gradients, grow without bound.
     """
     a = k @ w1
+    if w2 is None:
+        dp = 2 * (a - v)
+        return Surprise(dp * _shrink(_squared(k) * _squared(dp), max_surprise))
     sigmoid = torch.sigmoid(a)
     z = 2 * a * sigmoid
     dp = 2 * (z @ w2 - v)
     da = 2 * (dp @ w2.transpose(-1, -2)) * sigmoid * (1 + a * (1 - sigmoid))
-    squared = _squared(k) * _squared(da) + _squared(z) * _squared(dp)
-    # Of the square, since the derivative of a norm at 0 is no number.
-    shrink = (squared / max_surprise**2).clamp(min=1).rsqrt()
-    return Surprise(z, da * shrink, dp * shrink)
+    shrink = _shrink(_squared(k) * _squared(da) + _squared(z) * _squared(dp), max_surprise)
+    return Surprise(da * shrink, z, dp * shrink)
+
+
+def _shrink(squared_norm: torch.Tensor, most: float) -> torch.Tensor:
+    """The factor that brings a norm down to ``most``. Of the square: the derivative of a norm at 0 is no number."""
+    return (squared_norm / most**2).clamp(min=1).rsqrt()
 
 
 @torch.no_grad()
@@ -73,7 +83,8 @@ def _step_scale(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 def limited(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
     """``by`` with θ of the whole sub-chunk scaled down until its tokens together overshoot nothing.
 
-    All of them are measured at the same weights. By W2 the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The
+    All of them are measured at the same weights. By the last layer, whose inputs are z (depth 1: the keys), the error
+    of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The
     eigenvalues of that map are those of the symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of
     magnitudes, which is held to 1. Where many keys are alike, the memory would otherwise oscillate at its clamp, and
     gradients through it grow by orders of magnitude over a sequence. Back-propagation takes the scale as a constant: on
@@ -86,6 +97,8 @@ def limited(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
 def write(state: MemoryState, k: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> MemoryState:
     """The state after a sub-chunk; keys ``[B, H, s, dk]``, coefficients ``[B, H]`` and ``[B, H, s]``."""
     w1, s1 = _written(state.w1, state.s1, k, gradient.da, by)
+    if gradient.z is None or gradient.dp is None or state.w2 is None or state.s2 is None:
+        return MemoryState(w1, None, s1, None)
     w2, s2 = _written(state.w2, state.s2, gradient.z, gradient.dp, by)
     return MemoryState(w1, w2, s1, s2)
 
@@ -120,8 +133,9 @@ class LongTermMemory(nn.Module):
         self.k_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.v_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.rates = nn.Linear(hidden_size, 3 * heads)
-        self.initial_w1 = nn.Parameter(torch.empty(heads, size, settings.expansion * size))
-        self.initial_w2 = nn.Parameter(torch.empty(heads, settings.expansion * size, size))
+        inner = settings.expansion * size if settings.depth == 2 else size
+        self.initial_w1 = nn.Parameter(torch.empty(heads, size, inner))
+        self.initial_w2 = nn.Parameter(torch.empty(heads, inner, size)) if settings.depth == 2 else None
         self.out_proj = None if settings.variant == "mag" else nn.Linear(heads * size, hidden_size, bias=False)
         if settings.variant == "mac":
             self.persistent = nn.Parameter(torch.empty(settings.persistent_tokens, hidden_size))
@@ -144,10 +158,13 @@ class LongTermMemory(nn.Module):
         theta = min(0.5, INITIAL_WRITE / self.settings.sub_chunk)
         biases = torch.tensor([_logit(rate) for rate in (theta, INITIAL_ETA, alpha)])
         init.copy_(self.rates.bias, biases.repeat_interleave(self.settings.heads))
-        # Orthonormal rows: keys that share nothing start as features that share almost nothing.
-        columns = torch.randn(self.initial_w1.mT.shape, dtype=torch.float32)
-        init.copy_(self.initial_w1, torch.linalg.qr(columns).Q.mT)
-        init.zeros_(self.initial_w2)
+        if self.initial_w2 is None:
+            init.zeros_(self.initial_w1)
+        else:
+            # Orthonormal rows: keys that share nothing start as features that share almost nothing.
+            columns = torch.randn(self.initial_w1.mT.shape, dtype=torch.float32)
+            init.copy_(self.initial_w1, torch.linalg.qr(columns).Q.mT)
+            init.zeros_(self.initial_w2)
         if self.settings.variant == "mac":
             init.normal_(self.persistent, std=0.02)
         if self.out_proj is not None:
@@ -205,7 +222,7 @@ class LongTermMemory(nn.Module):
             gradient = surprise(keys, v[:, :, part], state.w1, state.w2, self.settings.max_surprise)
             by = WriteCoefficients(*(values[:, :, index] for values in coefficients))
             by = by._replace(c=by.c[..., : keys.shape[2]], m=by.m[..., : keys.shape[2]])
-            state = write(state, keys, gradient, limited(by, gradient.z))
+            state = write(state, keys, gradient, limited(by, keys if gradient.z is None else gradient.z))
         return (torch.cat(recalled, 2) if recalled else None), state
 
     def _coefficients(self, x: torch.Tensor, written: torch.Tensor | None) -> WriteCoefficients:
@@ -223,7 +240,10 @@ class LongTermMemory(nn.Module):
 
     def _initial_state(self, batch: int) -> MemoryState:
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
-        w1, w2 = (_upcast(weight).repeat(batch, 1, 1, 1) for weight in (self.initial_w1, self.initial_w2))
+        w1 = _upcast(self.initial_w1).repeat(batch, 1, 1, 1)
+        if self.initial_w2 is None:
+            return MemoryState(w1, None, torch.zeros_like(w1), None)
+        w2 = _upcast(self.initial_w2).repeat(batch, 1, 1, 1)
         return MemoryState(w1, w2, torch.zeros_like(w1), torch.zeros_like(w2))
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ class MemorySettings:
         variant: how a memory joins its layer, one of :data:`VARIANTS` (see ``memory_layer``).
         heads: independent memories of a layer.
         head_dim: size of a head's keys and values.
-        expansion: hidden size of a head's memory network, in units of ``head_dim``.
+        depth: layers of a head's memory: 1 is a matrix (quick to learn), 2 a network with more room.
+        expansion: hidden size of a head's memory network, in units of ``head_dim`` (depth 2 alone has one).
         sub_chunk: tokens that read, and are measured against, the same weights; divides ``chunk_size``.
         max_surprise: largest norm of one token's gradient; a larger one is scaled down to it.
         persistent_tokens: learned tokens before every chunk (variant mac alone reads them).
@@ -31,6 +32,7 @@ class MemorySettings:
     variant: str = "residual"
     heads: int = 4
     head_dim: int = 64
+    depth: int = 2
     expansion: int = 2
     sub_chunk: int = 64
     max_surprise: float = 4.0
@@ -44,6 +46,8 @@ class MemorySettings:
         _require_whole("persistent_tokens", self.persistent_tokens, 0)
         if self.bptt_chunks is not None:
             _require_whole("bptt_chunks", self.bptt_chunks, 1)
+        if self.depth not in (1, 2):
+            raise ValueError(f"model.memory.depth must be 1 or 2; got {self.depth!r}")
         if self.variant not in VARIANTS:
             raise ValueError(f"model.memory.variant must be one of {', '.join(VARIANTS)}; got {self.variant}")
         _require_number("max_surprise", self.max_surprise)

@@ -12,17 +12,18 @@ import torch
 class MemoryState(NamedTuple):
     """One layer's state in fp32 (fp64 for an fp64 model).
 
-    A tuple of tensors, so that FSDP2 and checkpointing find every tensor that enters and leaves a layer.
+    A tuple of tensors, so that FSDP2 and checkpointing find every tensor that enters and leaves a layer. A memory of
+    depth 1 has no second layer.
     """
 
     w1: torch.Tensor  # [B, H, dk, e]
-    w2: torch.Tensor  # [B, H, e, dk]
+    w2: torch.Tensor | None  # [B, H, e, dk]
     s1: torch.Tensor  # as w1
-    s2: torch.Tensor  # as w2
+    s2: torch.Tensor | None  # as w2
 
     def detached(self) -> "MemoryState":
         """The same values, cut from what computed them."""
-        return MemoryState(*(tensor.detach() for tensor in self))
+        return MemoryState(*(tensor if tensor is None else tensor.detach() for tensor in self))  # type: ignore[arg-type]
 
 
 class StreamState:

@@ -6,13 +6,13 @@ import shutil
 import socket
 from pathlib import Path
 
-from verl_ext.tokenize.errors import DataError
+from verl_ext.commands.errors import DataError
 
 
 class OutputFolder:
     """A context whose `path` is a hidden sibling of `output_dir`, renamed to it by `publish()` and removed otherwise.
 
-    A run that is killed leaves only the hidden folder, `.NAME.tokenize-HOST-PID`; the next run for the same
+    A run that is killed leaves only the hidden folder, `.NAME.unfinished-HOST-PID`; the next run for the same
     `output_dir` on that host removes it.
     """
 
@@ -21,8 +21,8 @@ class OutputFolder:
         self.named = output_dir
         self.overwrite = overwrite
         host = re.sub(r"[^\w.]", "_", socket.gethostname())
-        self._prefixes = {kind: f".{self.output.name}.{kind}-{host}-" for kind in ("tokenize", "replaced")}
-        self.path = self.output.parent / f"{self._prefixes['tokenize']}{os.getpid()}"
+        self._prefixes = {kind: f".{self.output.name}.{kind}-{host}-" for kind in ("unfinished", "replaced")}
+        self.path = self.output.parent / f"{self._prefixes['unfinished']}{os.getpid()}"
 
     def __enter__(self) -> "OutputFolder":
         self.output.parent.mkdir(parents=True, exist_ok=True)

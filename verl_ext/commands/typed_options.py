@@ -1,0 +1,92 @@
+"""A command's options: composed by Hydra from `conf/<name>.yaml` and the command line, typed by a dataclass, checked.
+
+The dataclass states types and defaults, the file describes them. Annotations are `Optional[...]` and not `| None`,
+because OmegaConf's structured configs read them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Protocol, TypeVar, get_type_hints
+
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.commands.errors import UsageError, first_line
+from verl_ext.config.nearest import nearest_key
+
+
+class Options(Protocol):
+    """A dataclass of options."""
+
+    def problems(self) -> list[str]:
+        """One line for every mistake that can be seen without opening a source."""
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def load_options(
+    name: str, schema: type[OptionsT], overrides: Iterable[str], open_nodes: Sequence[str] = ()
+) -> OptionsT:
+    """Compose `conf/<name>.yaml` with command-line overrides into a checked `schema`.
+
+    `open_nodes` are those whose keys are the user's own. A mandatory key without a value arrives as an empty string.
+    Raises `UsageError` with one line for every mistake.
+    """
+    known = known_keys(schema)
+    overrides = [_checked_override(text, known, open_nodes) for text in overrides]
+    try:
+        with initialize_config_module(version_base="1.3", config_module="verl_ext.conf"):
+            node = compose(name, overrides=overrides)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), node)
+        OmegaConf.resolve(merged)
+        for key in OmegaConf.missing_keys(merged):
+            OmegaConf.update(merged, key, "")
+        options = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        where = getattr(error, "full_key", None)
+        raise UsageError(f"{where}: {first_line(error)}" if where else first_line(error)) from error
+    except (HydraException, ValueError) as error:  # a ValueError is Hydra's of a node given as a number
+        raise UsageError(first_line(error.__cause__ or error)) from error
+    assert isinstance(options, schema)
+    if problems := options.problems():
+        raise UsageError("; ".join(problems))
+    return options
+
+
+def known_keys(schema: type) -> list[str]:
+    """Every dotted key of a dataclass, in its order."""
+    keys = []
+    for name, kind in get_type_hints(schema).items():
+        keys.append(name)
+        if isinstance(kind, type) and is_dataclass(kind):
+            keys += [f"{name}.{child}" for child in known_keys(kind)]
+    return keys
+
+
+def least_problems(lowest: Mapping[str, tuple[int | None, int]]) -> list[str]:
+    """One line for every key whose (value, least) has a value that is too small; null is none."""
+    return [
+        f"{key} must be at least {least}; got {value}"
+        for key, (value, least) in lowest.items()
+        if value is not None and value < least
+    ]
+
+
+def _checked_override(text: str, known: Sequence[str], open_nodes: Sequence[str]) -> str:
+    """One override whose key is known, with `++` added where it opens a key of the user's own."""
+    try:
+        key = OverridesParser.create().parse_override(text).key_or_group
+    except HydraException as error:
+        hint = "key=value, with quotes around a value that holds spaces or '='"
+        raise UsageError(f"an override must be {hint}; got {text!r}") from error
+    if key.partition(".")[0] in open_nodes:
+        return text if text.startswith(("+", "~")) else f"++{text}"
+    if key not in known and not key.startswith("hydra."):
+        nearest = nearest_key(key, known)
+        hint = f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}"
+        raise UsageError(f"unknown key {key}; {hint}")
+    return text

@@ -1,0 +1,102 @@
+"""Jobs done by several processes, results in the order of the jobs."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from verl_ext.commands.errors import DataError
+
+JOBS_PER_WORKER = 4  # in flight: enough that none waits for the slowest, few enough to bound memory
+
+State = TypeVar("State")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ordered_results(
+    make_state: Callable[[], State],
+    work: Callable[[State, Job], Result],
+    jobs: Iterable[Job],
+    num_workers: int,
+    *,
+    name: str,
+    preload: Sequence[str] = (),
+) -> Iterator[Result]:
+    """Yield `work(state, job)` of every job, in order, with the same values for any `num_workers` (1: in this process).
+
+    `make_state` is called once in each process. Both functions, the jobs and the results must pickle; `preload` names
+    modules that workers have from the start. At most JOBS_PER_WORKER jobs per worker are taken ahead of the result
+    that is yielded. Raises what the first failing job raises, and `DataError` when a worker, called `name`, dies.
+    """
+    if num_workers == 1:
+        state = make_state()
+        for job in jobs:
+            yield work(state, job)
+        return
+    context = _context([work.__module__, *preload])
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(make_state, work))
+    pending: deque[Future[Result]] = deque()
+    try:
+        for job in jobs:
+            pending.append(pool.submit(_do, job))
+            if len(pending) >= num_workers * JOBS_PER_WORKER:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"a {name} worker died, perhaps for want of memory; a lower num_workers needs less"
+            f" (num_workers={num_workers} here)"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _context(preload: list[str]) -> multiprocessing.context.BaseContext:
+    """A start method that never forks this process, whose libraries may hold threads and locks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once in the server, which takes seconds; every worker is a fork of it.
+    context.set_forkserver_preload(preload)
+    return context
+
+
+# Of a worker process.
+_make_state: Callable[[], Any]
+_work: Callable[[Any, Any], Any]
+_states: list[Any] = []  # none or one
+
+
+def _start_worker(make_state: Callable[[], Any], work: Callable[[Any, Any], Any]) -> None:
+    global _make_state, _work
+    _make_state, _work = make_state, work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Leave when the parent is gone, killed included: a worker would wait for its next job for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _do(job: Any) -> Any:
+    # Made with the first job and not at the start: an error then arrives as this job's, not as a broken pool.
+    if not _states:
+        _states.append(_make_state())
+    return _work(_states[0], job)

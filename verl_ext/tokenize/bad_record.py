@@ -1,0 +1,12 @@
+"""A record that cannot be used."""
+
+
+class BadRecord(ValueError):
+    """Ends the run under `on_bad_record=error`, and is counted under `skip`.
+
+    `reason` is one of a few words that the report counts by; the message says what was found.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
