@@ -35,6 +35,7 @@ bench: .venv/.installed-test
 	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/train_throughput.py --table longalign
+	$(BIN)/python benchmarks/titans_memory.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run

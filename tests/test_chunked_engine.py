@@ -62,7 +62,7 @@ def two_ranks_and_one(options, tmp_path):
 def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
     two, one = two_ranks_and_one
     for name, ours in one.items():
-        torch.testing.assert_close(two[name], ours, rtol=2e-4, atol=2e-6, msg=name)
+        torch.testing.assert_close(two[name], ours, rtol=2e-4, atol=3e-5, msg=name)  # of steps of 1e-2
     first, second = metrics(tmp_path / "two"), metrics(tmp_path / "one")
     for (step, key), value in second.items():
         if key not in ("train/tokens_per_second", "train/grad_norm"):
@@ -73,7 +73,7 @@ def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
     for name, ours in saved[1]["memory_state_dict"].items():
         assert "long_term_memory" in name or "memory_gate" in name
         torch.testing.assert_close(ours, one[name])
-        torch.testing.assert_close(saved[0]["memory_state_dict"][name], ours, rtol=2e-4, atol=2e-6)
+        torch.testing.assert_close(saved[0]["memory_state_dict"][name], ours, rtol=2e-4, atol=3e-5)
 
 
 def _reference(tiny_model, files, tmp_path):
@@ -188,3 +188,27 @@ def test_padding_changes_no_answer_and_no_loss(options, files, tmp_path):
         facts.append(json.loads((folder / "evaluation.json").read_text()))
     for key in ("val/loss", "val/exact_match", "val/accuracy"):
         assert facts[0][key] == pytest.approx(facts[1][key], rel=1e-6), key
+
+
+def _chunks_read(options):
+    """Chunks of every forward of a validation on this rank."""
+    trainer = _build(options)
+    module, read = trainer.engine.module, []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    trainer.validate()
+    return read
+
+
+def test_chunks_that_are_padding_on_every_rank_are_not_read(options, tmp_path):
+    long = write_babilong(tmp_path / "long.json", 1, 90)
+    short = write_babilong(tmp_path / "short.json", 3, 20)
+    again = [
+        "trainer.eval_only=true",
+        f"data.val_dir=[{short},{long}]",
+        "data.max_length=192",
+        "trainer.answer_tokens=0",
+    ]
+    read = run_ranks(_chunks_read, 2, [*options, f"trainer.default_local_dir={tmp_path / 'out'}", *again])
+    assert read[0] == read[1] == [96, 32]  # the long row's rank comes first; the other rank reads as far

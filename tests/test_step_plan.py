@@ -132,3 +132,9 @@ def test_validation_runs_packs_by_cost_the_dearest_first():
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 3), (True, 2)])
 def test_steps_per_epoch(drop_last, steps):
     assert StepPlan(7, 3, seed=0, drop_last=drop_last).steps_per_epoch == steps
+
+
+def test_an_unshuffled_plan_keeps_the_datasets_order_in_every_epoch():
+    plan = StepPlan(7, 3, seed=5, shuffle=False)
+    assert [plan.packs(step).tolist() for step in range(4)] == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2]]
+    assert StepPlan(7, 3, seed=5, shuffle=False, drop_last=True).order(1).tolist() == [0, 1, 2, 3, 4, 5]

@@ -1,6 +1,7 @@
 """What a run with long-term memory is refused for, in one line each, and how its options are read."""
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,10 +11,17 @@ from transformers import AutoConfig
 from tests.babilong_data import write_babilong
 from verl_ext.config import compose, compose_run
 from verl_ext.config.checks import check_run
+from verl_ext.config.nodes import data_config
 from verl_ext.config.resolution import resolve_logging, splits_validation
 from verl_ext.config.schema import recipe_choice
 from verl_ext.config.titans_model import titans_config
-from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM, save_memory_checkpoint
+from verl_ext.config.titans_options import MEMORY_KEYS
+from verl_ext.models.qwen_titans import (
+    MemorySettings,
+    QwenTitansConfig,
+    QwenTitansForCausalLM,
+    save_memory_checkpoint,
+)
 
 MEMORY = ("model.memory.chunk_size=32", "model.memory.sub_chunk=16", "model.memory.heads=2", "model.memory.head_dim=8")
 
@@ -47,7 +55,7 @@ def test_the_config_that_is_returned_has_the_memory(checked):
         ),
         ("model.lora_rank=4", "model.lora_rank must be 0 with model=qwen_titans"),
         ("model.train=memry", "model.train must be one of all, memory; got memry (nearest: memory)"),
-        ("model.memory.heads=two", "model.memory.heads must be a whole number; got two"),
+        ("model.memory.heads=two", "model.memory.heads must be a whole number of at least 1; got 'two'"),
         ("model.memory.variant=mix", "model.memory.variant must be one of residual, mac, mag, mal; got mix"),
         ("model.memory.layers=[7]", "model.memory.layers must lie in 0..1 for a base model of 2 layers; got [7]"),
         ("attention.backend=varlen", "attention.backend must be one of auto, sdpa, flash_attn; got varlen"),
@@ -130,3 +138,45 @@ def test_evaluation_alone_needs_something_to_measure_and_no_permission_to_delete
         checked("trainer.eval_only=true", "data.train_ratio=1")
     config = compose(["trainer.eval_only=true", "data.val_dir=somewhere"])
     assert OmegaConf.select(config, "data.train_dir") == "somewhere"
+
+
+def test_a_curriculum_is_not_sorted_by_cost():
+    with pytest.raises(ValueError, match=r"data\.balance must be none with data\.shuffle=false"):
+        data_config(compose(["data.train_dir=folder", "data.shuffle=false"]))
+    assert data_config(compose(["data=babilong", "data.train_dir=folder", "data.shuffle=false"])).shuffle is False
+
+
+def test_the_keys_of_the_memory_are_those_of_its_settings():
+    assert set(MEMORY_KEYS) == {entry.name for entry in fields(MemorySettings)}
+
+
+def test_options_that_nothing_reads_are_refused(tmp_path, tiny_model, checked):
+    packed = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "data.truncate=right"])
+    with pytest.raises(ValueError, match=r"data\.truncate is an option of data=babilong; got right without it"):
+        check_run(packed, 1)
+    with pytest.raises(ValueError, match=r"model\.memory\.layers must name a layer with model\.train=memory"):
+        checked("model.train=memory", "model.memory.layers=[]")
+    with pytest.raises(ValueError, match=r"data\.val_dir is required with trainer\.eval_only=true; got null"):
+        compose(["data=babilong", "trainer.eval_only=true"])
+
+
+def test_a_memory_of_other_settings_is_refused_by_the_file_beside_it(checked, tiny_model, tmp_path):
+    titans = checked()
+    with torch.device("meta"):
+        names = QwenTitansForCausalLM(titans).memory_state_dict()
+    path = tmp_path / "final_memory_checkpoint.pt"
+    save_memory_checkpoint(path, {name: torch.zeros(tensor.shape) for name, tensor in names.items()}, 3)
+    checked(f"model.memory_checkpoint={path}", "model.memory.variant=mal")  # the same shapes: nothing tells them apart
+    path.with_suffix(".json").write_text(json.dumps({"variant": "residual"}))
+    checked(f"model.memory_checkpoint={path}")
+    with pytest.raises(ValueError, match=r"model\.memory\.variant must be residual, as in .*; got mal"):
+        checked(f"model.memory_checkpoint={path}", "model.memory.variant=mal")
+
+
+def test_an_exported_model_with_memory_is_not_packed(tmp_path, tiny_model):
+    titans_config(AutoConfig.from_pretrained(tiny_model), {"chunk_size": 64}).save_pretrained(tmp_path)
+    config = compose([f"model.path={tmp_path}", f"data.train_dir={tmp_path}"])
+    with pytest.raises(
+        ValueError, match=r"model\.path holds a Qwen with long-term memory, which needs model=qwen_titans"
+    ):
+        check_run(config, 1)

@@ -97,10 +97,10 @@ def names_own_class(items: Sequence[Item]) -> bool:
 def translate(items: Sequence[Item], packed: bool = True) -> tuple[list[Item], list[str]]:
     """Overrides with today's names, and a notice for each translation. Today's name wins where both are given.
 
-    packed: the data group makes packs, on which verl's own data keys have no effect.
+    packed: the data group makes packs, on which even data.max_length has no effect.
     """
     given = {item.key for item in items}
-    packed = packed and not names_own_class(items)
+    own_class = names_own_class(items)
     kept: list[Item] = []
     notices: list[str] = []
     for item in items:
@@ -115,7 +115,7 @@ def translate(items: Sequence[Item], packed: bool = True) -> tuple[list[Item], l
         if new:
             notices.append(f"{item.key} (verl ≤ 0.6) is read as {new}")
             item = replace(item, key=new)
-        elif item.key in WITHOUT_EFFECT and packed:
+        elif item.key in WITHOUT_EFFECT and not own_class and (packed or item.key != "data.max_length"):
             notices.append(f"{item.key} has no effect on packs: {WITHOUT_EFFECT[item.key]}")
         kept.append(item)
     return kept, list(dict.fromkeys(notices))

@@ -18,6 +18,8 @@ def model_support_problems(hf_config: Any) -> list[str]:
     packed attention; recurrent, convolutional and chunked layers carry a state across documents; logit soft-capping and
     attention sinks are not computed by it. Remote code cannot be read here; the attention itself refuses what it lacks.
     """
+    if getattr(hf_config, "model_type", None) == "qwen_titans":
+        return ["model.path holds a Qwen with long-term memory, which needs model=qwen_titans; got another model group"]
     text = hf_config.get_text_config()
     name = f"model.path: {type(hf_config).__name__}"
     problems = []

@@ -78,6 +78,7 @@ class DataConfig:
     over_length: str = "error"
     pad_mode: str = "no_padding"
     seed: int = 42
+    shuffle: bool = True
     balance: str = "sorted"
     balance_group: int | None = None
     cost: str = "flops"
@@ -103,6 +104,7 @@ class DataConfig:
             choice_problem("data.balance", self.balance, BALANCES),
             choice_problem("data.cost", self.cost, COSTS),
             self._group_problem(),
+            self._order_problem(),
         ]
         _raise(problems)
 
@@ -110,6 +112,11 @@ class DataConfig:
         group, step = self.balance_group, self.train_batch_size
         if isinstance(group, int) and isinstance(step, int) and group > step > 0:
             return f"data.balance_group must be at most data.train_batch_size={step}; got {group}"
+        return None
+
+    def _order_problem(self) -> str | None:
+        if self.shuffle is False and self.balance == "sorted":
+            return "data.balance must be none with data.shuffle=false, which keeps the plan's order; got sorted"
         return None
 
     def _folder_problems(self) -> list[str | None]:

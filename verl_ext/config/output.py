@@ -139,7 +139,8 @@ def _check_ranks(checkpoint: Path, world_size: int | None) -> None:
     if world_size is not None and saved != world_size:
         raise ValueError(
             f"the checkpoint {checkpoint} was saved by {saved} rank(s) and can only be resumed by as many; got "
-            f"{world_size} (trainer.overwrite=true starts anew)"
+            f"{world_size} (trainer.overwrite=true starts anew; a huggingface/ folder, saved by hf_model in "
+            "checkpoint.save_contents, is read by any number)"
         )
 
 

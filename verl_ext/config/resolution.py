@@ -37,6 +37,8 @@ def resolve_config(config: DictConfig) -> list[str]:
         if isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
     if config.trainer.eval_only and not config.data.get("train_dir"):
+        if not config.data.val_dir:
+            raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
         config.data.train_dir = config.data.val_dir  # nothing is trained on
     return resolve_attention(config) + resolve_dataset(config)
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.config import legacy
 from verl_ext.config.composition import CONF, check_interpolations, composed
 from verl_ext.config.nearest import nearest_key, nearest_name
-from verl_ext.config.titans_options import MemoryOptions
+from verl_ext.config.titans_options import MEMORY_KEYS
 
 UPSTREAM_CONF = "verl.trainer.config"
 UPSTREAM_PRIMARY = "sft_trainer_engine"
@@ -46,9 +46,9 @@ _DERIVED = (
 _TITANS = (
     "model.train",
     "model.memory_checkpoint",
-    *(f"model.memory.{entry.name}" for entry in fields(MemoryOptions)),
+    *(f"model.memory.{name}" for name in MEMORY_KEYS),
 )
-_BABILONG = ("data.answer_reserve_tokens", "data.truncate", "data.append_eos", "data.train_ratio", "data.cache_dir")
+BABILONG_KEYS = ("data.answer_reserve_tokens", "data.truncate", "data.append_eos", "data.train_ratio", "data.cache_dir")
 # Groups of verl's whose other choices are engines that packs do not run on.
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
@@ -70,7 +70,7 @@ def known_keys() -> frozenset[str]:
     """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
     keys = set(_target_fields(_upstream())) | set(MIXED_PRECISION)
     keys -= {f"model.{name}" for name in _DERIVED.split()}
-    keys |= {*_TITANS, *_BABILONG}
+    keys |= {*_TITANS, *BABILONG_KEYS}
     keys = {key for key in _with_nodes(keys) if not is_free_form(key)}
     return frozenset(keys | composed_keys() | set(FREE_FORM))
 

@@ -1,13 +1,14 @@
 """What a model with long-term memory can and cannot have in a run, told before its weights are read."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.config.fields import type_problems
 from verl_ext.config.nearest import choice_problem, show
-from verl_ext.config.titans_options import ATTENTION, TRAIN, MemoryOptions, is_titans
+from verl_ext.config.titans_options import ATTENTION, TRAIN, is_titans
 
 OWN_KEYS = ("train", "memory_checkpoint", "memory")
 
@@ -21,7 +22,6 @@ def titans_problems(config: DictConfig) -> list[str]:
             if key in config.model
         ]
     problems = [choice_problem("model.train", config.model.train, TRAIN)]
-    problems += type_problems(MemoryOptions, dict(config.model.memory), "model.memory")
     problems.append(choice_problem("attention.backend", config.attention.backend, tuple(ATTENTION)))
     problems += [
         f"{key} must be {show(allowed)} with model=qwen_titans: {why}; got {show(OmegaConf.select(config, key))}"
@@ -60,6 +60,10 @@ def check_titans_model(config: DictConfig, hf_config: Any) -> Any:
             "data.max_tokens (data.max_length of data=babilong) must be a multiple of model.memory.chunk_size="
             f"{chunk}; got {tokens} (nearest above: {up})"
         )
+    if config.model.train == "memory" and not titans.memory_settings.layers:
+        problems.append(
+            "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
+        )
     problems += _memory_problems(config.model.memory_checkpoint, titans)
     if problems:
         raise ValueError("\n".join(problems))
@@ -67,10 +71,22 @@ def check_titans_model(config: DictConfig, hf_config: Any) -> Any:
 
 
 def _memory_problems(path: str | None, titans: Any) -> list[str]:
-    """Whether `model.memory_checkpoint` fits, tried on a model without storage."""
+    """Whether `model.memory_checkpoint` fits: by the settings beside it, else tried on a model without storage."""
     if path is None:
         return []
     from verl_ext.models.qwen_titans import QwenTitansForCausalLM, load_memory_checkpoint
+
+    settings = Path(path).with_suffix(".json")
+    if settings.is_file():
+        trained = json.loads(settings.read_text(encoding="utf-8"))
+        told = [
+            f"model.memory.{name} must be {show(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
+            f"{show(titans.memory[name])}"
+            for name, value in trained.items()
+            if titans.memory.get(name) != value
+        ]
+        if told:
+            return told
 
     with torch.device("meta"):
         model = QwenTitansForCausalLM(titans)

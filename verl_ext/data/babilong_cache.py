@@ -14,8 +14,9 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from verl_ext.data.babilong_options import BABILongOptions
 from verl_ext.data.babilong_sample import SampleTokenizer
 from verl_ext.data.babilong_samples import SampleFactsWriter, category_numbers
 from verl_ext.data.category_numbers import FILE_NAME as CATEGORIES
+
+if TYPE_CHECKING:
+    from verl_ext.tokenize.worker import ChunkResult
 
 FACTS = "babilong.json"
 BATCH_CHARACTERS = 1 << 22  # tokenised together: about 1M tokens, enough work for the tokenizer's threads
@@ -131,28 +135,40 @@ def _write_samples(
     facts: SampleFactsWriter,
 ) -> None:
     from verl_ext.commands.progress import Progress
+
+    begun = time.monotonic()
+    results = _results(files, numbers, tokenizer, facts)
+    first = next(results)  # before the bar: files with a mistake at their start show none
+    with Progress(sum(os.path.getsize(file.path) for file in files)) as progress:
+        progress.started = begun
+        for result in chain([first], results):
+            writer.add(result)
+            progress.add(result)
+
+
+def _results(
+    files: Sequence[BABILongFile], numbers: dict[str, int], tokenizer: SampleTokenizer, facts: SampleFactsWriter
+) -> Iterator["ChunkResult"]:
+    """A result for every batch of records, whose facts are added; at least one."""
     from verl_ext.tokenize.tally import Tally
     from verl_ext.tokenize.worker import ChunkResult
 
-    with Progress(sum(os.path.getsize(file.path) for file in files)) as progress:
-        for file in files:
-            number = numbers[file.category]
-            for records, num_bytes in _batches(file, tokenizer.key):
-                samples = tokenizer.tokenise(records)
-                for record, sample in zip(records, samples, strict=True):
-                    facts.add(number, record, sample)
-                lengths = np.array([len(sample.input_ids) for sample in samples], np.int32)
-                result = ChunkResult(
-                    category_id=number,
-                    num_bytes=num_bytes,
-                    input_ids=np.concatenate([sample.input_ids for sample in samples]),
-                    loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
-                    lengths=lengths,
-                    weights=None,
-                    tally=Tally(records=len(records), tokens=int(lengths.sum())),
-                )
-                writer.add(result)
-                progress.add(result)
+    for file in files:
+        number = numbers[file.category]
+        for records, num_bytes in _batches(file, tokenizer.key):
+            samples = tokenizer.tokenise(records)
+            for record, sample in zip(records, samples, strict=True):
+                facts.add(number, record, sample)
+            lengths = np.array([len(sample.input_ids) for sample in samples], np.int32)
+            yield ChunkResult(
+                category_id=number,
+                num_bytes=num_bytes,
+                input_ids=np.concatenate([sample.input_ids for sample in samples]),
+                loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
+                lengths=lengths,
+                weights=None,
+                tally=Tally(records=len(records), tokens=int(lengths.sum())),
+            )
 
 
 def _batches(file: BABILongFile, key: str) -> Iterator[tuple[list[Record], int]]:

@@ -23,7 +23,7 @@ from verl_ext.data.babilong_options import SPLITS, BABILongOptions
 from verl_ext.data.babilong_samples import BABILongSample, SampleFacts
 from verl_ext.data.babilong_split import split_rows
 from verl_ext.data.category_numbers import CategoryNumbers
-from verl_ext.data.over_length_report import OverLengthRow, left_out
+from verl_ext.data.over_length_report import OverLengthRow
 from verl_ext.data.scan import DocumentScan
 from verl_ext.data.sft_dataset import SFTDataSet
 from verl_ext.packing import Spans, check_choice, plan_packs
@@ -138,12 +138,9 @@ class BABILongDataset(SFTDataSet):
         return self._facts.cut_report(self.spans, self._category_names, reason)
 
     def not_as_they_stand(self) -> list[OverLengthRow]:
-        """over_length_report, and the samples of the split beyond max_samples."""
-        lengths = self._data.lengths()[self._rows]
-        return [
-            *self.over_length_report,
-            *left_out(lengths, self._documents, self.spans, self.plan, self._facts.targets[self.spans.row]),
-        ]
+        """over_length_report, and the samples of the split beyond max_samples, by category."""
+        names, lengths = self._category_names, self._data.lengths()
+        return [*self.over_length_report, *self._facts.beyond_report(self._rows, self._documents, lengths, names)]
 
     @cached_property
     def _category_names(self) -> dict[int, str]:

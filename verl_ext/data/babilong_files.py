@@ -5,6 +5,7 @@ data/qa1/32k.json    category qa1_32k
 mine/stories.json    category stories       else the file's name
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,13 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
+def _kind(value: Any) -> str:
+    """What a value that is no text is in JSON."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else "a number"
+
+
 def _checked(raw: Any, path: str, index: int, key: str) -> Record:
     where = f"record {index} of {path}"
     if not isinstance(raw, dict):
@@ -111,8 +119,7 @@ def _checked(raw: Any, path: str, index: int, key: str) -> Record:
         if name not in raw:
             raise ValueError(f"{key} must hold records of {', '.join(FIELDS)}; {where} has no {name}")
         if not isinstance(raw[name], str):
-            kind = "null" if raw[name] is None else f"a {type(raw[name]).__name__}"
-            raise ValueError(f"{key} must hold records of text; {name} of {where} is {kind}")
+            raise ValueError(f"{key} must hold records of text; {name} of {where} is {_kind(raw[name])}")
         try:
             raw[name].encode()
         except UnicodeEncodeError as error:

@@ -96,6 +96,20 @@ class SampleFacts:
             report.append(OverLengthRow(names[number], reason, int(cut.sum()), tokens, share, left, tokens - left))
         return report
 
+    def beyond_report(
+        self, rows: NDArray[np.int64], in_use: int, lengths: NDArray[np.int64], names: dict[int, str]
+    ) -> list[OverLengthRow]:
+        """A row for each category with samples beyond the first `in_use` of `rows`; `lengths` int64[N] of all rows."""
+        left = rows[in_use:]
+        category, total = self.category_id[left], int(lengths[rows].sum())
+        report = []
+        for number in np.unique(category).tolist():
+            beyond = lengths[left[category == number]]
+            tokens = int(beyond.sum())
+            reason, share = "beyond max_samples", tokens / total
+            report.append(OverLengthRow(names[number], reason, len(beyond), tokens, share, tokens_removed=tokens))
+        return report
+
 
 def category_numbers(categories: Iterable[str]) -> dict[str, int]:
     """Category -> number from 1, in the order in which they first occur."""

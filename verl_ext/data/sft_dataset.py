@@ -1,5 +1,6 @@
 """SFTDataSet: a tokenised dataset as packs of at most max_tokens tokens. The contract is in pack_row.py's picture."""
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -172,6 +173,15 @@ class SFTDataSet(torch.utils.data.Dataset):
             *self.over_length_report,
             *left_out(self._data.lengths(), self._documents, self.spans, self.plan, self.scan.targets),
         ]
+
+    def digest(self) -> str:
+        """16 hex digits of which documents there are: their rows, cuts, lengths and targets (needs the scan)."""
+        scan, spans = self.scan, self.spans
+        parts = [np.ascontiguousarray(values) for values in (spans.row, spans.start, spans.length, scan.targets)]
+        digest = hashlib.sha256(f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}".encode())
+        for part in parts:
+            digest.update(part.astype(np.int64, copy=False).tobytes())
+        return digest.hexdigest()[:16]
 
     def pack_tokens(self) -> NDArray[np.int64]:
         """int64[P]: tokens of each pack, without padding."""

@@ -1,15 +1,14 @@
 """The engine of rows that a model reads chunk by chunk with a memory: one document a row, padded on the right.
 
 ```
-rows            q q q q q q a P      input_ids [B, L], every row equally long
-attention_mask  1 1 1 1 1 1 1 0
-wanted          0 0 0 0 0 1 0 0      positions that predict a target: the head sees these alone
+rows            q q q q | q q a P | P P P P      input_ids [B, L], every row equally long
+attention_mask  1 1 1 1 | 1 1 1 0 |              chunks that are padding on every rank are left out
+wanted          0 0 0 0 | 0 1 0 0 |              positions that predict a target: the head sees these alone
 ```
 
-Equal rows are equal numbers of chunks, and so of collectives, on every rank. Registered under vendor
-``verl_ext_chunked``.
+Every rank runs equally many chunks, and so collectives. Registered under vendor ``verl_ext_chunked``.
 
-Legend: B rows of a micro-batch, L tokens of a row, N wanted positions, V vocabulary.
+Legend: B rows of a micro-batch, L tokens of a row, T ≤ L of them that are read, N wanted positions, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -80,15 +79,24 @@ class ChunkedEngine(StepEngine):
         return CPUOffloadPolicy(pin_memory=True)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """Rows ``[B, L]`` and the positions whose logits are wanted; the labels ``[N]`` of those for the outputs."""
+        """Rows ``[B, T]`` and the positions whose logits are wanted; the labels ``[N]`` of those for the outputs."""
         ids = rows(micro_batch["input_ids"])
         position_ids, coefficients = rows(micro_batch["position_ids"]), rows(micro_batch["loss_coefficients"])
         wanted = (coefficients != 0) | (rows(micro_batch["category_index"]) != 0)
         if not wanted.any():
             wanted[0, 0] = True  # every rank runs the head: its collectives are the others' too
         labels = ids.roll(-1, dims=1)[wanted]
-        inputs = {"input_ids": ids, "attention_mask": first_documents(position_ids), "logits_to_keep": wanted}
+        mask = first_documents(position_ids)
+        read = self._read_tokens(mask)
+        inputs = {"input_ids": ids[:, :read], "attention_mask": mask[:, :read], "logits_to_keep": wanted[:, :read]}
         return inputs, {"wanted": wanted.flatten(), "labels": labels}
+
+    def _read_tokens(self, mask: torch.Tensor) -> int:
+        """T: the longest row of all ranks, rounded up to whole chunks."""
+        longest = mask.sum(1).max().to(get_device_id())
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        chunk = self.model_config.hf_config.chunk_size
+        return min(-(-int(longest) // chunk) * chunk, mask.shape[1])
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
@@ -126,6 +134,10 @@ class ChunkedEngine(StepEngine):
         """The memory's parameters in one piece, on rank 0's host memory; collective."""
         named = self.module.memory_state_dict()
         return {name: whole_on_first_rank(tensor) for name, tensor in named.items()}
+
+    def memory_settings(self) -> dict[str, Any]:
+        """`model.memory` as it was settled."""
+        return dict(self.model_config.hf_config.memory)
 
 
 def _greatest(values: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """verl's checkpoints for a run whose data position is its step number."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,46 +13,11 @@ from verl.utils.checkpoint import CheckpointHandler
 from verl_ext.config.output import EVALUATION, FINAL_MEMORY, REPORT, TRACKER
 from verl_ext.engines.step import StepEngine
 from verl_ext.models.qwen_titans import save_memory_checkpoint
+from verl_ext.trainer.plan_state import PlanState
 from verl_ext.trainer.tracking import METRICS
 
+_OF_A_RUN = ("chunk_size", "bptt_chunks", "output_std")  # settings that another run of the same memory may change
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
-
-
-class PlanState:
-    """What stands in for the data loader in verl's checkpoints.
-
-    The packs of every step follow from the dataset, the budget, the strategy and the seed, so a checkpoint needs no
-    loader position: only these, to refuse a resume that would silently train on other packs. How packs of like cost
-    are grouped follows from the layout of the ranks, which a resume may change: it keeps the groups that it began with.
-
-    Attributes:
-        fingerprint: what must be the same in a resumed run, by dotted key.
-        grouping: `Run.grouping` of this run, and of the checkpoint once one is loaded.
-        folder: of the run, for messages.
-    """
-
-    def __init__(self, fingerprint: dict[str, Any], grouping: dict[str, Any], folder: str) -> None:
-        self.fingerprint = fingerprint
-        self.grouping = grouping
-        self.folder = folder
-
-    def state_dict(self) -> dict[str, Any]:
-        """Saved beside the model as verl saves a loader's state."""
-        return {**self.fingerprint, "grouping": self.grouping}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare with what the checkpoint was trained on.
-
-        Raises:
-            ValueError: a key differs, so the step number would mean other packs.
-        """
-        for key, value in self.fingerprint.items():
-            if key in state and state[key] != value:
-                raise ValueError(
-                    f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
-                    "or choose another trainer.default_local_dir, or trainer.overwrite=true"
-                )
-        self.grouping = state.get("grouping", self.grouping)
 
 
 class Checkpoints:
@@ -99,15 +65,26 @@ def saved_folders(folder: Path) -> list[Path]:
 
 
 def save_final_memory(engine: StepEngine, folder: Path, step: int) -> None:
-    """The memory alone, of a model that has one, as final_memory_checkpoint.pt; collective."""
+    """The memory alone, of a model that has one, as final_memory_checkpoint.pt, and in a .json beside it the settings
+    that its weights are of; collective."""
     memory = engine.memory_state_dict()
     if memory and dist.get_rank() == 0:
         save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
+        settings = {name: value for name, value in engine.memory_settings().items() if name not in _OF_A_RUN}
+        (folder / FINAL_MEMORY).with_suffix(".json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def clear_output(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in saved_folders(folder):
         shutil.rmtree(path)
-    for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, METRICS, f"{METRICS}.before_resume"):
+    for name in (
+        TRACKER,
+        REPORT,
+        EVALUATION,
+        FINAL_MEMORY,
+        FINAL_MEMORY.replace(".pt", ".json"),
+        METRICS,
+        f"{METRICS}.before_resume",
+    ):
         (folder / name).unlink(missing_ok=True)

@@ -3,7 +3,8 @@
 An answer is counted twice where the data has questions (data=babilong) and the model generates (model=qwen_titans):
 
     exact_match   every token of the target is the likeliest one, given those before it (teacher-forced)
-    accuracy      what is generated says the target and no other label of its task (BABILong's `compare_answers`)
+    accuracy      what is generated says the target and no other label of its task (BABILong's `compare_answers`; of
+                  data that is none of its qa1 to qa5: is the target)
 """
 
 import json

@@ -29,6 +29,7 @@ from verl_ext.packing import CostModel
 from verl_ext.trainer.data_report import data_facts, step_facts
 from verl_ext.trainer.dataset_class import dataset_class
 from verl_ext.trainer.model_cost import cost_model
+from verl_ext.trainer.plan_state import PlanState
 from verl_ext.trainer.process_group import accelerator, errors_told_once
 from verl_ext.trainer.scan_sharing import share_scan
 from verl_ext.trainer.step_plan import StepPlan
@@ -58,21 +59,30 @@ class Run:
     test_freq: int
     clear_output: bool
     notices: tuple[str, ...]
+    memory: dict[str, Any] | None = None
 
     @property
     def output(self) -> Path:
         """`trainer.default_local_dir`."""
         return Path(self.config.trainer.default_local_dir)
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """What makes a step number mean the same packs."""
+    def plan_state(self) -> PlanState:
+        """What this run's checkpoints say of it, and what one that it resumes must say."""
+        return PlanState(self._fingerprint(), self.grouping, str(self.output))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What makes a step number mean the same packs, and the weights the same model."""
+        model = {} if self.memory is None else {"model.memory": self.memory, "model.train": self.config.model.train}
+        if self.config.trainer.eval_only:
+            return model  # what is measured may be other data than what was trained on
         data = self.config.data
-        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "balance", "cost")
+        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance")
         return {
-            **{f"data.{key}": data[key] for key in keys},
+            **{f"data.{key}": data[key] for key in (*keys, "cost")},
             "data.mixture": OmegaConf.to_container(data.mixture, resolve=True) if data.mixture else None,
             "packs in data.train_dir": self.plan.num_packs,
+            "the digest of the documents in data.train_dir": self.train_set.digest(),
+            **model,
         }
 
     @property
@@ -145,7 +155,7 @@ def prepare(config: DictConfig) -> Run:
         plan = _step_plan(config, train_set.pack_costs(cost), data_parallel)
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * config.trainer.total_epochs
         _refuse_steps_without_target(train_set, plan, total_steps)
-        return Run(
+        run = Run(
             config=config,
             train_set=train_set,
             plan=plan,
@@ -158,7 +168,16 @@ def prepare(config: DictConfig) -> Run:
             test_freq=_frequency(config.trainer.test_freq, plan),
             clear_output=output.action is OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
+            memory=_memory(hf_config) if is_titans(config) else None,
         )
+        if output.checkpoint is not None:
+            run.plan_state().check_saved(output.checkpoint)
+        return run
+
+
+def _memory(hf_config: Any) -> dict[str, Any]:
+    """What a memory's weights are of: how far gradients reach back is no part of it."""
+    return {name: value for name, value in hf_config.memory.items() if name != "bptt_chunks"}
 
 
 def _open(config: DictConfig, which: str) -> SFTDataSet | None:
@@ -216,6 +235,7 @@ def _step_plan(config: DictConfig, costs: np.ndarray, data_parallel: int) -> Ste
         batch_size=data.train_batch_size,
         seed=data.seed,
         drop_last=data.drop_last,
+        shuffle=data.shuffle,
         costs=costs if data.balance == "sorted" else None,
         group_size=data.balance_group or data_parallel,
     )

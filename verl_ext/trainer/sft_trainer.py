@@ -5,6 +5,7 @@ because verl's drops validation batches, averages means, and waits for the devic
 """
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from verl_ext.config.titans_options import is_titans
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import CHUNKED, PACKED, select_engine
-from verl_ext.trainer.checkpoints import Checkpoints, PlanState, clear_output, save_final_memory
+from verl_ext.trainer.checkpoints import Checkpoints, clear_output, save_final_memory
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.preparation import Run
 from verl_ext.trainer.progress import Progress
@@ -34,9 +35,21 @@ from verl_ext.trainer.worker import training_worker
 
 @contextlib.contextmanager
 def _upstream_quiet() -> Iterator[None]:
-    """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions, still heard."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
+    """Leave out what verl prints while it builds: NUMA, memory and patch lines, and what transformers says of an
+    argument of verl's. Errors are exceptions, still heard."""
+    handlers = logging.getLogger("transformers").handlers
+    for handler in handlers:
+        handler.addFilter(_is_ours)
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_is_ours)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return "`torch_dtype` is deprecated" not in record.getMessage()
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -76,9 +89,7 @@ class SFTTrainer:
         if run.clear_output and self.leads:
             clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
         dist.barrier()
-        # What is only measured may be other data than what was trained on.
-        fingerprint = {} if self.config.trainer.eval_only else run.fingerprint
-        self.plan_state = PlanState(fingerprint, run.grouping, str(run.output))
+        self.plan_state = run.plan_state()
         self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.lora_metadata)
         self.first_step = 0
         self.skipped_steps = self.skipped_in_a_row = 0

@@ -150,6 +150,7 @@ def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, 
 
 
 def _idle(tokens: int) -> tuple[np.ndarray, ...]:
-    """Tokens that predict nothing: what a rank without a pack runs, so that the others' collectives complete."""
+    """One token that predicts nothing, and padding: what a rank without a pack runs, so that the others' collectives
+    complete."""
     zeros = np.zeros(tokens, dtype=np.int64)
-    return zeros, np.arange(tokens), zeros.astype(np.float32), zeros
+    return zeros, np.maximum(np.arange(tokens) - 1, 0), zeros.astype(np.float32), zeros

@@ -28,7 +28,7 @@ class StepPlan:
         batch_size: packs per step over all ranks (`data.train_batch_size`).
         seed: of the order of packs (`data.seed`).
         drop_last: leave out the packs of an epoch that do not fill its last step (`data.drop_last`).
-        shuffle: False keeps one order in every epoch, for validation: the dataset's, or by cost.
+        shuffle: False keeps one order in every epoch: the dataset's (`data.shuffle=false`), or for validation by cost.
         costs: float64[P] of the packs; given, packs of like cost share a micro-step (`data.balance=sorted`).
         group_size: packs of like cost that are kept together (`data.balance_group`), at most a step's.
     """
@@ -83,10 +83,10 @@ class StepPlan:
 @lru_cache(maxsize=4)  # every step of an epoch asks for it, in training and in validation
 def _order(plan: StepPlan, epoch: int) -> NDArray[np.int64]:
     costs = plan.costs
+    visited = plan.steps_per_epoch * plan.batch_size if plan.drop_last else plan.num_packs
     if not plan.shuffle:
-        return np.arange(plan.num_packs) if costs is None else np.argsort(-costs, kind="stable")
+        return (np.arange(plan.num_packs) if costs is None else np.argsort(-costs, kind="stable"))[:visited]
     if costs is None:
-        visited = plan.steps_per_epoch * plan.batch_size if plan.drop_last else plan.num_packs
         return epoch_order(plan.num_packs, plan.seed, epoch)[:visited]
     group = min(plan.group_size, plan.batch_size)
     return balanced_order(costs, plan.batch_size, group, plan.seed, epoch, plan.drop_last)

@@ -1,4 +1,8 @@
-"""The benchmark's rule for a right answer (BABILong, `compare_answers`). Pure Python."""
+"""When an answer that a model generated is right. Pure Python.
+
+    qa1 to qa5    the benchmark's rule (BABILong, `compare_answers`): the target and no other label of the task
+    others        the answer's text is the target's (`is_same_text`): their labels are not known
+"""
 
 from collections.abc import Iterable
 
@@ -26,3 +30,19 @@ def compare_answers(output: str, target: str, question: str, labels: Iterable[st
     asked = question.lower()
     named = {label for label in map(str.lower, labels) if label in said and label not in asked}
     return named == {target.lower()}
+
+
+def is_same_text(output: str, target: str) -> bool:
+    """Whether the output's first line is the target; case, white space at the ends and a last full stop aside.
+
+    Of a target of several lines, as many lines are compared. Anything said after it on the line makes it wrong.
+    """
+    wanted = target.strip().lower()
+    said = "\n".join(output.strip().lower().split("\n")[: wanted.count("\n") + 1]).strip()
+    return wanted in (said, said.removesuffix(".").rstrip())
+
+
+def is_right_answer(output: str, target: str, question: str, category: str) -> bool:
+    """Whether `output` answers a sample of `category`, whose task is what stands before its first "_" (qa1_32k: qa1)."""
+    labels = TASK_LABELS.get(category.partition("_")[0])
+    return is_same_text(output, target) if labels is None else compare_answers(output, target, question, labels)

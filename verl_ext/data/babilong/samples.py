@@ -32,6 +32,16 @@ SPARE_SENTENCES = 20  # candidates for the sentence that is cut
 TOKENS_PER_FACT = 8  # the benchmark takes no story with more than a fact (or question) for every 8 tokens
 
 
+def most_facts(target: int) -> int:
+    """Facts that an input of `target` tokens may have where story.max_facts is null; none below two facts' tokens."""
+    return max(target // TOKENS_PER_FACT - 1, 0)
+
+
+def least_size(facts: int, reserve_tokens: int) -> int:
+    """The smallest size whose input may have so many facts."""
+    return (facts + 1) * TOKENS_PER_FACT + reserve_tokens
+
+
 @dataclass(frozen=True)
 class SampleOptions:
     """What a sample depends on beside its task, size and number."""
@@ -59,7 +69,7 @@ class SampleMaker:
         self.fact_range = FactRange.of(options.facts_within, self.target)
         self.max_facts = options.max_facts
         if self.max_facts is None and self.target:
-            self.max_facts = self.target // TOKENS_PER_FACT - 1
+            self.max_facts = most_facts(self.target)
         self._told = lru_cache(maxsize=4)(self._tell)  # the questions of a story are neighbours
 
     def sample(self, number: int) -> dict[str, str]:
@@ -82,11 +92,13 @@ class SampleMaker:
         """The facts, question and answer of a sample: of the first story told whose facts fit."""
         story_number, question_number = divmod(number, questions_of(self.task, self.options.questions))
         fewest: int | None = None
+        fewest_facts: int | None = None
         for attempt in range(STORIES_TRIED):
             story = self._told(story_number, attempt)
             question = story.questions[question_number]
             facts = story.facts[: question.num_facts]
             if self.max_facts is not None and len(facts) > self.max_facts:
+                fewest_facts = min(len(facts), fewest_facts or len(facts))
                 continue
             if not self.target:
                 return facts, question.text, question.answer
@@ -94,16 +106,22 @@ class SampleMaker:
             if tokens <= min(self.fact_range.end - self.fact_range.first, self.target):
                 return facts, question.text, question.answer
             fewest = min(tokens, fewest or tokens)
+        if fewest is None:
+            assert fewest_facts is not None
+            raise UsageError(self._no_story_is_short_enough(question_number, fewest_facts))
         raise UsageError(self._no_story_fits(question_number, fewest))
 
-    def _no_story_fits(self, question_number: int, fewest: int | None) -> str:
+    def _no_story_is_short_enough(self, question_number: int, fewest: int) -> str:
         what = f"the facts of question {question_number + 1} of a {self.task} story"
-        if fewest is None:
-            key = "sizes" if self.options.max_facts is None else "story.max_facts"
-            return (
-                f"{key} must leave room for {what}: of {STORIES_TRIED} stories none has at most {self.max_facts} facts"
-                f" (size {self.size.label}, reserve_tokens {self.options.reserve_tokens})"
-            )
+        found = f"of which {STORIES_TRIED} stories have {fewest} or more"
+        if self.options.max_facts is not None:
+            return f"story.max_facts must leave room for {what}, {found}; got {self.options.max_facts}"
+        reserve = self.options.reserve_tokens
+        least = least_size(fewest, reserve)
+        return f"sizes must leave room for {what}, {found}: {least} (reserve_tokens {reserve}); got {self.size.label}"
+
+    def _no_story_fits(self, question_number: int, fewest: int) -> str:
+        what = f"the facts of question {question_number + 1} of a {self.task} story"
         room = min(self.fact_range.end - self.fact_range.first, self.target)
         key = "sizes" if self.fact_range.is_all else "facts_within"
         return (

@@ -9,6 +9,7 @@ from verl_ext.data.babilong.knowledge import Knowledge
 from verl_ext.data.babilong.world import PLACES, Event, draw_event, giving_world, tracking_world
 
 QUESTIONS = 5  # of a bAbI story; those of qa4 have one
+_FACTS = {"qa1": 2, "qa2": 3, "qa3": 3}  # before every question, of qa2 and qa3 the fewest
 MOST_UNRELATED = 5  # facts of qa5 between a give event and the question about it
 
 
@@ -38,6 +39,15 @@ def questions_of(task: str, questions: int) -> int:
     return 1 if task == "qa4" else questions
 
 
+def fewest_facts(task: str, question: int, facts_per_question: int | None = None) -> int:
+    """Facts that come before question 0, 1, … of any story of the task at least; of qa1 and qa4, exactly so many."""
+    if task == "qa4":
+        return 2
+    if task == "qa5":
+        return question + 2  # a get, and a give event for every question
+    return (question + 1) * (facts_per_question or _FACTS[task])
+
+
 def tell_story(
     task: str, rng: random.Random, questions: int = QUESTIONS, facts_per_question: int | None = None
 ) -> Story:
@@ -52,7 +62,7 @@ def tell_story(
 def _where_is_actor(rng: random.Random, questions: int, moves: int | None) -> Story:
     story, world, known = Story(), tracking_world(rng), Knowledge()
     for _ in range(questions):
-        for _ in range(moves or 2):
+        for _ in range(moves or _FACTS["qa1"]):
             event = draw_event(world, [("move",)], rng)
             world.perform(event)
             known.learn(event)
@@ -70,7 +80,7 @@ def _where_is_object(rng: random.Random, questions: int, facts: int | None) -> S
         thing = rng.choice(sorted(places))
         return wording.ask_object(thing), places[thing]
 
-    return _tracking_story(rng, questions, facts, question)
+    return _tracking_story(rng, questions, facts or _FACTS["qa2"], question)
 
 
 def _where_was_object(rng: random.Random, questions: int, facts: int | None) -> Story:
@@ -82,11 +92,11 @@ def _where_was_object(rng: random.Random, questions: int, facts: int | None) -> 
         before, place = rng.choice(pairs[thing])
         return wording.ask_before(thing, place), before
 
-    return _tracking_story(rng, questions, facts, question)
+    return _tracking_story(rng, questions, facts or _FACTS["qa3"], question)
 
 
 def _tracking_story(
-    rng: random.Random, questions: int, facts: int | None, question: Callable[[Knowledge], tuple[str, str] | None]
+    rng: random.Random, questions: int, facts: int, question: Callable[[Knowledge], tuple[str, str] | None]
 ) -> Story:
     """Random gets, drops and moves; from the third fact after a question on, one time in two the next is asked."""
     story, world, known = Story(), tracking_world(rng), Knowledge()
@@ -98,7 +108,7 @@ def _tracking_story(
         known.learn(event)
         story.facts.append(wording.tell(event, rng))
         since_question += 1
-        if since_question >= (facts or 3) and rng.random() < 0.5 and (asked := question(known)):
+        if since_question >= facts and rng.random() < 0.5 and (asked := question(known)):
             story.ask(*asked)
             since_question = 0
     return story

@@ -6,7 +6,6 @@ Names are the model's own, each with ``long_term_memory.`` or ``memory_gate.`` i
 """
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,22 @@ _KEYS = {"memory_state_dict", "global_step"}
 
 
 def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, torch.Tensor], global_step: int) -> None:
-    """Write the file in whole or not at all: to a temporary neighbour first, on the disk before it takes the name."""
+    """Write the file in whole or not at all: as its neighbour `.<name>.partial`, on the disk before it takes the name.
+
+    One process alone may write it at a time.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().clone() for name, tensor in memory_state_dict.items()}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(partial, "wb") as file:
             torch.save({"memory_state_dict": state, "global_step": int(global_step)}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(partial, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 

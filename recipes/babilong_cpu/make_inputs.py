@@ -1,0 +1,108 @@
+"""What the runs start from: short-sentence prose to hide facts in, a word-level tokenizer, a tiny Qwen3 for each seed.
+
+    python recipes/babilong_cpu/make_inputs.py --output DIR --seeds 1 2 3
+
+The prose has few words, and none of bAbI's actors or places: a model of 100,000 parameters learns to read it in a
+minute. The tokenizer knows the words of prose, facts and questions, and nothing else.
+"""
+
+import argparse
+import os
+import random
+import re
+from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from verl_ext.data.babilong.wording import VERBS
+from verl_ext.data.babilong.world import PLACES, STARTS
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
+WORDS = {
+    "A": "old quiet small broad distant pale early heavy narrow gentle",
+    "N": "river road bridge village market tower harbour forest field window lamp clock boat wagon dog wall gate",
+    "V": "crossed passed reached followed faced held watched covered carried marked",
+    "P": "near under behind beyond beside along",
+    "D": "slowly often again quietly rarely soon",
+}
+SENTENCES = (
+    "the A N V the A N P the N D .",
+    "D the N V a A N P the old N .",
+    "P the N the A N V the N D .",
+    "many people said that the N P the N was A .",
+    "it was a A day and the N was A again .",
+    "no one knew why the A N V the A N .",
+    "in those years the A N V every N D .",
+    "when the rain came the N was A and A .",
+)
+
+
+def sentence(rng: random.Random) -> str:
+    """One sentence of 10 words or more."""
+    words = [rng.choice(WORDS[word].split()) if word in WORDS else word for word in rng.choice(SENTENCES).split()]
+    return " ".join(words).replace(" .", ".").capitalize()
+
+
+def vocabulary() -> list[str]:
+    """Every token of prose, facts, questions and the layout around them."""
+    prose = " ".join([*WORDS.values(), *SENTENCES])
+    prose += " " + " ".join(
+        text.split()[0].capitalize() for text in [*SENTENCES, *WORDS["D"].split(), *WORDS["P"].split()]
+    )
+    facts = " ".join([*STARTS, *PLACES, *VERBS["move"], "to the. Where is? Question: Answer:"])
+    tokens = set(re.findall(r"\w+|[^\w\s]", f"{prose} {facts}")) - set(WORDS)
+    return [PAD, END, UNKNOWN, *sorted(tokens)]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Words and punctuation marks, white space left out."""
+    ids = {token: number for number, token in enumerate(vocabulary())}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
+
+
+def make_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
+    """Two layers, hidden size 64; the spread of the weights is that of narrow models."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def main() -> None:
+    """Write background/prose.txt and a model folder for each seed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    options = parser.parse_args()
+    rng = random.Random(0)
+    (options.output / "background").mkdir(parents=True, exist_ok=True)
+    prose = " ".join(sentence(rng) for _ in range(4000))
+    (options.output / "background" / "prose.txt").write_text(prose, encoding="utf-8")
+    tokenizer = make_tokenizer()
+    for seed in options.seeds:
+        folder = options.output / f"model_{seed}"
+        make_model(len(tokenizer), seed).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
