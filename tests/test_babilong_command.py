@@ -88,7 +88,14 @@ REFUSED = [
     ("sizes=[1x]", "sizes must be like 0k, 32k, 1M or a number of tokens; got 1x"),
     ("sizes=[1k,1k]", "sizes must name nothing twice; got ['1k', '1k']"),
     ("sizes=[200]", "sizes must be above reserve_tokens (300), or 0k; got 200"),
-    ("sizes=[310]", "sizes must leave room for the facts of question 1 of a qa1 story"),
+    (
+        "sizes=[1k,310]",
+        "sizes must leave room for the facts of question 2 of a qa1 story, 4 or more: 340 (reserve_tokens 300)",
+    ),
+    (
+        "story.max_facts=3",
+        "story.max_facts must leave room for the facts of question 2 of a qa1 story, 4 or more; got 3",
+    ),
     ("samples=0", "samples must be at least 1; got 0"),
     ("story.questions=0", "story.questions must be at least 1; got 0"),
     ("num_workers=0", "num_workers must be at least 1; got 0"),
@@ -113,6 +120,16 @@ def test_a_mistake_is_one_line_and_code_2_and_writes_nothing(
     assert len(told) == 1
     assert line in told[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_without_room_is_refused_before_the_tokenizer_is_loaded(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "load_tokenizer", lambda _: pytest.fail("it was loaded"))
+    assert generate(tmp_path / "out", model, "sizes=[301]") == 2
+    assert "of question 5 of a qa1 story, 10 or more: 388 (reserve_tokens 300); got 301" in capsys.readouterr().err
+    assert generate(tmp_path / "out", model, "sizes=[320]", "tasks=[qa1,qa4]", "samples=1") == 2
+    assert "of question 1 of a qa4 story, 2 or more: 324 (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,25 @@ def test_max_samples_limits_the_split_and_says_so(opened):
     assert len(limited) == 4
     (row,) = limited.not_as_they_stand()
     assert (row.reason, row.documents) == ("beyond max_samples", 5)
+    assert row.category == "qa1_1k"
     assert whole.not_as_they_stand() == []
+
+
+def test_samples_beyond_max_samples_are_reported_by_category(tmp_path, cache):
+    for name, count in (("qa1/1k", 3), ("qa1/2k", 2), ("qa2/1k", 4)):
+        write_records(tmp_path / f"data/{name}.json", records(count))
+    options = {"answer_reserve_tokens": 8, "cache_dir": cache}
+    limited, whole = (
+        BABILongDataset(str(tmp_path / "data"), TOKENIZER, 96, max_samples=count, **options) for count in (4, -1)
+    )
+    report, tokens = limited.not_as_they_stand(), whole.spans.length
+    assert [(row.category, row.reason, row.documents) for row in report] == [
+        ("qa1_2k", "beyond max_samples", 1),
+        ("qa2_1k", "beyond max_samples", 4),
+    ]
+    assert [row.tokens_removed for row in report] == [row.tokens for row in report] == [tokens[4], tokens[5:].sum()]
+    assert [row.share for row in report] == [row.tokens / tokens.sum() for row in report]
+    assert {row.tokens_kept for row in report} == {0}
 
 
 def test_what_was_cut_is_reported_by_category_for_the_rows_in_use(tmp_path, cache):

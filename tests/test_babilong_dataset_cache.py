@@ -117,6 +117,15 @@ def test_a_process_that_waited_for_one_that_failed_says_the_same(path, monkeypat
     assert str(first.value) == str(second.value)
 
 
+def test_a_mistake_in_a_file_is_told_without_a_bar(path, capsys):
+    open_files(path)
+    assert "tokenise: 100%" in capsys.readouterr().err
+    Path(path).write_text('[{"input": "a"')
+    with pytest.raises(ValueError, match="malformed JSON"):
+        open_files(path)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_that_changes_meanwhile_is_refused(path, monkeypatch):
     original = babilong_cache._tokenise
     monkeypatch.setattr(

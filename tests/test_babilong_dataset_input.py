@@ -41,6 +41,12 @@ def test_a_file_that_is_no_list_of_records(tmp_path, content, line):
     assert "1k.json" in message
 
 
+JSON_VALUES = [
+    *((3, "a number"), (0.5, "a number"), (True, "true"), (False, "false"), (None, "null")),
+    *((["x"], "a list"), ({"x": 1}, "an object")),
+]
+
+
 @pytest.mark.parametrize("name", ["input", "question", "target"])
 def test_a_record_without_a_field_or_with_one_that_is_no_text(tmp_path, name):
     broken = record(1)
@@ -48,7 +54,7 @@ def test_a_record_without_a_field_or_with_one_that_is_no_text(tmp_path, name):
     path = write_records(tmp_path / "qa1/1k.json", [*records(3), broken])
     assert f"record 3 of {path} has no {name}" in refusal(tmp_path, path, key="data.val_dir")
     assert refusal(tmp_path, path, key="data.val_dir").startswith("data.val_dir must hold")
-    for value, kind in ((3, "a int"), (None, "null"), (["x"], "a list")):
+    for value, kind in JSON_VALUES:
         write_records(tmp_path / "qa1/1k.json", [*records(2), record(1) | {name: value}])
         assert f"{name} of record 2 of {path} is {kind}" in refusal(tmp_path, path)
 

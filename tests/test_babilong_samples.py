@@ -181,9 +181,11 @@ def test_no_sample_has_more_facts_than_the_benchmark_takes_or_the_user_allows() 
 
 
 def test_a_size_without_room_for_the_facts_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^sizes must leave room for the facts of question 5 of a qa3 story"):
+    with pytest.raises(UsageError, match=r"^sizes must .* question 5 of a qa3 story, of .* more: (\d+) \(") as raised:
         maker("qa3", "340").sample(4)
-    with pytest.raises(UsageError, match=r"^story.max_facts must leave room for the facts .* at most 1 facts"):
+    least = int(str(raised.value).split(" (")[0].split()[-1])
+    assert maker("qa3", str(least)).max_facts == maker("qa3", str(least - 1)).max_facts + 1
+    with pytest.raises(UsageError, match=r"^story.max_facts must .* 1000 stories have 3 or more; got 1$"):
         maker("qa2", "1k", max_facts=1).sample(0)
     with pytest.raises(UsageError, match=r"^facts_within must leave room for .* got 3 tokens \(size 1k"):
         maker("qa1", "1k", facts_within=[10, 13]).sample(0)

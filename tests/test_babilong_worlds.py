@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.data.babilong.answers import TASK_LABELS
-from verl_ext.data.babilong.stories import TASKS, Story, tell_story
+from verl_ext.data.babilong.stories import TASKS, Story, fewest_facts, tell_story
 from verl_ext.data.babilong.world import STARTS, Event, World
 
 MOVE = r"(?P<move>\w+) (?:moved|went|journeyed|travelled|went back) to the (?P<to>\w+)\."
@@ -150,6 +150,16 @@ def test_questions_of_qa2_and_qa3_come_after_the_third_fact_or_later(task: str) 
     for fewest in (None, 6):
         counts = [q.num_facts for q in tell_story(task, random.Random(1), facts_per_question=fewest).questions]
         assert all(b - a >= (fewest or 3) for a, b in pairwise([0, *counts]))
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("wanted", [None, 6])
+def test_no_story_has_fewer_facts_than_the_fewest_and_some_have_those(task: str, wanted: int | None) -> None:
+    stories = [tell_story(task, random.Random(seed), facts_per_question=wanted) for seed in range(300)]
+    for number in range(len(stories[0].questions)):
+        told, fewest = [story.questions[number].num_facts for story in stories], fewest_facts(task, number, wanted)
+        assert min(told) >= fewest
+        assert task in ("qa2", "qa3", "qa5") or set(told) == {fewest}
 
 
 def test_qa5_asks_about_the_last_gift_at_most_five_facts_later() -> None:

@@ -78,7 +78,7 @@ def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
 
 def _reference(tiny_model, files, tmp_path):
     """Loss and gradients of plain transformers over the first step's rows, one by one."""
-    model = _fresh(tiny_model)
+    model = fresh_model(tiny_model)
     run_set = BABILongDataset(
         str(files),
         AutoTokenizer.from_pretrained(tiny_model),
@@ -91,7 +91,7 @@ def _reference(tiny_model, files, tmp_path):
     return model, run_set
 
 
-def _fresh(tiny_model, **memory):
+def fresh_model(tiny_model, **memory):
     torch.manual_seed(1)  # trainer.seed
     config = QwenTitansConfig.from_base(AutoConfig.from_pretrained(tiny_model), **{**MEMORY, **memory})
     return QwenTitansForCausalLM.from_pretrained(tiny_model, config=config, dtype=torch.float32)
@@ -99,7 +99,7 @@ def _fresh(tiny_model, **memory):
 
 def _first_gradients(options):
     """(memory parameters at the start, gradients of the first step, the step's packs), on rank 0."""
-    trainer = _build(options)
+    trainer = build(options)
     run = trainer.run
     batch = next(iter(trainer.share.batches(run.train_set, run.plan, 0, 1)))
     gradients = {}
@@ -116,7 +116,7 @@ def _first_gradients(options):
     return memory, gradients, run.plan.packs(0).tolist()
 
 
-def _build(options):
+def build(options):
     from tests.training import SMALL
     from verl_ext.trainer.sft_trainer import SFTTrainer
 
@@ -128,7 +128,7 @@ def test_gradients_of_a_step_are_plain_transformers(variant, options, tiny_model
     more = [f"model.memory.variant={variant}", f"trainer.default_local_dir={tmp_path / variant}"]
     memory, gradients, packs = run_ranks(_first_gradients, 2, [*options, *more])[0]
     _, rows = _reference(tiny_model, files, tmp_path)
-    model = _fresh(tiny_model, variant=variant)
+    model = fresh_model(tiny_model, variant=variant)
     model.load_state_dict(memory, strict=False)
     chosen = [rows[pack] for pack in packs]
     targets = sum(int((row["labels"] != -100).sum()) for row in chosen)
@@ -147,13 +147,13 @@ def test_the_base_stays_as_it_was_and_the_memory_file_gives_the_same_logits(opti
     more = ["model.train=memory", f"trainer.default_local_dir={output}", "checkpoint.save_contents=[hf_model]"]
     run_ranks(train_alone, 2, [*options, *more])
     exported = QwenTitansForCausalLM.from_pretrained(output / "global_step_3" / "huggingface", dtype=torch.float32)
-    fresh = _fresh(tiny_model)
+    fresh = fresh_model(tiny_model)
     assert load_memory_checkpoint(fresh, output / "final_memory_checkpoint.pt") == 3
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(exported.get_parameter(name), tensor), name
     ids = torch.randint(4, 128, (2, 96))
     assert torch.equal(fresh(ids).logits, exported(ids).logits)
-    assert not torch.equal(_fresh(tiny_model)(ids).logits, fresh(ids).logits)
+    assert not torch.equal(fresh_model(tiny_model)(ids).logits, fresh(ids).logits)
 
 
 def test_evaluation_alone_reads_the_last_checkpoint_and_longer_rows(options, tmp_path):
@@ -174,7 +174,7 @@ def test_evaluation_alone_reads_the_last_checkpoint_and_longer_rows(options, tmp
 
 
 def _evaluate(options):
-    trainer = _build(options)
+    trainer = build(options)
     trainer.resume()
     trainer.evaluate_only()
 
@@ -192,7 +192,7 @@ def test_padding_changes_no_answer_and_no_loss(options, files, tmp_path):
 
 def _chunks_read(options):
     """Chunks of every forward of a validation on this rank."""
-    trainer = _build(options)
+    trainer = build(options)
     module, read = trainer.engine.module, []
     module.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True

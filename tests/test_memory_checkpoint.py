@@ -1,5 +1,7 @@
 """The file of a trained memory: what it holds, how it is written, and which files are refused."""
 
+import os
+
 import pytest
 import torch
 
@@ -41,6 +43,17 @@ def test_a_failed_save_leaves_the_last_file_and_no_other(tmp_path, monkeypatch):
         save_memory_checkpoint(path, {}, 2)
     assert [file.name for file in tmp_path.iterdir()] == ["memory.pt"]
     assert read_memory_checkpoint(path)["global_step"] == 1
+
+
+def test_it_may_be_read_by_whom_the_umask_lets(tmp_path):
+    (tmp_path / ".memory.pt.partial").write_bytes(b"what a killed run left")
+    before = os.umask(0o027)
+    try:
+        save_memory_checkpoint(tmp_path / "memory.pt", {}, 1)
+        (tmp_path / "other").touch()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "memory.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_state_of_one_slice_of_a_tensor_saves_that_slice(tmp_path):

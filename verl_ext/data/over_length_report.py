@@ -19,12 +19,13 @@ class OverLengthRow:
     `beyond max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), or
     `no target` (in the packs, and nothing to learn from; those that were cut included).
 
-    Only documents longer than a pack have their category looked up; the others are in category (none). share is of
-    the tokens of all documents of the folders. tokens = tokens_kept + tokens_removed; over all rows, tokens_removed are
-    the tokens that no pack holds, each counted once. targets_removed counts target tokens of documents longer than a
-    pack that are trained on no longer (under `split`, those that became the first token of a piece). Of these
-    documents, lost_last_target had their last target removed, without_target had targets and have none left, drawn or
-    not.
+    Only documents longer than a pack, and BABILong's samples, have their category looked up; the others are in (none).
+    Of a BABILong prompt that was cut, `context truncated` or `question truncated`, with the tokens from before the cut.
+    share is of the tokens of all documents of the folders. tokens = tokens_kept + tokens_removed; over all rows,
+    tokens_removed are the tokens that no pack holds, each counted once. targets_removed counts target tokens of
+    documents longer than a pack that are trained on no longer (under `split`, those that became the first token of a
+    piece). Of these documents, lost_last_target had their last target removed, without_target had targets and have none
+    left, drawn or not.
     """
 
     category: str

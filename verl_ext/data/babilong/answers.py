@@ -1,7 +1,7 @@
 """When an answer that a model generated is right. Pure Python.
 
-    qa1 to qa5    the benchmark's rule (BABILong, `compare_answers`): the target and no other label of the task
-    others        the answer's text is the target's (`is_same_text`): their labels are not known
+qa1 to qa5    the benchmark's rule (BABILong, `compare_answers`): the target and no other label of the task
+others        the answer's text is the target's (`is_same_text`): their labels are not known
 """
 
 from collections.abc import Iterable
@@ -43,6 +43,6 @@ def is_same_text(output: str, target: str) -> bool:
 
 
 def is_right_answer(output: str, target: str, question: str, category: str) -> bool:
-    """Whether `output` answers a sample of `category`, whose task is what stands before its first "_" (qa1_32k: qa1)."""
+    """Whether `output` answers a sample of `category`, whose task is what stands before its first "_"."""
     labels = TASK_LABELS.get(category.partition("_")[0])
     return is_same_text(output, target) if labels is None else compare_answers(output, target, question, labels)

@@ -11,9 +11,9 @@ from verl_ext.commands.output_check import output_problems
 from verl_ext.commands.tokenizer import ModelConfig
 from verl_ext.commands.typed_options import least_problems, load_options
 from verl_ext.config.nearest import choice_problem, show
-from verl_ext.data.babilong.samples import SampleOptions
+from verl_ext.data.babilong.samples import SampleOptions, least_size, most_facts
 from verl_ext.data.babilong.sizes import Size
-from verl_ext.data.babilong.stories import TASKS
+from verl_ext.data.babilong.stories import TASKS, fewest_facts, questions_of
 
 CONFIG_NAME = "babilong"
 MARKER = "generator.yaml"  # the options beside the files, by which an output folder of this command is known
@@ -73,7 +73,8 @@ class BabilongConfig:
         problems += self.model.problems()
         if self.background is not None and not os.path.isdir(self.background):
             problems.append(f"background must be a folder of .txt files that exists; got {show(self.background)}")
-        return problems + self._number_problems()
+        problems += self._number_problems()
+        return problems or self._room_problems()
 
     def _list_problems(self) -> list[str]:
         problems = []
@@ -108,6 +109,22 @@ class BabilongConfig:
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
             problems.append(f"{must}; got {show(self.facts_within)}")
         return problems
+
+    def _room_problems(self) -> list[str]:
+        """Sizes with room for fewer facts than every story has; of facts that fit, only a tokenizer tells."""
+        last = {task: min(self.samples, questions_of(task, self.story.questions)) - 1 for task in self.tasks}
+        needs = [(fewest_facts(task, last[task], self.story.facts_per_question), task) for task in self.tasks]
+        facts, task = max(needs)
+        what = f"the facts of question {last[task] + 1} of a {task} story, {facts} or more"
+        most, reserve = self.story.max_facts, self.reserve_tokens
+        if most is not None:
+            return [f"story.max_facts must leave room for {what}; got {most}"] if most < facts else []
+        least = least_size(facts, reserve)
+        return [
+            f"sizes must leave room for {what}: {least} (reserve_tokens {reserve}); got {size.label}"
+            for size in self.parsed_sizes
+            if size.tokens and most_facts(size.target(reserve)) < facts
+        ]
 
 
 def _is_fact_range(value: Any) -> bool:

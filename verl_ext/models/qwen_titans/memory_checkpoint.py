@@ -24,6 +24,7 @@ def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, tor
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().clone() for name, tensor in memory_state_dict.items()}
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # a killed run's, whose mode may be another
     try:
         with open(partial, "wb") as file:
             torch.save({"memory_state_dict": state, "global_step": int(global_step)}, file)

@@ -1,0 +1,102 @@
+"""Right answers of a validation set by category, counted through the trainer on uneven shares of two ranks."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.ranks import run_ranks
+from tests.test_chunked_engine import TITANS, build, fresh_model
+from tests.tiny_model import VOCABULARY, write_tiny_model
+from tests.tiny_titans import perturb
+from verl_ext.data.babilong.answers import PLACE_LABELS
+from verl_ext.data.babilong_sample import prompt_text
+from verl_ext.models.qwen_titans import save_memory_checkpoint
+
+TEXT = [f"w{word}" for word in range(20, 80)]
+GREEDY = None  # a target: the token that the model itself says
+# Category -> a record's (first word of its input, target).
+ROWS = {
+    "qa1_1k": [("w20", place) for place in PLACE_LABELS[:4]],
+    "qa2_1k": [("office", "garden"), ("w20", "kitchen"), ("hallway", "hallway"), ("bedroom", "office")],
+    "stories": [("w20", GREEDY), ("<|im_end|>", "w3"), ("w21", GREEDY), ("w22", "w4"), ("w23", GREEDY)],
+}
+# Of 13 rows 4 a step; of the last step one rank has a row and the other none.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny Qwen whose tokenizer has BABILong's places."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCABULARY + len(PLACE_LABELS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(list(PLACE_LABELS))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def memory(model, tmp_path_factory):
+    """(the model with a memory that takes part, that memory's file)"""
+    titans = perturb(fresh_model(model)).eval()
+    path = tmp_path_factory.mktemp("memory") / "memory.pt"
+    save_memory_checkpoint(path, titans.memory_state_dict(), 0)
+    return titans, path
+
+
+def _write(folder, model, titans):
+    """The JSON files of ROWS, and by category what share of the targets is the model's likeliest token."""
+    tokenizer, greedy, paths = AutoTokenizer.from_pretrained(model), {}, []
+    for category, asked in ROWS.items():
+        records, likeliest = [], []
+        for number, (word, target) in enumerate(asked):
+            record = {"input": " ".join([word, *TEXT[number:]]), "question": "w1 w2"}
+            ids = torch.tensor([tokenizer(prompt_text(*record.values()))["input_ids"]])
+            said = tokenizer.convert_ids_to_tokens(titans(ids).logits[0, -1].argmax().item())
+            assert said not in tokenizer.all_special_tokens
+            records.append(record | {"target": target or said})
+            likeliest.append(target in (GREEDY, said))
+        greedy[category] = sum(likeliest) / len(asked)
+        path = folder / f"{category.replace('_', '/')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(records))
+        paths.append(str(path))
+    return paths, greedy
+
+
+def _measure_twice(options):
+    """Metrics of the model's own answers, and of true ones with the row's first two tokens behind them."""
+    trainer = build(options)
+    own = trainer.validate()
+
+    def true_answers(ids, prompts, tokens):
+        return [[row[at].item(), *row[:2].tolist()] for row, at in zip(ids, prompts, strict=True)]
+
+    trainer.engine.generate_answers = true_answers
+    return own, trainer.validate()
+
+
+def test_shares_of_right_answers_are_those_of_the_rows(model, memory, tmp_path):
+    titans, checkpoint = memory
+    paths, greedy = _write(tmp_path / "data", model, titans)
+    assert 0 < greedy["stories"] < 1
+    options = [
+        *TITANS,
+        *(f"data.train_dir=[{','.join(paths)}]", f"data.val_dir=[{','.join(paths)}]", f"model.path={model}"),
+        *(f"data.cache_dir={tmp_path / 'cache'}", f"model.memory_checkpoint={checkpoint}", "trainer.answer_tokens=1"),
+        *("trainer.eval_only=true", f"trainer.default_local_dir={tmp_path / 'out'}", "data.train_batch_size=4"),
+    ]
+    (own, told), (other_own, other_told) = run_ranks(_measure_twice, 2, options)
+    assert (own, told) == (other_own, other_told)
+    assert own["val/answers"] == sum(map(len, ROWS.values()))
+    # The first row of qa2 names a second label, as does the last; the third one's is the target again. Of the other
+    # task, only an end may follow the target, and after that anything.
+    accuracy = {"qa1_1k": 1.0, "qa2_1k": 2 / 4, "stories": 1 / 5}
+    for category, share in greedy.items():
+        for measured in (own, told):
+            assert measured[f"val/{category}_exact_match"] == pytest.approx(share)
+        assert told[f"val/{category}_accuracy"] == pytest.approx(accuracy[category])
+    assert own["val/stories_accuracy"] == pytest.approx(greedy["stories"])
+    for measured, kind, shares in ((own, "exact_match", greedy), (told, "accuracy", accuracy)):
+        right = sum(share * len(ROWS[category]) for category, share in shares.items())
+        assert measured[f"val/{kind}"] == pytest.approx(right / own["val/answers"])
