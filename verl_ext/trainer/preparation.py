@@ -170,7 +170,7 @@ def prepare(config: DictConfig) -> Run:
             notices=(*notices, *_notices(config, train_set, plan)),
             memory=_memory(hf_config) if is_titans(config) else None,
         )
-        if output.checkpoint is not None:
+        if output.checkpoint is not None and not config.trainer.plan_only:
             run.plan_state().check_saved(output.checkpoint)
         return run
 
