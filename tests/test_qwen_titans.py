@@ -1,4 +1,4 @@
-"""A Qwen with a memory: its start, what passes from chunk to chunk, its gradients, its answers, its folders."""
+"""A Qwen with a memory: its start, what passes from chunk to chunk, its gradients."""
 
 import copy
 
@@ -6,14 +6,13 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from tests.tiny_titans import CHUNK, VOCABULARY, perturb, random_tokens, tiny_base, tiny_config, tiny_titans
+from tests.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_base, tiny_config, tiny_titans
 from verl_ext.models.qwen_titans import (
     VARIANTS,
     QwenTitansConfig,
     QwenTitansForCausalLM,
-    answer_greedily,
     is_memory_parameter,
 )
 
@@ -276,157 +275,3 @@ def test_training_the_memory_alone_leaves_the_base_without_gradients(variant):
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) <= is_memory_parameter(name)
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
-def _recomputed(model, ids: torch.Tensor, length: int, steps: int) -> list[int]:
-    """Greedy tokens of one row, the whole sequence run again for each."""
-    row = ids[:length].tolist()
-    for _ in range(steps):
-        row.append(model(torch.tensor([row]), logits_to_keep=1).logits[0, -1].argmax().item())
-    return row[length:]
-
-
-@each_variant
-def test_answers_are_what_recomputing_each_whole_sequence_gives(variant):
-    model = tiny_titans(variant=variant, layers=[0, 2])
-    lengths = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # answers that cross a boundary, and prompts that end on one
-    ids = random_tokens(len(lengths), 50)
-    mask = torch.arange(50) < torch.tensor(lengths)[:, None]
-    answers = model.answer(ids, mask.long(), max_new_tokens=6)
-    assert answers.tolist() == [_recomputed(model, row, n, 6) for row, n in zip(ids, lengths, strict=True)]
-
-
-def test_a_prompt_is_read_once_and_its_last_chunk_again():
-    model = tiny_titans()
-    read = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: read.append(tuple(inputs[0].shape)))
-    ids = random_tokens(1, 4 * CHUNK + 5)
-    model.answer(ids, torch.ones_like(ids), max_new_tokens=3)
-    assert read == [(1, CHUNK)] * 4 + [(1, 5), (1, 6), (1, 7)]
-
-
-def test_an_answer_ends_with_its_end_token_and_the_rest_is_padding():
-    model = tiny_titans()
-    ids = random_tokens(2, 20)
-    free = model.answer(ids, torch.ones_like(ids), 6)
-    ends = {free[0, 1].item(), free[1, 3].item()}
-    answers = model.answer(ids, torch.ones_like(ids), 6, eos_token_ids=ends, pad_token_id=7)
-    for row, answer in zip(free.tolist(), answers.tolist(), strict=True):
-        stop = min(place for place, token in enumerate(row) if token in ends) + 1
-        assert answer == row[:stop] + [7] * (len(answer) - stop)
-    assert answers.shape[1] < 6
-
-
-def test_ranks_that_agree_run_the_longest_ones_chunks_and_answer_alike():
-    model = tiny_titans()
-    ids = random_tokens(1, 40)
-    alone = model.answer(ids, torch.ones_like(ids), 3)
-    calls = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape[1]))
-
-    def agree(values: torch.Tensor) -> torch.Tensor:  # as if another rank had 4 whole chunks and a tail of 15 tokens
-        return values.maximum(torch.tensor([4, 15])) if len(values) == 2 else values
-
-    assert torch.equal(answer_greedily(model, ids, torch.ones_like(ids), 3, agree=agree), alone)
-    assert calls == [CHUNK] * 4 + [15] + [16] + [16, 1]
-
-
-def test_an_answer_goes_on_while_another_rank_is_not_done():
-    model = tiny_titans()
-    ids = random_tokens(1, 20)
-    first = model.answer(ids, torch.ones_like(ids), 1).item()
-    options = {"max_new_tokens": 3, "eos_token_ids": [first], "pad_token_id": 5}
-    stopped = model.answer(ids, torch.ones_like(ids), **options)
-    waiting = model.answer(ids, torch.ones_like(ids), **options, agree=lambda values: values.clamp(min=1))
-    assert stopped.tolist() == [[first]]
-    assert waiting.tolist() == [[first, 5, 5]]
-
-
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}])
-def test_transformers_generate_gives_the_same_tokens(options):
-    model = tiny_titans()
-    ids = random_tokens(2, 2 * CHUNK - 2)
-    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, **options)
-    assert torch.equal(generated[:, ids.shape[1] :], model.answer(ids, torch.ones_like(ids), 5))
-
-
-@pytest.mark.parametrize("row", [[0, 1, 1], [1, 0, 1], [0, 0, 0]])
-def test_padding_before_a_token_is_refused_where_a_model_generates(row):
-    model = tiny_titans()
-    ids, mask = random_tokens(2, 3), torch.tensor([[1, 1, 1], row])
-    with pytest.raises(ValueError, match="attention_mask must be tokens first"):
-        model.answer(ids, mask, 2)
-    with pytest.raises(ValueError, match="attention_mask must be tokens first"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-@each_variant
-def test_a_saved_folder_opens_with_the_same_logits(tmp_path, variant, name, tied):
-    torch.manual_seed(0)
-    config = tiny_config(tiny_base(name, tie_word_embeddings=tied), variant=variant)
-    model = perturb(QwenTitansForCausalLM(config)).eval()
-    model.save_pretrained(tmp_path)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert isinstance(opened, QwenTitansForCausalLM)
-    assert opened.config.memory_settings == config.memory_settings
-    assert type(opened.config.base_config) is type(config.base_config)
-    ids = random_tokens(1, CHUNK + 3)
-    assert torch.equal(opened(ids).logits, model(ids).logits)
-
-
-def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
-    base = tiny_base(pad_token_id=3, eos_token_id=[1, 2], tie_word_embeddings=True)
-    config = tiny_config(base, bptt_chunks=2)
-    config.save_pretrained(tmp_path)
-    for own in (config, AutoConfig.from_pretrained(tmp_path)):
-        assert own.architectures == ["QwenTitansForCausalLM"]
-        assert (own.vocab_size, own.hidden_size, own.num_hidden_layers, own.head_dim) == (VOCABULARY, 24, 3, 8)
-        assert (own.pad_token_id, own.eos_token_id, own.tie_word_embeddings) == (3, [1, 2], True)
-        assert own.get_text_config().vocab_size == VOCABULARY
-        assert (own.chunk_size, own.memory["bptt_chunks"]) == (CHUNK, 2)
-    config.eos_token_id = 4
-    assert base.eos_token_id == 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"chunk_size": 20}, r"chunk_size must be a multiple of model\.memory\.sub_chunk \(8\); got 20"),
-        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1; got 0"),
-        ({"sub_chunk": "8"}, "sub_chunk must be a whole number of at least 1; got '8'"),
-        ({"heads": 0}, "heads must be a whole number of at least 1; got 0"),
-        ({"head_dim": 1.5}, r"head_dim must be a whole number of at least 1; got 1\.5"),
-        ({"expansion": True}, "expansion must be a whole number of at least 1; got True"),
-        ({"persistent_tokens": -1}, "persistent_tokens must be a whole number of at least 0; got -1"),
-        ({"bptt_chunks": 0}, "bptt_chunks must be a whole number of at least 1; got 0"),
-        ({"variant": "lmm"}, "variant must be one of residual, mac, mag, mal; got lmm"),
-        ({"max_surprise": 0}, "max_surprise must be above 0; got 0"),
-        ({"max_surprise": "1"}, "max_surprise must be a finite number of at least 0; got '1'"),
-        ({"output_std": -0.1}, r"output_std must be a finite number of at least 0; got -0\.1"),
-        ({"output_std": float("inf")}, "output_std must be a finite number of at least 0; got inf"),
-        ({"layers": [3]}, r"layers must lie in 0\.\.2 for a base model of 3 layers; got \[3\]"),
-        ({"layers": [1, 1]}, r"layers must name each layer once; got \[1, 1\]"),
-        ({"layers": "1"}, "layers must be a list of layer indices or null; got '1'"),
-        ({"chunks": 3}, "has the keys chunk_size, layers, .*; got chunks"),
-    ],
-)
-def test_a_wrong_setting_is_answered_with_its_key(fields, message):
-    with pytest.raises(ValueError, match=rf"^model\.memory\.?\s?{message}$"):
-        tiny_config(**fields)
-
-
-def test_a_base_that_is_no_qwen_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^model\.path must hold a qwen2 or qwen3 model for model\.memory; got llama$"
-    ):
-        QwenTitansConfig.from_base(LlamaConfig())
-
-
-@pytest.mark.parametrize(("variant", "seen"), [("residual", 16), ("mac", 34)])
-def test_a_sliding_window_must_cover_what_a_layer_is_given(variant, seen):
-    window = {"use_sliding_window": True, "max_window_layers": 1}
-    tiny_config(tiny_base(**window, sliding_window=seen), variant=variant)
-    with pytest.raises(ValueError, match=rf"chunk_size needs {seen} tokens seen by layer 1, .* is {seen - 1}; got 16"):
-        tiny_config(tiny_base(**window, sliding_window=seen - 1), variant=variant)

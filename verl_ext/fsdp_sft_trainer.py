@@ -47,7 +47,8 @@ def train(config: DictConfig) -> None:
             report([f"{run.output} holds a run: its {REPORT} is left as it is"])
         return
     try:
-        trainer.evaluate_only() if config.trainer.eval_only else trainer.fit()
+        work = trainer.evaluate_only if config.trainer.eval_only else trainer.fit
+        work()
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         leave_together(str(error), TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone

@@ -15,6 +15,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 REPORT = "data_report.json"
 EVALUATION = "evaluation.json"
 FINAL_MEMORY = "final_memory_checkpoint.pt"
+MEMORY_SETTINGS = "final_memory_checkpoint.json"
 _SAVED = ("model", "optim", "extra_state")  # what each rank must have saved to be resumed
 
 

@@ -92,10 +92,17 @@ def resolve_attention(config: DictConfig) -> list[str]:
 
 
 def _resolve_chunk_attention(config: DictConfig) -> None:
-    """Inside a chunk of a model with memory, one row is one document: transformers' own kernels serve."""
-    backend = config.attention.backend
-    with open_dict(config):
-        config.model.override_config.attn_implementation = ATTENTION.get(backend, backend)  # told by the checks
+    """Inside a chunk of a model with memory, one row is one document: transformers' own kernels serve, in place."""
+    key, backend = "model.override_config.attn_implementation", config.attention.backend
+    asked, chosen = OmegaConf.select(config, key), ATTENTION.get(backend, backend)  # an unknown one: told by the checks
+    if asked in (None, chosen):
+        with open_dict(config):
+            config.model.override_config.attn_implementation = chosen
+    elif backend != "auto" or asked not in ATTENTION.values():
+        raise ValueError(
+            f"{key} must be {' or '.join(dict.fromkeys(ATTENTION.values()))} with model=qwen_titans, as "
+            f"attention.backend={backend} has it; got {asked}"
+        )
 
 
 def splits_validation(config: DictConfig) -> bool:

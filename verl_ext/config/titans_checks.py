@@ -37,6 +37,7 @@ _ONLY: tuple[tuple[str, Any, str], ...] = (
     ("model.lora_rank", 0, "model.train=memory is what trains few parameters"),
     ("model.lora_adapter_path", None, "it has no adapters"),
     ("model.use_liger", False, "liger does not know the model"),
+    ("model.enable_activation_offload", False, "its engine keeps activations where they are"),
     ("data.strategy", "none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     ("data.pad_mode", "right", "every rank must read equally many chunks (data=babilong sets it)"),
 )
@@ -78,7 +79,10 @@ def _memory_problems(path: str | None, titans: Any) -> list[str]:
 
     settings = Path(path).with_suffix(".json")
     if settings.is_file():
-        trained = json.loads(settings.read_text(encoding="utf-8"))
+        try:
+            trained = dict(json.loads(settings.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            return [f"model.memory_checkpoint: the settings beside it must be a JSON object; got {settings}"]
         told = [
             f"model.memory.{name} must be {show(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
             f"{show(titans.memory[name])}"

@@ -135,7 +135,7 @@ class SFTDataSet(torch.utils.data.Dataset):
         assert len(scan.targets) == len(self.spans), "a scan of other documents"
         check_has_targets(scan, self.key)
         self._scan = scan
-        for derived in ("categories", "over_length_report"):
+        for derived in ("categories", "over_length_report", "digest"):
             self.__dict__.pop(derived, None)
 
     def scan_part(self, first: int, last: int, progress: bool = True) -> DocumentScan:
@@ -174,6 +174,7 @@ class SFTDataSet(torch.utils.data.Dataset):
             *left_out(self._data.lengths(), self._documents, self.spans, self.plan, self.scan.targets),
         ]
 
+    @cached_property
     def digest(self) -> str:
         """16 hex digits of which documents there are: their rows, cuts, lengths and targets (needs the scan)."""
         scan, spans = self.scan, self.spans

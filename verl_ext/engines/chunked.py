@@ -81,18 +81,20 @@ class ChunkedEngine(StepEngine):
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
         """Rows ``[B, T]`` and the positions whose logits are wanted; the labels ``[N]`` of those for the outputs."""
         ids = rows(micro_batch["input_ids"])
-        position_ids, coefficients = rows(micro_batch["position_ids"]), rows(micro_batch["loss_coefficients"])
-        wanted = (coefficients != 0) | (rows(micro_batch["category_index"]) != 0)
+        wanted = target_positions(micro_batch)
         if not wanted.any():
             wanted[0, 0] = True  # every rank runs the head: its collectives are the others' too
         labels = ids.roll(-1, dims=1)[wanted]
-        mask = first_documents(position_ids)
+        mask = first_documents(rows(micro_batch["position_ids"]))
         read = self._read_tokens(mask)
         inputs = {"input_ids": ids[:, :read], "attention_mask": mask[:, :read], "logits_to_keep": wanted[:, :read]}
         return inputs, {"wanted": wanted.flatten(), "labels": labels}
 
     def _read_tokens(self, mask: torch.Tensor) -> int:
-        """T: the longest row of all ranks, rounded up to whole chunks."""
+        """T: the longest row of all ranks, rounded up to whole chunks.
+
+        It waits for the device once a micro-batch, which is many chunks of work.
+        """
         longest = mask.sum(1).max().to(get_device_id())
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         chunk = self.model_config.hf_config.chunk_size
@@ -135,10 +137,6 @@ class ChunkedEngine(StepEngine):
         named = self.module.memory_state_dict()
         return {name: whole_on_first_rank(tensor) for name, tensor in named.items()}
 
-    def memory_settings(self) -> dict[str, Any]:
-        """`model.memory` as it was settled."""
-        return dict(self.model_config.hf_config.memory)
-
 
 def _greatest(values: torch.Tensor) -> torch.Tensor:
     """Elementwise the greatest of all ranks'."""
@@ -151,6 +149,11 @@ def rows(values: Any) -> torch.Tensor:
     lengths = values.offsets().diff()
     assert bool((lengths == lengths[0]).all()), "rows of one length on every rank, or the ranks wait for each other"
     return values.values().view(len(lengths), -1)
+
+
+def target_positions(micro_batch: TensorDict) -> torch.Tensor:
+    """bool``[B, L]``: positions that predict a target, weighted or not."""
+    return (rows(micro_batch["loss_coefficients"]) != 0) | (rows(micro_batch["category_index"]) != 0)
 
 
 def first_documents(position_ids: torch.Tensor) -> torch.Tensor:

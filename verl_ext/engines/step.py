@@ -83,10 +83,6 @@ class StepEngine(FSDPEngineWithLMHead):
         """The parameters of a long-term memory in one piece, on rank 0's host memory; collective. Empty without one."""
         return {}
 
-    def memory_settings(self) -> dict[str, Any]:
-        """The settings of a long-term memory by name. Empty without one."""
-        return {}
-
     def _autocast(self) -> Any:
         if self._autocast_dtype == torch.float32:
             return nullcontext()

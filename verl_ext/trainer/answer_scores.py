@@ -15,7 +15,7 @@ from verl.utils.device import get_device_id
 
 from verl_ext.data import BABILongDataset
 from verl_ext.data.babilong.answers import is_right_answer
-from verl_ext.engines.chunked import ChunkedEngine, first_documents, rows
+from verl_ext.engines.chunked import ChunkedEngine, rows, target_positions
 from verl_ext.trainer.step_loss import StepLoss
 
 _MORE = 4  # tokens that a generated answer may be longer than the longest target
@@ -57,24 +57,20 @@ class AnswerScores:
         """Generate an answer for every row and count the right ones; collective."""
         if self.tokens == 0:
             return
-        ids, targets = rows(micro_batch["input_ids"]), _targets(micro_batch)
+        ids, targets = rows(micro_batch["input_ids"]), target_positions(micro_batch)
         prompts = torch.where(targets.any(1), targets.long().argmax(1) + 1, 1)  # int64[B]: tokens before the answer
-        prompts = torch.minimum(prompts, first_documents(rows(micro_batch["position_ids"])).sum(1))
         generated = self.engine.generate_answers(ids, prompts, self.tokens)
         categories = _categories(micro_batch)
         for row, pack in enumerate(packs):
             if pack is not None and targets[row].any():
                 self.counts[2, categories[row]] += self._is_right(pack, generated[row])
 
-    def reduced(self, add_up: Callable[[torch.Tensor], None]) -> "AnswerScores":
-        """The counts over all data-parallel ranks."""
-        add_up(self.counts)
-        return self
-
-    def report(self, prefix: str, names: Sequence[str]) -> dict[str, float]:
-        """Shares of right answers, of all and by category."""
+    def report(self, prefix: str, names: Sequence[str], add_up: Callable[[torch.Tensor], None]) -> dict[str, float]:
+        """Shares of right answers over all data-parallel ranks, of all and by category; `add_up` sums over them."""
         kinds = {"exact_match": 1, "accuracy": 2} if self.tokens else {"exact_match": 1}
-        answers, *_ = counts = self.counts.tolist()
+        total = self.counts.clone()
+        add_up(total)
+        answers, *_ = counts = total.tolist()
         metrics: dict[str, float] = {f"{prefix}/answers": int(sum(answers))}
         for kind, at in kinds.items():
             metrics[f"{prefix}/{kind}"] = sum(counts[at]) / sum(answers)
@@ -84,7 +80,7 @@ class AnswerScores:
         return metrics
 
     def _count_exact(self, is_greedy: torch.Tensor, data: TensorDict) -> None:
-        targets, categories = _targets(data), _categories(data)
+        targets, categories = target_positions(data), _categories(data)
         answered = targets.any(1)
         self.counts[0].index_add_(0, categories, answered.double())
         exact = answered & (is_greedy | ~targets).all(1)
@@ -95,11 +91,6 @@ class AnswerScores:
         answer = list(takewhile(lambda token: token != tokenizer.eos_token_id, generated))
         text = tokenizer.decode(answer, skip_special_tokens=True)
         return is_right_answer(text, sample.target, sample.question, sample.category)
-
-
-def _targets(data: TensorDict) -> torch.Tensor:
-    """bool[B, L]: positions that predict a target, weighted or not."""
-    return (rows(data["loss_coefficients"]) != 0) | (rows(data["category_index"]) != 0)
 
 
 def _categories(data: TensorDict) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """verl's checkpoints for a run whose data position is its step number."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -10,13 +9,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
 
-from verl_ext.config.output import EVALUATION, FINAL_MEMORY, REPORT, TRACKER
+from verl_ext.config.output import EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, REPORT, TRACKER
 from verl_ext.engines.step import StepEngine
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.trainer.plan_state import PlanState
 from verl_ext.trainer.tracking import METRICS
+from verl_ext.trainer.whole_json import write_json
 
-_OF_A_RUN = ("chunk_size", "bptt_chunks", "output_std")  # settings that another run of the same memory may change
+_OF_A_RUN = ("chunk_size", "output_std")  # settings that another run of the same memory may change
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
 
@@ -64,27 +64,20 @@ def saved_folders(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in steps if match)]
 
 
-def save_final_memory(engine: StepEngine, folder: Path, step: int) -> None:
-    """The memory alone, of a model that has one, as final_memory_checkpoint.pt, and in a .json beside it the settings
-    that its weights are of; collective."""
+def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
+    """The memory alone, of a model that has one, as final_memory_checkpoint.pt, and in a .json beside it those of its
+    `settings` that its weights are of; collective."""
     memory = engine.memory_state_dict()
     if memory and dist.get_rank() == 0:
+        assert settings is not None
         save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
-        settings = {name: value for name, value in engine.memory_settings().items() if name not in _OF_A_RUN}
-        (folder / FINAL_MEMORY).with_suffix(".json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / MEMORY_SETTINGS, {name: value for name, value in settings.items() if name not in _OF_A_RUN})
 
 
 def clear_output(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in saved_folders(folder):
         shutil.rmtree(path)
-    for name in (
-        TRACKER,
-        REPORT,
-        EVALUATION,
-        FINAL_MEMORY,
-        FINAL_MEMORY.replace(".pt", ".json"),
-        METRICS,
-        f"{METRICS}.before_resume",
-    ):
+    written = (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, METRICS, f"{METRICS}.before_resume")
+    for name in written:
         (folder / name).unlink(missing_ok=True)

@@ -3,8 +3,6 @@
 One dict of plain numbers, printed once by rank 0 and written beside the run as data_report.json.
 """
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from verl_ext.config.output import REPORT
 from verl_ext.data import SFTDataSet
 from verl_ext.data.mixture_report import mixture_table
 from verl_ext.trainer.step_plan import StepPlan
+from verl_ext.trainer.whole_json import write_json
 
 Facts = dict[str, Any]
 
@@ -73,10 +72,7 @@ def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
 
 def write_report(report: Mapping[str, Facts], folder: Path) -> None:
     """`report` as data_report.json in `folder`, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{REPORT}.partial"
-    partial.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, folder / REPORT)
+    write_json(folder / REPORT, report)
 
 
 def _data_lines(name: str, facts: Facts) -> Iterator[str]:

@@ -7,8 +7,6 @@ An answer is counted twice where the data has questions (data=babilong) and the 
                   data that is none of its qa1 to qa5: is the target)
 """
 
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from verl_ext.trainer.preparation import Run, Validation
 from verl_ext.trainer.rank_share import RankShare
 from verl_ext.trainer.step_batch import StepBatch
 from verl_ext.trainer.step_loss import StepLoss
+from verl_ext.trainer.whole_json import write_json
 
 
 class Evaluation:
@@ -52,7 +51,7 @@ class Evaluation:
         names = dataset.categories.names
         metrics = total.reduced(self._share.add_up).report("val", names)
         if scores is not None:
-            metrics |= scores.reduced(self._share.add_up).report("val", names)
+            metrics |= scores.report("val", names, self._share.add_up)
         return metrics
 
     def _batches(self) -> Iterator[tuple[list[int | None], StepBatch]]:
@@ -74,8 +73,7 @@ class Evaluation:
 
 def write_evaluation(metrics: dict[str, float], step: int, config: DictConfig) -> Path:
     """The metrics of `trainer.eval_only` as evaluation.json in the run's folder, in place of an earlier one's."""
-    folder = Path(config.trainer.default_local_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    path = Path(config.trainer.default_local_dir) / EVALUATION
     val_dir = config.data.val_dir if isinstance(config.data.val_dir, str | None) else list(config.data.val_dir)
     facts: dict[str, Any] = {
         "model.path": config.model.path,
@@ -84,7 +82,5 @@ def write_evaluation(metrics: dict[str, float], step: int, config: DictConfig) -
         "data.max_tokens": config.data.max_tokens,
         **metrics,
     }
-    partial = folder / f"{EVALUATION}.partial"
-    partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / EVALUATION)
-    return folder / EVALUATION
+    write_json(path, facts)
+    return path

@@ -81,7 +81,7 @@ class Run:
             **{f"data.{key}": data[key] for key in (*keys, "cost")},
             "data.mixture": OmegaConf.to_container(data.mixture, resolve=True) if data.mixture else None,
             "packs in data.train_dir": self.plan.num_packs,
-            "the digest of the documents in data.train_dir": self.train_set.digest(),
+            "the digest of the documents in data.train_dir": self.train_set.digest,
             **model,
         }
 
@@ -137,8 +137,7 @@ def prepare(config: DictConfig) -> Run:
         notices = resolve_config(config) + resolve_device(config, device) + resolve_logging(config, world_size)
         hf_config = check_run(config, world_size, device)
         output = check_output(config, world_size)
-        train_set, val_set = _open(config, "train_dir"), _open(config, "val_dir")
-        assert train_set is not None, "data.train_dir is required by the checks"
+        train_set, val_set = _open_sets(config)
     share_scan(train_set)
     if val_set is not None:
         share_scan(val_set)
@@ -180,21 +179,25 @@ def _memory(hf_config: Any) -> dict[str, Any]:
     return {name: value for name, value in hf_config.memory.items() if name != "bptt_chunks"}
 
 
-def _open(config: DictConfig, which: str) -> SFTDataSet | None:
-    """The dataset of `data.train_dir` or `data.val_dir` with its packs planned; None where there is no validation."""
-    data, cls = config.data.copy(), dataset_class(config)
-    limit = data.train_max_samples if which == "train_dir" else data.val_max_samples
-    folders = OmegaConf.select(data, which)
-    options: dict[str, Any] = {"tokenizer": None}
-    if issubclass(cls, BABILongDataset):
-        options = {"tokenizer": _tokenizer(config), "split": None}
-        if splits_validation(config):
-            folders, options["split"] = data.train_dir, "train" if which == "train_dir" else "val"
-    elif which == "val_dir":
-        data.mixture = None  # a validation set is measured as it is
-    if folders is None:
-        return None
-    return cls(parquet_files=folders, config=data, max_samples=limit, key=f"data.{which}", **options)
+def _open_sets(config: DictConfig) -> tuple[SFTDataSet, SFTDataSet | None]:
+    """The datasets of `data.train_dir` and of validation with their packs planned; None where there is none."""
+    cls = dataset_class(config)
+    tokenizer = _tokenizer(config) if issubclass(cls, BABILongDataset) else None
+
+    def opened(which: str, paths: Any, limit: int, **options: Any) -> SFTDataSet:
+        data = config.data.copy()
+        if which == "val_dir":
+            data.mixture = None  # a validation set is measured as it is
+        key = f"data.{which}"
+        return cls(parquet_files=paths, tokenizer=tokenizer, config=data, max_samples=limit, key=key, **options)
+
+    data = config.data
+    train, val = OmegaConf.select(data, "train_dir"), data.val_dir
+    train_limit, val_limit = data.train_max_samples, data.val_max_samples
+    if splits_validation(config):
+        part = opened("train_dir", train, train_limit, split="train")
+        return part, opened("train_dir", train, val_limit, split="val")
+    return opened("train_dir", train, train_limit), None if val is None else opened("val_dir", val, val_limit)
 
 
 def _tokenizer(config: DictConfig) -> Any:

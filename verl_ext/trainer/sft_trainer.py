@@ -126,7 +126,8 @@ class SFTTrainer:
             if outcome.sums is not None:
                 self._log_step(step, outcome)
             self._validate_and_save(step)
-        save_final_memory(self.engine, self.run.output, self.run.total_steps)
+        done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
+        save_final_memory(self.engine, self.run.output, done, self.run.memory)
         self.progress.close()
         if self.tracking is not None:
             self.tracking.finish()

@@ -1,0 +1,86 @@
+"""A Qwen with a memory on disk: its folder, its configuration, and settings that cannot be."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from tests.tiny_titans import CHUNK, VOCABULARY, perturb, random_tokens, tiny_base, tiny_config
+from verl_ext.models.qwen_titans import (
+    VARIANTS,
+    QwenTitansConfig,
+    QwenTitansForCausalLM,
+)
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@each_variant
+def test_a_saved_folder_opens_with_the_same_logits(tmp_path, variant, name, tied):
+    torch.manual_seed(0)
+    config = tiny_config(tiny_base(name, tie_word_embeddings=tied), variant=variant)
+    model = perturb(QwenTitansForCausalLM(config)).eval()
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert isinstance(opened, QwenTitansForCausalLM)
+    assert opened.config.memory_settings == config.memory_settings
+    assert type(opened.config.base_config) is type(config.base_config)
+    ids = random_tokens(1, CHUNK + 3)
+    assert torch.equal(opened(ids).logits, model(ids).logits)
+
+
+def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
+    base = tiny_base(pad_token_id=3, eos_token_id=[1, 2], tie_word_embeddings=True)
+    config = tiny_config(base, bptt_chunks=2)
+    config.save_pretrained(tmp_path)
+    for own in (config, AutoConfig.from_pretrained(tmp_path)):
+        assert own.architectures == ["QwenTitansForCausalLM"]
+        assert (own.vocab_size, own.hidden_size, own.num_hidden_layers, own.head_dim) == (VOCABULARY, 24, 3, 8)
+        assert (own.pad_token_id, own.eos_token_id, own.tie_word_embeddings) == (3, [1, 2], True)
+        assert own.get_text_config().vocab_size == VOCABULARY
+        assert (own.chunk_size, own.memory["bptt_chunks"]) == (CHUNK, 2)
+    config.eos_token_id = 4
+    assert base.eos_token_id == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk_size": 20}, r"chunk_size must be a multiple of model\.memory\.sub_chunk \(8\); got 20"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1; got 0"),
+        ({"sub_chunk": "8"}, "sub_chunk must be a whole number of at least 1; got '8'"),
+        ({"heads": 0}, "heads must be a whole number of at least 1; got 0"),
+        ({"head_dim": 1.5}, r"head_dim must be a whole number of at least 1; got 1\.5"),
+        ({"expansion": True}, "expansion must be a whole number of at least 1; got True"),
+        ({"persistent_tokens": -1}, "persistent_tokens must be a whole number of at least 0; got -1"),
+        ({"bptt_chunks": 0}, "bptt_chunks must be a whole number of at least 1; got 0"),
+        ({"variant": "lmm"}, "variant must be one of residual, mac, mag, mal; got lmm"),
+        ({"max_surprise": 0}, "max_surprise must be above 0; got 0"),
+        ({"max_surprise": "1"}, "max_surprise must be a finite number of at least 0; got '1'"),
+        ({"output_std": -0.1}, r"output_std must be a finite number of at least 0; got -0\.1"),
+        ({"output_std": float("inf")}, "output_std must be a finite number of at least 0; got inf"),
+        ({"layers": [3]}, r"layers must lie in 0\.\.2 for a base model of 3 layers; got \[3\]"),
+        ({"layers": [1, 1]}, r"layers must name each layer once; got \[1, 1\]"),
+        ({"layers": "1"}, "layers must be a list of layer indices or null; got '1'"),
+        ({"chunks": 3}, "has the keys chunk_size, layers, .*; got chunks"),
+    ],
+)
+def test_a_wrong_setting_is_answered_with_its_key(fields, message):
+    with pytest.raises(ValueError, match=rf"^model\.memory\.?\s?{message}$"):
+        tiny_config(**fields)
+
+
+def test_a_base_that_is_no_qwen_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^model\.path must hold a qwen2 or qwen3 model for model\.memory; got llama$"
+    ):
+        QwenTitansConfig.from_base(LlamaConfig())
+
+
+@pytest.mark.parametrize(("variant", "seen"), [("residual", 16), ("mac", 34)])
+def test_a_sliding_window_must_cover_what_a_layer_is_given(variant, seen):
+    window = {"use_sliding_window": True, "max_window_layers": 1}
+    tiny_config(tiny_base(**window, sliding_window=seen), variant=variant)
+    with pytest.raises(ValueError, match=rf"chunk_size needs {seen} tokens seen by layer 1, .* is {seen - 1}; got 16"):
+        tiny_config(tiny_base(**window, sliding_window=seen - 1), variant=variant)
