@@ -36,6 +36,7 @@ bench: .venv/.installed-test
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/train_throughput.py --table longalign
 	$(BIN)/python benchmarks/titans_memory.py
+	$(BIN)/python benchmarks/index.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerFast
 
-from recipes.quickstart.make_model import train_tokenizer
+from verl_ext.init_model.tokenizer import trained_tokenizer
+from verl_ext.init_model.tokenizer_config import TokenizerConfig
 
 WORDS = 3000
 TOKENIZER = 4096  # tokens of its vocabulary
@@ -68,7 +69,8 @@ def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
     lines = folder / "conversations.jsonl"
     lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     pd.DataFrame({"messages": conversations}).to_parquet(folder / "conversations.parquet")
-    tokenizer = train_tokenizer([lines], TOKENIZER)
+    texts = (message["content"] for messages in conversations for message in messages)
+    tokenizer = trained_tokenizer(texts, TokenizerConfig(vocab_size=TOKENIZER, bos_token=None))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
     command = [f"sources={{made_up:{lines}}}", f"output_dir={folder / 'tokenised'}", "num_workers=1"]

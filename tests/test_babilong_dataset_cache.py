@@ -60,7 +60,7 @@ def test_other_options_tokenizers_or_files_are_tokenised_anew(path, built):
     assert len(built) == 8
 
 
-@pytest.mark.parametrize("damage", ["samples.arrow", "data-00000-of-00001.arrow", "babilong.json", "state.json"])
+@pytest.mark.parametrize("damage", ["samples.arrow", "data-00000-of-00001.arrow", "contents.json", "state.json"])
 def test_a_damaged_folder_is_made_anew(path, built, damage):
     rows = [row["input_ids"] for row in open_files(path)]
     (folder,) = open_files(path).folders
@@ -103,18 +103,6 @@ def test_of_two_ranks_one_tokenises_and_both_have_the_rows_and_the_scan(tmp_path
     assert others == [rows, targets]
     assert targets == [sum(label != -100 for label in labels) for labels in rows]
     assert len(rows) == 45
-
-
-def test_a_process_that_waited_for_one_that_failed_says_the_same(path, monkeypatch):
-    write_records(Path(path), [*records(2), {"input": "", "question": ""}])
-    with pytest.raises(ValueError, match=r"record 2 of .*1k.json has no target") as first:
-        open_files(path)
-    (note,) = (Path(path).parent / "cache").glob("*.failed")
-    monkeypatch.setattr(babilong_cache.time, "time_ns", lambda: note.stat().st_mtime_ns - 1)
-    monkeypatch.setattr(babilong_cache, "_tokenise", lambda *arguments: pytest.fail("it tokenised"))
-    with pytest.raises(ValueError, match="has no target") as second:
-        open_files(path)
-    assert str(first.value) == str(second.value)
 
 
 def test_a_mistake_in_a_file_is_told_without_a_bar(path, capsys):

@@ -5,27 +5,19 @@ import math
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tests.babilong_data import write_babilong
 from tests.ranks import run_ranks
-from tests.training import metrics, train, train_alone
-from verl_ext.config import compose
+from tests.tiny_titans import perturb
+from tests.titans_run import TITANS, fresh_model
+from tests.training import build, metrics, train, train_alone
 from verl_ext.data import BABILongDataset
 from verl_ext.models.qwen_titans import (
-    QwenTitansConfig,
     QwenTitansForCausalLM,
     load_memory_checkpoint,
     read_memory_checkpoint,
-)
-from verl_ext.trainer.preparation import prepare
-
-MEMORY = {"chunk_size": 32, "sub_chunk": 16, "heads": 2, "head_dim": 8, "layers": [1]}
-TITANS = (
-    *("data=babilong", "model=qwen_titans", "data.max_length=96", "data.max_tokens=${data.max_length}"),
-    "data.answer_reserve_tokens=4",
-    *(f"model.memory.{name}={value}" for name, value in MEMORY.items()),
-    "engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+    save_memory_checkpoint,
 )
 
 
@@ -65,7 +57,7 @@ def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
         torch.testing.assert_close(two[name], ours, rtol=2e-4, atol=3e-5, msg=name)  # of steps of 1e-2
     first, second = metrics(tmp_path / "two"), metrics(tmp_path / "one")
     for (step, key), value in second.items():
-        if key not in ("train/tokens_per_second", "train/grad_norm"):
+        if not key.endswith(("per_second", "grad_norm", "perplexity")):  # exp(loss): the loss is compared
             assert first[step, key] == pytest.approx(value, rel=1e-4), key
     assert {"val/qa1_1k_exact_match", "val/qa1_1k_accuracy", "val/qa1_1k_loss"} <= {key for _, key in first}
     saved = [read_memory_checkpoint(tmp_path / name / "final_memory_checkpoint.pt") for name in ("two", "one")]
@@ -76,10 +68,9 @@ def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
         torch.testing.assert_close(saved[0]["memory_state_dict"][name], ours, rtol=2e-4, atol=3e-5)
 
 
-def _reference(tiny_model, files, tmp_path):
-    """Loss and gradients of plain transformers over the first step's rows, one by one."""
-    model = fresh_model(tiny_model)
-    run_set = BABILongDataset(
+def _rows(tiny_model, files, tmp_path):
+    """The run's training set, opened by itself."""
+    return BABILongDataset(
         str(files),
         AutoTokenizer.from_pretrained(tiny_model),
         96,
@@ -88,13 +79,6 @@ def _reference(tiny_model, files, tmp_path):
         split="train",
         train_ratio=0.8,
     )
-    return model, run_set
-
-
-def fresh_model(tiny_model, **memory):
-    torch.manual_seed(1)  # trainer.seed
-    config = QwenTitansConfig.from_base(AutoConfig.from_pretrained(tiny_model), **{**MEMORY, **memory})
-    return QwenTitansForCausalLM.from_pretrained(tiny_model, config=config, dtype=torch.float32)
 
 
 def _first_gradients(options):
@@ -116,18 +100,11 @@ def _first_gradients(options):
     return memory, gradients, run.plan.packs(0).tolist()
 
 
-def build(options):
-    from tests.training import SMALL
-    from verl_ext.trainer.sft_trainer import SFTTrainer
-
-    return SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *options])))
-
-
 @pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal"])
 def test_gradients_of_a_step_are_plain_transformers(variant, options, tiny_model, files, tmp_path):
     more = [f"model.memory.variant={variant}", f"trainer.default_local_dir={tmp_path / variant}"]
     memory, gradients, packs = run_ranks(_first_gradients, 2, [*options, *more])[0]
-    _, rows = _reference(tiny_model, files, tmp_path)
+    rows = _rows(tiny_model, files, tmp_path)
     model = fresh_model(tiny_model, variant=variant)
     model.load_state_dict(memory, strict=False)
     chosen = [rows[pack] for pack in packs]
@@ -179,15 +156,35 @@ def _evaluate(options):
     trainer.evaluate_only()
 
 
-def test_padding_changes_no_answer_and_no_loss(options, files, tmp_path):
-    facts = []
-    for length in (96, 192):
-        folder = tmp_path / f"length_{length}"
-        again = ["trainer.eval_only=true", f"data.val_dir={files}", f"data.max_length={length}"]
-        run_ranks(_evaluate, 1, [*options, f"trainer.default_local_dir={folder}", *again])
-        facts.append(json.loads((folder / "evaluation.json").read_text()))
-    for key in ("val/loss", "val/exact_match", "val/accuracy"):
-        assert facts[0][key] == pytest.approx(facts[1][key], rel=1e-6), key
+def _loss_and_answers(options):
+    """(loss of a validation, generated tokens by prompt)."""
+    trainer = build(options)
+    generate, answers = trainer.engine.generate_answers, {}
+
+    def noted(ids, prompts, tokens):
+        generated = generate(ids, prompts, tokens)
+        answers.update({tuple(row[:n].tolist()): said for row, n, said in zip(ids, prompts, generated, strict=True)})
+        return generated
+
+    trainer.engine.generate_answers = noted
+    return trainer.validate()["val/loss"], answers
+
+
+def test_padding_changes_no_answer_and_no_loss(options, files, tiny_model, tmp_path):
+    memory = tmp_path / "memory.pt"
+    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model)).memory_state_dict(), 0)  # one that takes part
+    short = write_babilong(tmp_path / "data" / "qa2" / "1k.json", 6, 20)
+    again = [
+        *("trainer.eval_only=true", f"data.val_dir=[{short},{files}]", f"model.memory_checkpoint={memory}"),
+        *("data.micro_batch_size_per_gpu=4", "trainer.answer_tokens=6"),
+        f"trainer.default_local_dir={tmp_path / 'out'}",
+    ]
+    measured = [run_ranks(_loss_and_answers, 1, [*options, *again, f"data.max_length={n}"])[0] for n in (96, 192)]
+    (loss, answers), (padded_loss, padded_answers) = measured
+    assert len(answers) == 19
+    assert len(set(map(tuple, answers.values()))) > 4  # answers of their prompts, not one for all
+    assert padded_answers == answers
+    assert padded_loss == pytest.approx(loss, rel=1e-6)
 
 
 def _chunks_read(options):

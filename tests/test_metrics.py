@@ -1,12 +1,20 @@
-"""The numbers of a step: exact sums, one reduction, every category's slot on every rank."""
+"""The numbers of a step: exact sums, one reduction, every category's slot on every rank, perplexities at validation."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
-from verl_ext.metrics import StepSums
+from tests.reference import Document, pack_row
+from verl_ext.data import CategoryTable
+from verl_ext.losses import MODES, LossSpec
+from verl_ext.metrics import RESERVED, StepSums
+from verl_ext.trainer.step_batch import StepCollator
+from verl_ext.trainer.step_loss import StepLoss
 
 NAMES = ("gsm8k", "code")
 
@@ -44,6 +52,69 @@ def test_a_category_without_a_token_has_a_count_and_no_loss():
 
 def test_nothing_seen_has_no_loss():
     assert math.isnan(StepSums.zeros(2, "cpu").report("val", NAMES)["val/loss"])
+
+
+def test_validation_has_perplexities_of_all_targets_and_of_each_category():
+    #                       weighted  none gsm8k code   Z   tokens targets packs none gsm8k code
+    sums = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4])
+    report = sums.report("val", NAMES)
+    assert report["val/perplexity"] == pytest.approx(math.exp(13 / 9))  # not of val/loss, which is weighted
+    assert report["val/gsm8k_perplexity"] == pytest.approx(math.exp(report["val/gsm8k_loss"]))
+    assert report["val/code_perplexity"] == pytest.approx(math.exp(report["val/code_loss"]))
+    assert not any("perplexity" in name for name in sums.report("train", NAMES))
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(709.0, math.exp(709)), (710.0, math.inf), (math.inf, math.inf)])
+def test_a_perplexity_past_float64_is_infinite(loss, expected):
+    report = _sums(1.0, [0, loss, 0], [1.0, 1, 1, 1, 0, 1, 0]).report("val", NAMES)
+    assert report["val/perplexity"] == report["val/gsm8k_perplexity"] == expected
+
+
+def test_nothing_seen_has_no_perplexity():
+    report = StepSums.zeros(2, "cpu").report("val", NAMES)
+    assert math.isnan(report["val/perplexity"])
+    assert "val/gsm8k_perplexity" not in report
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_perplexity_is_unweighted_over_all_targets_whatever_the_loss_mode(mode):
+    """Log-probabilities −t of the pack's token t, targets at 1, 2, 3 and 5; that at 3 is of no category."""
+    pack = pack_row(
+        [
+            Document([10, 11, 12, 13], [0, 1, 1, 1], [0, 7, 9, 0], [1, 2, 3, 4]),
+            Document([14, 15, 16], [0, 1, 0], [0, 9, 0], [5, 6, 7]),
+        ]
+    )
+    batch = StepCollator(LossSpec(mode, np.array([1.0, 0.5, 0.0])), CategoryTable((7, 9), NAMES))([pack])
+    sums = StepSums.zeros(2, "cpu")
+    sums.add_counts(batch.counts)
+    (micro_batch,) = batch.micro_batches(1)
+    log_probs = torch.nested.nested_tensor_from_jagged(-torch.arange(1.0, 8.0), micro_batch["input_ids"].offsets())
+    StepLoss(1.0, 1, sums)({"log_probs": log_probs}, micro_batch)
+    report = sums.report("val", NAMES)
+    assert report["val/perplexity"] == pytest.approx(math.exp((1 + 2 + 3 + 5) / 4))
+    assert report["val/gsm8k_perplexity"] == pytest.approx(math.exp(1))
+    assert report["val/code_perplexity"] == pytest.approx(math.exp((2 + 5) / 2))
+
+
+_NAMES = st.lists(
+    st.one_of(st.sampled_from(["loss", "a", "a_loss", "a_tokens", "perplexity", "a_perplexity"]), st.text(max_size=4)),
+    unique=True,
+    max_size=5,
+)
+
+
+@given(_NAMES)
+def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
+    names = [name for name in names if name not in RESERVED]
+    sums = StepSums.zeros(len(names), "cpu")
+    sums.add_counts(torch.ones(5 + len(names), dtype=torch.float64))
+    assert len(sums.report("val", tuple(names))) == 5 + 3 * len(names)
+
+
+def test_a_reserved_name_would_be_another_metric():
+    for name in RESERVED:
+        assert len(StepSums.zeros(1, "cpu").report("val", (name,))) < 5 + 1
 
 
 def test_parts_add_up_in_place():

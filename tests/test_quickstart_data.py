@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_ext.init_model.config import load_config
+from verl_ext.init_model.run import init_model
+
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CATEGORIES = ("arithmetic", "ordering", "documents")
 
@@ -28,8 +31,10 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def model(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    result = run("quickstart/make_model.py", "--output", folder, "--train-on", *data.glob("*.train.jsonl"))
-    assert result.returncode == 0, result.stderr
+    options = ("tokenizer.vocab_size=2048", "tokenizer.bos_token=null")
+    init_model(
+        load_config(["model=tiny", f"output_dir={folder}", f"tokenizer.train_on={data}/*.train.jsonl", *options])
+    )
     return folder
 
 
@@ -106,12 +111,6 @@ def test_the_model_is_a_small_qwen3_that_the_tokenizer_fits(model):
     assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(model))
     assert loaded.config.num_attention_heads % 2 == 0  # two sequence-parallel ranks
     assert 1.5e6 < loaded.num_parameters() < 5e6
-
-
-def test_the_same_seed_makes_the_same_weights_with_a_named_tokenizer(model, tmp_path):
-    result = run("quickstart/make_model.py", "--output", tmp_path, "--tokenizer", model)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
 def test_both_recipes_refuse_a_folder_that_is_not_theirs(tmp_path):

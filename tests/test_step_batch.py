@@ -39,7 +39,7 @@ def test_coefficients_and_categories_stand_where_their_token_is_predicted():
     assert batch.input_ids.tolist() == [10, 11, 12, 13, 14, 15, 16]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert batch.coefficients.tolist() == [2 * 0.5, 3 * 2, 4, 0, 0, 7 * 2, 0]
-    assert batch.category_index.tolist() == [1, 2, 0, 0, 0, 2, 0]
+    assert batch.category_index.tolist() == [1, 2, 0, -1, -1, 2, -1]
     assert batch.pack_lengths == [7]
     assert _counts(batch) == {"normaliser": 25, "tokens": 7, "targets": 4, "packs": 1, "slots": [1, 1, 2]}
     assert batch.normaliser.tolist() == [25]
@@ -92,7 +92,7 @@ def test_the_category_of_a_token_that_is_no_target_is_not_counted():
     stray = Document([1, 2, 3], [0, 0, 1], [7, 7, 9], [1, 1, 1])
     batch = _collate([stray])
     assert _counts(batch)["slots"] == [0, 0, 1]
-    assert batch.category_index.tolist() == [0, 2, 0]
+    assert batch.category_index.tolist() == [-1, 2, -1]
 
 
 def test_a_category_that_the_table_lacks_is_refused():

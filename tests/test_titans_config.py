@@ -12,7 +12,8 @@ from tests.babilong_data import write_babilong
 from verl_ext.config import compose, compose_run
 from verl_ext.config.checks import check_run
 from verl_ext.config.nodes import data_config
-from verl_ext.config.resolution import resolve_logging, splits_validation
+from verl_ext.config.own_data import splits_validation
+from verl_ext.config.resolution import resolve_logging
 from verl_ext.config.schema import recipe_choice
 from verl_ext.config.titans_model import titans_config
 from verl_ext.config.titans_options import MEMORY_KEYS
@@ -70,6 +71,30 @@ def test_a_mistake_is_one_line(checked, override, told):
     with pytest.raises(ValueError, match=r"\S") as raised:
         checked(override)
     assert any(told in line for line in str(raised.value).splitlines()), raised.value
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("+model.override_config.attn_implementation=eager", "attention.backend=auto has it; got eager"),
+        ("+model.override_config.attn_implementation=verl_ext_packed", "auto has it; got verl_ext_packed"),
+        ("model.enable_activation_offload=true", "must be false with model=qwen_titans: its engine keeps activations"),
+    ],
+)
+def test_what_packs_may_have_and_a_memory_may_not_is_told_in_one_line(checked, override, told):
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        checked(override)
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith(override.removeprefix("+").split("=")[0])
+    assert told in line
+
+
+def test_an_attention_other_than_that_of_the_chosen_backend_is_refused(checked):
+    asked = "+model.override_config.attn_implementation="
+    for known in ("sdpa", "flash_attention_2"):
+        checked(asked + known)
+    with pytest.raises(ValueError, match=r"attn_implementation must .* attention\.backend=sdpa has it; got flash_.*2$"):
+        checked(asked + "flash_attention_2", "attention.backend=sdpa")
 
 
 def test_a_base_that_is_no_qwen_is_refused(checked, tmp_path):
@@ -171,6 +196,18 @@ def test_a_memory_of_other_settings_is_refused_by_the_file_beside_it(checked, ti
     checked(f"model.memory_checkpoint={path}")
     with pytest.raises(ValueError, match=r"model\.memory\.variant must be residual, as in .*; got mal"):
         checked(f"model.memory_checkpoint={path}", "model.memory.variant=mal")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'"mal"', b"[1]", b"null", b"[]", b'""', b'[["variant", "mal"]]', b'{"variant": "\xff"}']
+)
+def test_settings_beside_a_memory_that_are_no_json_object_are_refused(checked, tmp_path, content):
+    settings = tmp_path / "memory.json"
+    settings.write_bytes(content)
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        checked(f"model.memory_checkpoint={tmp_path / 'memory.pt'}")
+    told = f"model.memory_checkpoint: the settings beside it must be a JSON object; got {settings}"
+    assert str(raised.value) == told
 
 
 def test_an_exported_model_with_memory_is_not_packed(tmp_path, tiny_model):

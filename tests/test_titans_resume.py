@@ -4,12 +4,14 @@ import contextlib
 import io
 
 import pytest
+import torch
 
 from tests.babilong_data import write_babilong
 from tests.ranks import run_ranks
-from tests.test_chunked_engine import TITANS
-from tests.training import SMALL, train
+from tests.titans_run import TITANS
+from tests.training import SMALL, train, train_alone
 from verl_ext.config import compose
+from verl_ext.models.qwen_titans import read_memory_checkpoint
 from verl_ext.trainer.preparation import prepare
 
 
@@ -52,3 +54,15 @@ def test_a_resume_on_other_data_or_another_memory_is_refused_before_a_model_is_l
     for line, expected in zip(told, changes.values(), strict=True):
         assert (expected in line) if expected else ("error" not in line), line
         assert line.count("error: ") == bool(expected)
+
+
+@pytest.mark.parametrize(("steps_then", "step"), [(1, 2), (3, 3)])
+def test_the_final_memory_is_of_the_step_that_its_weights_are_of(options, tmp_path, steps_then, step):
+    path, saved = tmp_path / "out" / "final_memory_checkpoint.pt", []
+    for steps in (2, steps_then):
+        path.unlink(missing_ok=True)
+        run_ranks(train_alone, 1, [*options, f"trainer.total_training_steps={steps}"])
+        saved.append(read_memory_checkpoint(path))
+    assert [content["global_step"] for content in saved] == [2, step]
+    before, after = (content["memory_state_dict"] for content in saved)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items()) == (step == 2)

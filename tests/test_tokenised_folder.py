@@ -312,12 +312,12 @@ def test_values_out_of_range_name_their_row(tmp_path, wrong, message):
 
 def test_token_ids_outside_the_vocabulary_are_refused(tmp_path):
     scan = scan_of(write_tokenised(tmp_path / "data", [document([0, 1], tokens=[3, 40])]))
-    check_vocabulary(scan, 41)
+    check_vocabulary((scan.min_token_id, scan.max_token_id), 41)
     with pytest.raises(ValueError, match=r"data.val_dir must hold .* \(0..39\); got ids from 3 to 40"):
-        check_vocabulary(scan, 40, key="data.val_dir")
+        check_vocabulary((scan.min_token_id, scan.max_token_id), 40, key="data.val_dir")
     negative = scan_of(write_tokenised(tmp_path / "negative", [document([0, 1], tokens=[-1, 40])]))
     with pytest.raises(ValueError, match="got ids from -1 to 40"):
-        check_vocabulary(negative, 100)
+        check_vocabulary((negative.min_token_id, negative.max_token_id), 100)
 
 
 def test_max_tokens_below_every_document_is_refused(tmp_path, documents):

@@ -304,9 +304,9 @@ def test_missing_sources_and_unknown_formats_are_refused(tmp_path: Path, model: 
     for name, message in (("no.jsonl", "does not exist"), ("no*.jsonl", "matches no file"), (".", "has none")):
         with pytest.raises(UsageError, match=rf"sources\.a must .*{message}"):
             tokenise({"a": tmp_path / name}, tmp_path / "x/out", model)
-    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.md").write_text("x")
     with pytest.raises(UsageError, match=r"sources\.a must be jsonl"):
-        tokenise({"a": tmp_path / "a.txt"}, tmp_path / "out", model)
+        tokenise({"a": tmp_path / "a.md"}, tmp_path / "out", model)
 
 
 def test_chat_without_a_template_is_refused_and_an_override_is_used(tmp_path: Path, model: Path) -> None:

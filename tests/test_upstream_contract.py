@@ -47,6 +47,9 @@ CALLABLES = {
     f"{ENGINE}.is_mp_src_rank_with_outputs": (),
     f"{ENGINE}.save_checkpoint": ("local_path", "global_step", "max_ckpt_to_keep"),
     f"{ENGINE}.load_checkpoint": ("local_path",),
+    "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler.__init__": (
+        *("device", "growth_interval", "process_group"),
+    ),
     "verl.workers.engine.utils:detach_tree": ("obj",),
     "verl.workers.utils.losses:sft_loss": ("model_output", "data", "dp_group"),  # how verl calls any loss
     # batches and configuration

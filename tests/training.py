@@ -17,10 +17,15 @@ from verl_ext.trainer.sft_trainer import SFTTrainer
 SMALL = ("data.max_tokens=64", "data.train_batch_size=4", "data.num_workers=0", "optim.lr=1e-2", "parallel=cpu")
 
 
+def build(overrides: Sequence[str]) -> SFTTrainer:
+    """Compose, validate, build. Call it on every rank."""
+    return SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *overrides])))
+
+
 def train(overrides: Sequence[str]) -> SFTTrainer:
-    """Compose, validate, build, resume, fit; quietly. Call it on every rank."""
+    """:func:`build`, resume, fit; quietly. Call it on every rank."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        trainer = SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *overrides])))
+        trainer = build(overrides)
         trainer.resume()
         trainer.fit()
     return trainer

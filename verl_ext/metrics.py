@@ -7,12 +7,14 @@ travels. Every rank holds one slot for every category of a fixed table, so no ra
 Legend: C categories; slot 0 is "no category" and is never reported.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 RESERVED = ("target",)  # names that a category must not have: `<category>_tokens` would be another metric
+VALIDATION = "val"  # the prefix of metrics that are also told as perplexities
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "target_tokens", "packs")
 
 
@@ -41,7 +43,7 @@ class StepSums:
 
     @property
     def category_loss(self) -> torch.Tensor:
-        """Σ ℓ_t by category slot, a view of C + 1 elements."""
+        """Σ ℓ_t over the targets of each category slot, a view of C + 1 elements; slot 0 are those of no category."""
         return self.values[len(_SCALARS) : len(_SCALARS) + self.slots]
 
     def add_counts(self, counts: torch.Tensor) -> None:
@@ -59,7 +61,9 @@ class StepSums:
     def report(self, prefix: str, names: tuple[str, ...]) -> dict[str, float]:
         """Metrics by name; reads the device once.
 
-        A category without a target token here has no mean: its loss is left out, its count is 0.
+        A category without a target token here has no mean: its loss is left out, its count is 0. Of a validation set
+        ``perplexity`` is exp of the plain mean of ℓ_t over all targets, whatever the loss mode, and each category's
+        of its loss; inf where that is past float64.
         """
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, target_tokens, packs = values[: len(_SCALARS)]
@@ -73,5 +77,17 @@ class StepSums:
         for name, loss, count in zip(names, sums[1:], counts[1:], strict=True):
             if count:
                 metrics[f"{prefix}/{name}_loss"] = loss / count
+            if count and prefix == VALIDATION:
+                metrics[f"{prefix}/{name}_perplexity"] = perplexity(loss, count)
             metrics[f"{prefix}/{name}_tokens"] = int(count)
+        if prefix == VALIDATION:
+            metrics[f"{prefix}/perplexity"] = perplexity(sum(sums), sum(counts))
         return metrics
+
+
+def perplexity(loss: float, count: float) -> float:
+    """exp(Σ ℓ_t / count): inf past float64, NaN for a count of 0."""
+    try:
+        return math.exp(loss / count) if count else math.nan
+    except OverflowError:
+        return math.inf

@@ -14,13 +14,20 @@ from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from verl_ext.data.babilong.wording import VERBS
 from verl_ext.data.babilong.world import PLACES, STARTS
+from verl_ext.init_model.config import load_config
+from verl_ext.init_model.run import init_model
 
+# Two layers of hidden size 64; the spread of the weights is that of narrow models.
+ARCHITECTURE = (
+    "model=tiny",
+    "config={hidden_size:64,intermediate_size:128,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:4,"
+    "max_position_embeddings:512,initializer_range:0.08}",
+)
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 WORDS = {
     "A": "old quiet small broad distant pale early heavy narrow gentle",
@@ -66,29 +73,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN)
 
 
-def make_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
-    """Two layers, hidden size 64; the spread of the weights is that of narrow models."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.08,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def main() -> None:
-    """Write background/prose.txt and a model folder for each seed."""
+    """Write background/prose.txt, tokenizer/ and a model folder for each seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -97,11 +83,10 @@ def main() -> None:
     (options.output / "background").mkdir(parents=True, exist_ok=True)
     prose = " ".join(sentence(rng) for _ in range(4000))
     (options.output / "background" / "prose.txt").write_text(prose, encoding="utf-8")
-    tokenizer = make_tokenizer()
+    make_tokenizer().save_pretrained(options.output / "tokenizer")
     for seed in options.seeds:
-        folder = options.output / f"model_{seed}"
-        make_model(len(tokenizer), seed).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        output = (f"output_dir={options.output}/model_{seed}", "overwrite=true", f"seed={seed}")
+        init_model(load_config([*ARCHITECTURE, *output, f"tokenizer.path={options.output}/tokenizer"]))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ say "1/5  Holding out a part of each file."
 python "$here/hold_out.py" --output "$data" "gsm8k=$gsm8k" "code=$code"
 
 say "2/5  Making a Qwen3 with random weights for the tokenizer."
-python "$here/../quickstart/make_model.py" --output "$run/model" --tokenizer "$tokenizer" \
-    --hidden 320 --layers 6 --heads 8 --kv-heads 4
+python -m verl_ext.init_model model=small_10m "output_dir=$run/model" overwrite=true "tokenizer.path=$tokenizer"
 
 say "3/5  Tokenising once."
 for split in train val; do

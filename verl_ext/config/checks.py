@@ -13,12 +13,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_ext.attention import BACKENDS, choose_backend
 from verl_ext.config import nodes
 from verl_ext.config.fields import type_problems
-from verl_ext.config.legacy import NOT_OWN_CLASS
 from verl_ext.config.model_support import model_support_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
+from verl_ext.config.own_data import BABILONG, MULTIDOC, PRETRAIN, own_option_problems, splits_validation
 from verl_ext.config.refused import refused_problems
-from verl_ext.config.resolution import BABILONG, splits_validation
-from verl_ext.config.schema import BABILONG_KEYS, MIXED_PRECISION
+from verl_ext.config.schema import MIXED_PRECISION
 from verl_ext.config.titans_checks import check_titans_model, titans_problems
 from verl_ext.config.titans_options import is_titans
 from verl_ext.config.topology import batch_problems, head_problems
@@ -46,7 +45,7 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
     problems += training_problems(config)
     problems += refused_problems(config)
     problems += titans_problems(config)
-    problems += babilong_problems(config)
+    problems += own_option_problems(config)
     if hf_config is None:
         hf_config, unreadable = _read_hf_config(config)
         problems += unreadable
@@ -98,11 +97,12 @@ def upstream_type_problems(config: DictConfig) -> list[str]:
 def path_problems(config: DictConfig) -> list[str]:
     """Paths that the run reads and that do not exist; a hub name and a remote path are left to their loaders."""
     problems = []
-    files = OmegaConf.select(config, "data.custom_cls.name") == BABILONG
-    exists, kind = (os.path.exists, "file or folder") if files else (os.path.isdir, "folder")
+    cls = OmegaConf.select(config, "data.custom_cls.name")
+    exists, kind = (os.path.exists, "file or folder") if cls == BABILONG else (os.path.isdir, "folder")
     # What is only measured stands in for data.train_dir as well: told once.
     copied = config.trainer.eval_only is True and config.data.get("train_dir") == config.data.val_dir
-    for key in ("data.val_dir",) if copied else ("data.train_dir", "data.val_dir"):
+    folders = ("data.val_dir",) if copied else ("data.train_dir", "data.val_dir")
+    for key in () if cls in (PRETRAIN, MULTIDOC) else folders:  # globs and prefixes: the dataset tells
         value = OmegaConf.select(config, key)
         for path in value if isinstance(value, ListConfig) else [value]:
             if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
@@ -122,16 +122,6 @@ def path_problems(config: DictConfig) -> list[str]:
     if resume and config.trainer.resume_mode != "disable" and not os.path.isdir(os.path.expanduser(str(resume))):
         problems.append(f"trainer.resume_from_path must be an existing global_step_N folder; got {resume}")
     return problems
-
-
-def babilong_problems(config: DictConfig) -> list[str]:
-    """Options of data=babilong where nothing reads them."""
-    if config.data.custom_cls.name not in NOT_OWN_CLASS or config.data.custom_cls.name == BABILONG:
-        return []
-    given = {key: OmegaConf.select(config, key) for key in BABILONG_KEYS}
-    return [
-        f"{key} is an option of data=babilong; got {show(value)} without it" for key, value in given.items() if value
-    ]
 
 
 def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:

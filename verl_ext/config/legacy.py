@@ -7,6 +7,8 @@ translation is said once.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from verl_ext.config.own_data import NOT_USERS_CLASS
+
 RENAMED = {
     "model.partial_pretrain": "model.path",
     "model.strategy": "engine.strategy",
@@ -50,8 +52,6 @@ WITHOUT_EFFECT = {
     "data.apply_chat_template_kwargs": _TOKENISED,
     "data.ignore_input_ids_mismatch": _TOKENISED,
 }
-# Values of data.custom_cls.name that mean packs: the seed's class, which this package supplies, or no class.
-NOT_OWN_CLASS = (None, "", "null", "SFTDataSet", "BABILongDataset")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def gone(key: str) -> str | None:
 def names_own_class(items: Sequence[Item]) -> bool:
     """Whether data.custom_cls names a dataset class of the user's, which may read keys that packs do not."""
     return any(
-        item.key == "data.custom_cls.name" and item.value is not None and item.value.strip("'\"") not in NOT_OWN_CLASS
+        item.key == "data.custom_cls.name" and item.value is not None and item.value.strip("'\"") not in NOT_USERS_CLASS
         for item in items
     )
 

@@ -7,7 +7,7 @@ Every constructor raises one ValueError with a line for each value that cannot b
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -87,9 +87,11 @@ class DataConfig:
     num_workers: int = 2
     prefetch_factor: int = 2
     pin_memory: bool | None = None
+    needs_train_dir: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
-        problems: list[str | None] = [*type_problems(DataConfig, vars(self), "data"), *self._folder_problems()]
+    def __post_init__(self, needs_train_dir: bool) -> None:
+        problems: list[str | None] = [*type_problems(DataConfig, vars(self), "data")]
+        problems += self._folder_problems() if needs_train_dir else []
         problems += [
             _at_least(self, "data", "max_tokens", 2),
             _at_least(self, "data", "train_batch_size", 1),
@@ -200,7 +202,7 @@ def attention_config(config: DictConfig) -> AttentionConfig:
 
 def data_config(config: DictConfig) -> DataConfig:
     """The typed view of the data node; raises ValueError with a line for each value that cannot be."""
-    return _view(DataConfig, config.data, "data")
+    return _view(DataConfig, config.data, "data", needs_train_dir=config.data.get("blend") is None)
 
 
 def trainer_config(config: DictConfig) -> TrainerConfig:
@@ -218,7 +220,7 @@ def _built(node: DictConfig) -> Any:
         raise ValueError(str(error.__cause__ or error)) from None
 
 
-def _view(cls: Any, node: DictConfig, prefix: str) -> Any:
+def _view(cls: Any, node: DictConfig, prefix: str, **more: Any) -> Any:
     values: dict[str, Any] = {}
     simple = simple_fields(cls)
     for entry in fields(cls):
@@ -233,7 +235,7 @@ def _view(cls: Any, node: DictConfig, prefix: str) -> Any:
         if entry.name not in simple and isinstance(value, int | float) and not entry.name.endswith("_freq"):
             value = show(value)  # a name or folder that reads as a number, e.g. trainer.experiment_name=7
         values[entry.name] = value
-    return cls(**values)
+    return cls(**values, **more)
 
 
 def _raise(problems: Iterable[str | None]) -> None:

@@ -10,10 +10,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config.nearest import choice_problem
+from verl_ext.config.own_data import PACKS, PRETRAIN
 from verl_ext.config.titans_options import ATTENTION, is_titans
 
-OWN_DATASET = "SFTDataSet"
-BABILONG = "BABILongDataset"
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 PATHS = (
@@ -40,7 +39,17 @@ def resolve_config(config: DictConfig) -> list[str]:
         if not config.data.val_dir:
             raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
         config.data.train_dir = config.data.val_dir  # nothing is trained on
+        if config.data.get("blend") is not None:
+            config.data.blend = None
+    _resolve_rows(config)
     return resolve_attention(config) + resolve_dataset(config)
+
+
+def _resolve_rows(config: DictConfig) -> None:
+    """What data.rows=padded makes of packs: rows of data.max_length tokens, one document each; in place."""
+    data = config.data
+    if data.custom_cls.name == PRETRAIN and data.get("rows") == "padded":
+        data.max_tokens, data.strategy, data.pad_mode = data.max_length, "none", "right"
 
 
 def resolve_logging(config: DictConfig, world_size: int) -> list[str]:
@@ -105,22 +114,14 @@ def _resolve_chunk_attention(config: DictConfig) -> None:
         )
 
 
-def splits_validation(config: DictConfig) -> bool:
-    """Whether the validation set is a part of data.train_dir."""
-    if config.data.custom_cls.name != BABILONG or config.data.val_dir:
-        return False
-    ratio = config.data.get("train_ratio", 1)
-    return isinstance(ratio, float) and ratio < 1
-
-
 def resolve_dataset(config: DictConfig) -> list[str]:
     """Lets verl_ext.data.SFTDataSet stand in for a custom_cls.path of that class that does not exist, in place."""
     custom = config.data.custom_cls
     path = custom.path
-    if not path or custom.name != OWN_DATASET or path.startswith("pkg://") or os.path.exists(path):
+    if not path or custom.name != PACKS or path.startswith("pkg://") or os.path.exists(path):
         return []
     custom.path = custom.name = None
-    return [f"data.custom_cls.path={path} does not exist: verl_ext.data.{OWN_DATASET} is used"]
+    return [f"data.custom_cls.path={path} does not exist: verl_ext.data.{PACKS} is used"]
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:

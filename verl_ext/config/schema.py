@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.config import legacy
 from verl_ext.config.composition import CONF, check_interpolations, composed
 from verl_ext.config.nearest import nearest_key, nearest_name
+from verl_ext.config.own_data import NOT_USERS_CLASS, OWN_KEYS
 from verl_ext.config.titans_options import MEMORY_KEYS
 
 UPSTREAM_CONF = "verl.trainer.config"
@@ -42,13 +43,12 @@ MIXED_PRECISION = tuple(f"engine.mixed_precision.{name}_dtype" for name in ("par
 _DERIVED = (
     "architectures generation_config hf_config local_hf_config_path local_path local_tokenizer_path processor tokenizer"
 )
-# Of model=qwen_titans and data=babilong alone.
+# Of model=qwen_titans alone.
 _TITANS = (
     "model.train",
     "model.memory_checkpoint",
     *(f"model.memory.{name}" for name in MEMORY_KEYS),
 )
-BABILONG_KEYS = ("data.answer_reserve_tokens", "data.truncate", "data.append_eos", "data.train_ratio", "data.cache_dir")
 # Groups of verl's whose other choices are engines that packs do not run on.
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
@@ -70,7 +70,7 @@ def known_keys() -> frozenset[str]:
     """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
     keys = set(_target_fields(_upstream())) | set(MIXED_PRECISION)
     keys -= {f"model.{name}" for name in _DERIVED.split()}
-    keys |= {*_TITANS, *BABILONG_KEYS}
+    keys |= {*_TITANS, *OWN_KEYS}
     keys = {key for key in _with_nodes(keys) if not is_free_form(key)}
     return frozenset(keys | composed_keys() | set(FREE_FORM))
 
@@ -106,7 +106,7 @@ def check_keys(config: DictConfig) -> None:
 
     Keys below data belong to the user's own dataset class where data.custom_cls names one.
     """
-    own_class = OmegaConf.select(config, "data.custom_cls.name") not in legacy.NOT_OWN_CLASS
+    own_class = OmegaConf.select(config, "data.custom_cls.name") not in NOT_USERS_CLASS
     unknown = [key for key in leaves(config) if not is_known(key) and not (own_class and key.startswith("data."))]
     if unknown:
         raise ValueError("\n".join(unknown_key(key) for key in unknown))

@@ -80,12 +80,14 @@ def _memory_problems(path: str | None, titans: Any) -> list[str]:
     settings = Path(path).with_suffix(".json")
     if settings.is_file():
         try:
-            trained = dict(json.loads(settings.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
+            trained = json.loads(settings.read_text(encoding="utf-8"))
+        except ValueError:
+            trained = None
+        if not isinstance(trained, dict):
             return [f"model.memory_checkpoint: the settings beside it must be a JSON object; got {settings}"]
         told = [
             f"model.memory.{name} must be {show(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
-            f"{show(titans.memory[name])}"
+            f"{show(titans.memory.get(name))}"
             for name, value in trained.items()
             if titans.memory.get(name) != value
         ]

@@ -2,11 +2,9 @@
 
     CACHE/<fingerprint>/          a tokenised dataset (input_ids, loss_mask, category_ids, length; categories.json)
         samples.arrow             what is known of each sample besides
-        babilong.json             what it was made of, and the sizes of its files
-    CACHE/<fingerprint>.lock      held by the process that tokenises
-    CACHE/<fingerprint>.failed    why the last attempt ended, for those that waited for it
+        babilong.json             what it was made of
 
-The folder appears whole, by one rename. One whose files are not as babilong.json says is made anew.
+The folder is one of `cached_folder`.
 """
 
 import json
@@ -25,6 +23,7 @@ from verl_ext.data.babilong_fingerprint import fingerprint
 from verl_ext.data.babilong_options import BABILongOptions
 from verl_ext.data.babilong_sample import SampleTokenizer
 from verl_ext.data.babilong_samples import SampleFactsWriter, category_numbers
+from verl_ext.data.cached_folder import cached_folder, default_root
 from verl_ext.data.category_numbers import FILE_NAME as CATEGORIES
 
 if TYPE_CHECKING:
@@ -44,78 +43,35 @@ def tokenised_folder(
     Raises:
         ValueError: files that cannot be used (`key` is named), a cache that cannot be written.
     """
-    root = _cache_root(options)
     made_of = fingerprint(files, tokenizer, options)
-    folder = root / made_of
-    if _is_complete(folder):
-        return folder
-    from filelock import FileLock
 
-    asked = time.time_ns()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{made_of}.lock"):
-            if not _is_complete(folder):
-                _tokenise_once(folder, files, SampleTokenizer(tokenizer, options, key), asked)
-    except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
-        raise ValueError(f"data.cache_dir must be a folder that can be written; got {root}: {reason}") from error
+    def make(folder: Path) -> None:
+        _tokenise(folder, files, SampleTokenizer(tokenizer, options, key))
+
+    folder = cached_folder(default_root("verl_ext_babilong", options.cache_dir), made_of, make)
     if fingerprint(files, tokenizer, options) != made_of:
         raise ValueError(f"{key} must not change while it is tokenised; one of its {len(files)} files did")
     return folder
 
 
-def _cache_root(options: BABILongOptions) -> Path:
-    if options.cache_dir is not None:
-        return Path(os.path.abspath(os.path.expanduser(options.cache_dir)))
-    from datasets.config import HF_DATASETS_CACHE  # here, because importing it takes a second
-
-    return Path(HF_DATASETS_CACHE) / "verl_ext_babilong"
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        sizes = json.loads((folder / FACTS).read_text(encoding="utf-8"))["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
-def _tokenise_once(folder: Path, files: Sequence[BABILongFile], tokenizer: SampleTokenizer, asked: int) -> None:
-    """Tokenise, under the lock. A process that waited while another one failed raises what that one did: the same
-    input fails in the same way, and ranks would otherwise fail one after another."""
-    note = folder.with_name(f"{folder.name}.failed")
-    if note.exists() and note.stat().st_mtime_ns >= asked:
-        raise ValueError(note.read_text(encoding="utf-8"))
-    try:
-        _tokenise(folder, files, tokenizer)
-    except ValueError as error:
-        note.write_text(str(error), encoding="utf-8")
-        raise
-    note.unlink(missing_ok=True)
-
-
 def _tokenise(folder: Path, files: Sequence[BABILongFile], tokenizer: SampleTokenizer) -> None:
+    """Write the dataset into `folder`, and say what was cut."""
     # Here, because the tokenise command's modules import config and transformers' template tools.
-    from verl_ext.commands.output_folder import OutputFolder
     from verl_ext.tokenize.dataset_writer import DatasetWriter
 
     numbers = category_numbers(file.category for file in files)
     facts = SampleFactsWriter()
-    with OutputFolder(str(folder), overwrite=True) as staging:
-        writer = DatasetWriter(staging.path)
-        try:
-            _write_samples(files, numbers, tokenizer, writer, facts)
-            writer.close()
-        finally:
-            writer.abandon()
-        facts.write(staging.path)
-        names = {str(number): name for name, number in numbers.items()}
-        (staging.path / CATEGORIES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
-        sizes = {entry.name: entry.stat().st_size for entry in staging.path.iterdir()}
-        made_of = {"files": [file.path for file in files], "options": vars(tokenizer.options), "sizes": sizes}
-        (staging.path / FACTS).write_text(json.dumps(made_of, indent=2, default=str), encoding="utf-8")
-        staging.publish()
+    writer = DatasetWriter(folder)
+    try:
+        _write_samples(files, numbers, tokenizer, writer, facts)
+        writer.close()
+    finally:
+        writer.abandon()
+    facts.write(folder)
+    names = {str(number): name for name, number in numbers.items()}
+    (folder / CATEGORIES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
+    made_of = {"files": [file.path for file in files], "options": vars(tokenizer.options)}
+    (folder / FACTS).write_text(json.dumps(made_of, indent=2, default=str), encoding="utf-8")
     if facts.cut:
         _logger.warning(
             "%d of %d samples have prompts over %d tokens: cut by %d tokens in all (data.truncate=%s)",

@@ -45,6 +45,8 @@ class BABILongDataset(SFTDataSet):
     and reports are those of packs that hold one document each.
     """
 
+    needs_tokenizer = True
+
     def __init__(
         self,
         path: str | Sequence[str] | None = None,

@@ -20,7 +20,8 @@ class OverLengthRow:
     `no target` (in the packs, and nothing to learn from; those that were cut included).
 
     Only documents longer than a pack, and BABILong's samples, have their category looked up; the others are in (none).
-    Of a BABILong prompt that was cut, `context truncated` or `question truncated`, with the tokens from before the cut.
+    Of a BABILong prompt that was cut, `context truncated` or `question truncated`, with the tokens from before the cut;
+    of a pretraining text, `truncated to max_length`; `bad record: …` of a record that gave no document.
     share is of the tokens of all documents of the folders. tokens = tokens_kept + tokens_removed; over all rows,
     tokens_removed are the tokens that no pack holds, each counted once. targets_removed counts target tokens of
     documents longer than a pack that are trained on no longer (under `split`, those that became the first token of a

@@ -74,12 +74,13 @@ def check_has_targets(scan: DocumentScan, key: str) -> None:
         )
 
 
-def check_vocabulary(scan: DocumentScan, vocab_size: int, key: str = "data.train_dir") -> None:
-    """ValueError when a token id lies outside 0..vocab_size-1."""
-    if scan.min_token_id < 0 or scan.max_token_id >= vocab_size:
+def check_vocabulary(token_range: tuple[int, int], vocab_size: int, key: str = "data.train_dir") -> None:
+    """ValueError when a token id of lowest..highest lies outside 0..vocab_size-1."""
+    lowest, highest = token_range
+    if lowest < 0 or highest >= vocab_size:
         raise ValueError(
             f"{key} must hold token ids of the model's vocabulary (0..{vocab_size - 1}); got ids from "
-            f"{scan.min_token_id} to {scan.max_token_id}: was it tokenised with another tokenizer?"
+            f"{lowest} to {highest}: was it tokenised with another tokenizer?"
         )
 
 

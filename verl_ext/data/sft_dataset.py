@@ -18,6 +18,7 @@ from verl_ext.data.mixture_options import MixtureOptions
 from verl_ext.data.mixture_report import MixtureRow
 from verl_ext.data.over_length_counts import OverLengthCount, OverLengthDocuments, count_over_length
 from verl_ext.data.over_length_report import OverLengthRow, left_out, over_length_report
+from verl_ext.data.pack_dataset import PackDataset
 from verl_ext.data.pack_options import PackOptions
 from verl_ext.data.pack_row import pack_row
 from verl_ext.data.scan import DocumentScan, check_has_targets, scan_documents
@@ -26,7 +27,7 @@ from verl_ext.packing import CostModel, PackPlan, Spans, cut_spans, plan_packs
 from verl_ext.packing.repeated import plan_repeated
 
 
-class SFTDataSet(torch.utils.data.Dataset):
+class SFTDataSet(PackDataset):
     """Packs of whole documents, documents apart by their positions; item k is the dict of tensors of `pack_row`.
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
@@ -89,6 +90,7 @@ class SFTDataSet(torch.utils.data.Dataset):
             lengths[: self._documents], self.options.max_tokens, self.options.over_length, key
         )
         self.mixture_report: list[MixtureRow] = []
+        self.max_tokens = self.options.max_tokens
         self.plan: PackPlan
         if drawn_by is None:
             self.plan = plan_packs(self.spans.length, self.options.max_tokens, self.options.strategy, self.options.seed)
@@ -152,6 +154,16 @@ class SFTDataSet(torch.utils.data.Dataset):
     def over_length_part(self, first: int, last: int, progress: bool = True) -> tuple[OverLengthCount, ...]:
         """What was done to documents first..last-1 of `over_length` alone; `progress`: with a bar."""
         return count_over_length(self._data, self.over_length.part(first, last), progress=progress)
+
+    @property
+    def token_range(self) -> tuple[int, int]:
+        """The lowest and the highest token id (needs the scan)."""
+        return self.scan.min_token_id, self.scan.max_token_id
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest of spans."""
+        return int(self.spans.length.max())
 
     @cached_property
     def categories(self) -> CategoryTable:

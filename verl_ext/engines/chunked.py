@@ -52,7 +52,6 @@ class ChunkedEngine(StepEngine):
         precision = self.engine_config.mixed_precision
         assert precision is not None, "settled before the engine is built"
         self._autocast_dtype = PrecisionType.to_dtype(precision["param_dtype"])
-        self.scaler = _gradient_scaler(self._autocast_dtype)
         dtypes = {
             "param_dtype": self._autocast_dtype,
             "reduce_dtype": PrecisionType.to_dtype(precision["reduce_dtype"]),
@@ -153,18 +152,9 @@ def rows(values: Any) -> torch.Tensor:
 
 def target_positions(micro_batch: TensorDict) -> torch.Tensor:
     """bool``[B, L]``: positions that predict a target, weighted or not."""
-    return (rows(micro_batch["loss_coefficients"]) != 0) | (rows(micro_batch["category_index"]) != 0)
+    return rows(micro_batch["category_index"]) >= 0
 
 
 def first_documents(position_ids: torch.Tensor) -> torch.Tensor:
     """int64``[B, L]``: 1 on the row's first document; what follows restarts ``position_ids`` and is padding."""
     return ((position_ids == 0).cumsum(1) == 1).long()
-
-
-def _gradient_scaler(dtype: torch.dtype) -> Any:
-    """verl's scaler for fp16, None for what needs none."""
-    if dtype != torch.float16:
-        return None
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    return ShardedGradScaler(growth_interval=400)

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.ulysses import slice_input_tensor
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
@@ -40,7 +41,15 @@ class PackedEngine(StepEngine):
         device: Any = get_device_id()
         layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
         model_inputs["document_layout"] = layout.padded(output_args["pad_size"])
+        if "next_ids" in micro_batch:
+            next_ids = micro_batch["next_ids"].values()
+            output_args["input_ids_rmpad_rolled"] = self._share_of_tokens(next_ids, output_args["pad_size"])
         return model_inputs, output_args
+
+    def _share_of_tokens(self, values: torch.Tensor, pad_size: int) -> torch.Tensor:
+        """``[T/n]``: what this sequence-parallel rank holds of ``[T - pad_size]``, padded as verl pads the inputs."""
+        padded = torch.nn.functional.pad(values, (0, pad_size))
+        return slice_input_tensor(padded, dim=0, padding=False) if self.use_ulysses_sp else padded
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None

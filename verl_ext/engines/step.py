@@ -4,13 +4,17 @@ A subclass of ``FSDPEngineWithLMHead``; everything that it does not name here (s
 clipping, the learning-rate schedule) is verl's. What a forward reads and gives is for its subclasses to say.
 """
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -18,15 +22,34 @@ from verl.workers.engine.utils import detach_tree
 
 from verl_ext.lora_export import export_merged
 
+SCALER = "gradient_scaler.pt"  # in a checkpoint of an fp16 run
+_STEADY_STEPS = 400  # after which the scale doubles; verl's own number
+
+_log = logging.getLogger(__name__)
+
 
 class StepEngine(FSDPEngineWithLMHead):
     """Runs the micro-batches of a step."""
+
+    scaler: Any  # a ShardedGradScaler with fp16, else None
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
         # verl also copies the override onto the config as a plain attribute, which an export would write to disk and
         # which plain transformers then refuses; the implementation itself is kept elsewhere.
         vars(self.model_config.hf_config).pop("attn_implementation", None)
+        _as_verl_reads(self.model_config.hf_config)
+
+    def initialize(self) -> None:
+        """verl's model, optimizer and schedule; fp16 has a gradient scaler on every device.
+
+        verl's own scaler is of `cuda`, and elsewhere turns itself off with a warning: gradients would underflow, and
+        infinite ones reach the parameters.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but")
+            super().initialize()
+        self.scaler = gradient_scaler(self._autocast_dtype)
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.
@@ -67,17 +90,35 @@ class StepEngine(FSDPEngineWithLMHead):
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's checkpoint; ``hf_model`` of a LoRA run has its adapters merged."""
+        """verl's checkpoint, with the scaler's state; ``hf_model`` of a LoRA run has its adapters merged."""
         manager = self.checkpoint_manager
-        if not (self._is_lora and manager.should_save_hf_model):
-            return super().save_checkpoint(local_path, *args, **kwargs)
         contents = manager.checkpoint_save_contents
-        manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
+        merges = self._is_lora and manager.should_save_hf_model
+        if merges:
+            manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
         try:
             super().save_checkpoint(local_path, *args, **kwargs)
         finally:
             manager.checkpoint_save_contents = contents
-        export_merged(self.module, Path(local_path) / "huggingface", self.model_config.trust_remote_code)
+        if self.scaler is not None and manager.should_save_extra and self.rank == 0:
+            torch.save(self.scaler.state_dict(), Path(local_path) / SCALER)
+        if merges:
+            export_merged(self.module, Path(local_path) / "huggingface", self.model_config.trust_remote_code)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's checkpoint, with the scaler's state where it has one."""
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.scaler is not None and self.checkpoint_manager.should_load_extra:
+            self._load_scaler(Path(local_path) / SCALER)
+
+    def _load_scaler(self, path: Path) -> None:
+        """Rank 0's file, so that the scale is the same on every rank, also where nodes share no disk; collective."""
+        saved = [torch.load(path, weights_only=True) if self.rank == 0 and path.is_file() else None]
+        dist.broadcast_object_list(saved)
+        if saved[0] is not None:
+            self.scaler.load_state_dict(saved[0])
+        elif self.rank == 0:
+            _log.warning("%s has no %s: the loss scale starts anew", path.parent, SCALER)
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters of a long-term memory in one piece, on rank 0's host memory; collective. Empty without one."""
@@ -94,3 +135,25 @@ def _moved(part: dict[str, Any], device: Any) -> dict[str, Any]:
         key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for key, value in part.items()
     }
+
+
+def gradient_scaler(dtype: torch.dtype) -> ShardedGradScaler | None:
+    """The scaler of fp16's losses, None for types whose exponent needs none.
+
+    It starts at 2^16 and halves with every step that it skips for an infinite gradient, on any rank.
+    """
+    if dtype != torch.float16:
+        return None
+    return ShardedGradScaler(get_device_name(), growth_interval=_STEADY_STEPS, process_group=dist.group.WORLD)
+
+
+def _as_verl_reads(config: Any) -> None:
+    """verl reads key/value heads from every config and takes an architecture for a causal model by its name's
+    "ForCausalLM"; GPT-2, a GPT2LMHeadModel, has neither. What is exported has its class's own name again."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    if not hasattr(config, "num_key_value_heads") and hasattr(config, "num_attention_heads"):
+        config.num_key_value_heads = config.num_attention_heads
+    named = (config.architectures or [""])[0]
+    if "ForCausalLM" not in named and CAUSAL.get(config.model_type) == named:
+        config.architectures = [f"{config.model_type.upper()}ForCausalLM"]

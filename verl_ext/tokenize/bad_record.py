@@ -10,3 +10,6 @@ class BadRecord(ValueError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return BadRecord, (self.reason, str(self))  # an exception's own calls it with the message alone

@@ -34,17 +34,22 @@ class Chunk:
     path: str
     records: list[NumberedRecord]
     num_bytes: int  # how much of the file they stand for: the unit of progress
+    whole_file: bool = False  # the one record is the file's text
+
+    def place(self, number: int) -> str:
+        """Where record `number` stands, as errors name it."""
+        return self.path if self.whole_file else f"{self.path}:{number}"
 
 
 def read_chunks(source: SourceFile) -> Iterator[Chunk]:
-    """Yield a file's records in chunks; memory is that of a chunk.
+    """Yield a file's records in chunks; memory is that of a chunk, of a text file that of its text.
 
     Raises `DataError` with path and line for a file that cannot be read on (a JSON list or CSV with broken syntax).
     """
-    reader = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv, "arrow": _arrow}[source.kind]
+    is_text = source.kind == "text"
     try:
-        for records, num_bytes in reader(source):
-            yield Chunk(source.category_id, source.path, records, num_bytes)
+        for records, num_bytes in READERS[source.kind](source):
+            yield Chunk(source.category_id, source.path, records, num_bytes, whole_file=is_text)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
@@ -220,6 +225,18 @@ def _csv_record(row: dict[Any, Any]) -> Any:
     return record
 
 
+def _text(source: SourceFile) -> Batches:
+    """The whole file as one record, its line ends as Python's text files have them."""
+    with open(source.path, "rb") as stream:
+        content = stream.read()
+    try:
+        text = content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        yield [(1, BadRecord("not_utf8", f"text must be UTF-8; byte {error.start + 1} is not"))], source.num_bytes
+    else:
+        yield [(1, {"text": text.replace("\r\n", "\n").replace("\r", "\n")})], source.num_bytes
+
+
 def _parquet(source: SourceFile) -> Batches:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -257,3 +274,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(child) for child in value]
     return value
+
+
+READERS = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv, "text": _text, "arrow": _arrow}

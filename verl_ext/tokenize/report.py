@@ -6,11 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from verl_ext.commands.table import aligned
 from verl_ext.tokenize.config import REPORT, TokenizeConfig
 from verl_ext.tokenize.tally import Tally
 
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("num_workers", "overwrite")
+_TEXT = ("category", "over max_tokens", "bad record", "first")  # columns to the left
 
 
 class Report:
@@ -56,17 +58,17 @@ class Report:
         rows = [_row(name, tally) for name, tally in self.tallies.items()]
         if len(rows) > 1:
             rows.append(_row("all", self.total))
-        parts = [_aligned(rows)]
+        parts = [aligned(rows, _TEXT)]
         cut = [row for name, tally in self.tallies.items() for row in _cut_rows(name, tally)]
         if cut:
-            parts.append(_aligned(cut))
+            parts.append(aligned(cut, _TEXT))
         bad = [
             {"category": name, "bad record": reason, "records": f"{count:,}", "first": tally.examples[reason][0]}
             for name, tally in self.tallies.items()
             for reason, count in sorted(tally.bad.items())
         ]
         if bad:
-            parts.append(_aligned(bad))
+            parts.append(aligned(bad, _TEXT))
         return "\n\n".join(parts)
 
 
@@ -101,15 +103,3 @@ def _cut_rows(name: str, tally: Tally) -> Iterator[dict[str, str]]:
                 "targets lost": "all" if reason == "dropped" else f"{over[f'{reason}_targets_lost']:,}",
                 "last target lost": f"{over[f'{reason}_last_target_lost']:,}" if reason == "truncated" else "–",
             }
-
-
-def _aligned(rows: list[dict[str, str]]) -> str:
-    """Rows as a table: text to the left, numbers to the right."""
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    left = ("category", "over max_tokens", "bad record", "first")
-
-    def line(cells: dict[str, str]) -> str:
-        padded = (cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items())
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line({key: key for key in widths}), *map(line, rows)])

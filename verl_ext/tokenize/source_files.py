@@ -7,8 +7,17 @@ from pathlib import Path
 
 from verl_ext.commands.errors import DataError, UsageError
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-KNOWN_FORMATS = "jsonl, jsonl.gz, json, parquet, csv, an Arrow folder written by save_to_disk, or a folder of these"
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+}
+KNOWN_FORMATS = (
+    "jsonl, jsonl.gz, json, parquet, csv, txt, an Arrow folder written by save_to_disk, or a folder of these"
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +26,7 @@ class SourceFile:
 
     category_id: int
     path: str
-    kind: str  # jsonl | json | parquet | csv | arrow
+    kind: str  # jsonl | json | parquet | csv | text | arrow
     num_bytes: int
 
 
@@ -62,6 +71,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _in_folder(folder: Path, key: str) -> list[tuple[Path, str]]:
+    """Every file at or below a folder, sorted. Where any is of another format, the .txt files are notes: left out."""
     if (folder / "dataset_dict.json").exists():
         splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
         raise UsageError(f"{key} must name one split of the Arrow folder {folder}; it has {', '.join(splits)}")
@@ -75,6 +85,8 @@ def _in_folder(folder: Path, key: str) -> list[tuple[Path, str]]:
             found += _in_folder(child, key) if _has_known_files(child) else []
         elif kind := _kind(child):
             found.append((child, kind))
+    if any(kind != "text" for _, kind in found):
+        found = [(path, kind) for path, kind in found if kind != "text"]
     if not found:
         raise UsageError(f"{key} must be {KNOWN_FORMATS}; the folder {folder} has none")
     return found

@@ -80,7 +80,7 @@ class ChunkTokenizer:
             document = Document(np.asarray(ids, dtype=np.int32), mask, item.weight)
             self._keep(document, item, chunk.path, outcome)
         for bad in sorted(outcome.bad, key=lambda bad: bad.number):
-            line = f"{chunk.path}:{bad.number}: {bad.message}"
+            line = f"{chunk.place(bad.number)}: {bad.message}"
             # A target lost to truncation follows from the policy asked for, not from bad data: counted, never fatal.
             if self.config.on_bad_record == "error" and not bad.reason.startswith("no_target_after"):
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
@@ -91,7 +91,7 @@ class ChunkTokenizer:
         for number, raw in chunk.records:
             try:
                 record = parse_record(parse_line(raw) if isinstance(raw, bytes) else raw)
-                text, spans = self._text(record.content, f"{chunk.path}:{number}")
+                text, spans = self._text(record.content, chunk.place(number))
                 yield _Prepared(number, text, spans, record.weight)
             except BadRecord as error:
                 outcome.bad.append(_Bad(number, error.reason, str(error)))

@@ -94,5 +94,5 @@ class AnswerScores:
 
 
 def _categories(data: TensorDict) -> torch.Tensor:
-    """int64[B]: the category slot of each row's answer."""
-    return rows(data["category_index"]).amax(1)
+    """int64[B]: the category slot of each row's answer; 0 of a row without one."""
+    return rows(data["category_index"]).amax(1).clamp(min=0)

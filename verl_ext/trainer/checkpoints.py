@@ -9,7 +9,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
 
-from verl_ext.config.output import EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, REPORT, TRACKER
+from verl_ext.config.output import EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, REPORT, RUN_IDS, TRACKER
 from verl_ext.engines.step import StepEngine
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.trainer.plan_state import PlanState
@@ -78,6 +78,6 @@ def clear_output(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in saved_folders(folder):
         shutil.rmtree(path)
-    written = (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, METRICS, f"{METRICS}.before_resume")
-    for name in written:
+    metrics = (METRICS, f"{METRICS}.before_resume")
+    for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, RUN_IDS, *metrics):
         (folder / name).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from verl_ext.config.output import REPORT
-from verl_ext.data import SFTDataSet
+from verl_ext.data import PackDataset
 from verl_ext.data.mixture_report import mixture_table
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.trainer.whole_json import write_json
@@ -20,7 +20,7 @@ from verl_ext.trainer.whole_json import write_json
 Facts = dict[str, Any]
 
 
-def data_facts(dataset: SFTDataSet) -> Facts:
+def data_facts(dataset: PackDataset) -> Facts:
     """One dataset in numbers: documents, tokens, targets, packs, fill, and what was done to which documents.
 
     documents, tokens and target_tokens are those of the packs, one as often as a mixture draws it.
@@ -32,15 +32,16 @@ def data_facts(dataset: SFTDataSet) -> Facts:
         "tokens": tokens,
         "target_tokens": int(dataset.pack_targets().sum()),
         "packs": packs,
-        "max_tokens": dataset.options.max_tokens,
-        "fill": tokens / max(packs * dataset.options.max_tokens, 1),
+        "max_tokens": dataset.max_tokens,
+        "fill": tokens / max(packs * dataset.max_tokens, 1),
         "not_as_they_stand": [vars(row) for row in dataset.not_as_they_stand()],
         "mixture": [vars(row) for row in dataset.mixture_report],
+        **dataset.facts(),
     }
 
 
 def step_facts(
-    dataset: SFTDataSet, plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
+    dataset: PackDataset, plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
 ) -> Facts:
     """The steps of an epoch in numbers; busy is the share of an epoch that an average rank works, by the cost model.
 
@@ -83,6 +84,9 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
     if facts["mixture"]:
         yield f"{name}: the mixture:"
         yield mixture_table(facts["mixture"])
+    if facts.get("sources"):
+        yield f"{name}: its sources:"
+        yield _table(facts["sources"])
     if facts["not_as_they_stand"]:
         yield f"{name}: documents that are not trained on as they stand (data.max_tokens={facts['max_tokens']}):"
         yield _table(facts["not_as_they_stand"])

@@ -2,14 +2,14 @@
 
 from omegaconf import DictConfig
 
-from verl_ext.data import SFTDataSet
+from verl_ext.data import PackDataset, SFTDataSet
 
 
-def dataset_class(config: DictConfig) -> type[SFTDataSet]:
-    """`SFTDataSet`, or a subclass of it from `data.custom_cls.path` and `data.custom_cls.name`.
+def dataset_class(config: DictConfig) -> type[PackDataset]:
+    """`SFTDataSet`, or the `PackDataset` that `data.custom_cls.path` and `data.custom_cls.name` are.
 
     Raises:
-        ValueError: the class is no `SFTDataSet`: the trainer asks a dataset for its plan, spans and categories.
+        ValueError: the class is no `PackDataset`: the trainer asks a dataset for its packs and categories.
     """
     custom = config.data.custom_cls
     if not custom.get("path"):
@@ -17,7 +17,7 @@ def dataset_class(config: DictConfig) -> type[SFTDataSet]:
     from verl.utils.import_utils import load_extern_object
 
     named = load_extern_object(custom.path, custom.name)
-    if not (isinstance(named, type) and issubclass(named, SFTDataSet)):
+    if not (isinstance(named, type) and issubclass(named, PackDataset)):
         raise ValueError(
             f"data.custom_cls.name must name a subclass of verl_ext.data.SFTDataSet; got {custom.name} of {custom.path}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from verl_ext.data import SFTDataSet
+from verl_ext.data import PackDataset
 from verl_ext.trainer.step_batch import StepBatch, StepCollator
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.trainer.worker_deaths import LoadingFailed, WorkerDeaths
@@ -23,7 +23,7 @@ class _Batches(Dataset):
     arrive as that process's traceback.
     """
 
-    def __init__(self, packs: SFTDataSet, collate: StepCollator) -> None:
+    def __init__(self, packs: PackDataset, collate: StepCollator) -> None:
         self.packs = packs
         self.collate = collate
 
@@ -94,7 +94,7 @@ class PackLoader:
 
 
 def pack_loader(
-    dataset: SFTDataSet,
+    dataset: PackDataset,
     plan: StepPlan,
     first_step: int,
     last_step: int,

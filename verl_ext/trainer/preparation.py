@@ -17,29 +17,34 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.nodes import loss_config
 from verl_ext.config.output import OutputAction, check_output
-from verl_ext.config.resolution import resolve_config, resolve_device, resolve_logging, splits_validation
+from verl_ext.config.resolution import resolve_config, resolve_device, resolve_logging
 from verl_ext.config.schema import check_keys
 from verl_ext.config.titans_options import is_titans
 from verl_ext.config.topology import check_positions
-from verl_ext.data import BABILongDataset, SFTDataSet, check_vocabulary
+from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.mixture_report import mixture_notices
 from verl_ext.losses import LossSpec, category_weight_table
 from verl_ext.metrics import RESERVED
 from verl_ext.packing import CostModel
 from verl_ext.trainer.data_report import data_facts, step_facts
-from verl_ext.trainer.dataset_class import dataset_class
 from verl_ext.trainer.model_cost import cost_model
 from verl_ext.trainer.plan_state import PlanState
 from verl_ext.trainer.process_group import accelerator, errors_told_once
-from verl_ext.trainer.scan_sharing import share_scan
+from verl_ext.trainer.run_data import open_sets, read_together
 from verl_ext.trainer.step_plan import StepPlan
+
+# Keys below data that decide which packs a step has.
+_OF_THE_PLAN = (
+    *("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance", "cost"),
+    *("mixture", "blend", "sampling", "attend_across_documents", "num_samples", "train_ratio"),
+)
 
 
 @dataclass(frozen=True)
 class Validation:
     """The validation set and the order of its packs."""
 
-    dataset: SFTDataSet
+    dataset: PackDataset
     plan: StepPlan
 
 
@@ -48,7 +53,7 @@ class Run:
     """A run that is sound as far as can be told without the model's weights."""
 
     config: DictConfig
-    train_set: SFTDataSet
+    train_set: PackDataset
     plan: StepPlan
     pack_tokens: np.ndarray
     cost: CostModel
@@ -60,6 +65,11 @@ class Run:
     clear_output: bool
     notices: tuple[str, ...]
     memory: dict[str, Any] | None = None
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that see as many tokens as the training data has."""
+        return _steps_per_epoch(self.plan, self.train_set)
 
     @property
     def output(self) -> Path:
@@ -75,11 +85,9 @@ class Run:
         model = {} if self.memory is None else {"model.memory": self.memory, "model.train": self.config.model.train}
         if self.config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
-        data = self.config.data
-        keys = ("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance")
+        given: Any = OmegaConf.to_container(self.config.data, resolve=True, throw_on_missing=False)
         return {
-            **{f"data.{key}": data[key] for key in (*keys, "cost")},
-            "data.mixture": OmegaConf.to_container(data.mixture, resolve=True) if data.mixture else None,
+            **{f"data.{key}": given[key] for key in _OF_THE_PLAN if key in given},
             "packs in data.train_dir": self.plan.num_packs,
             "the digest of the documents in data.train_dir": self.train_set.digest,
             **model,
@@ -119,7 +127,7 @@ class Run:
         report["steps"] = step_facts(self.train_set, self.plan, costs, self.data_parallel_size, micro)
         return report
 
-    def loss_for(self, dataset: SFTDataSet) -> LossSpec:
+    def loss_for(self, dataset: PackDataset) -> LossSpec:
         """The configured loss over a dataset's category table."""
         loss = loss_config(self.config)
         weights = category_weight_table(loss.category_weights, dataset.categories.names)
@@ -137,22 +145,23 @@ def prepare(config: DictConfig) -> Run:
         notices = resolve_config(config) + resolve_device(config, device) + resolve_logging(config, world_size)
         hf_config = check_run(config, world_size, device)
         output = check_output(config, world_size)
-        train_set, val_set = _open_sets(config)
-    share_scan(train_set)
-    if val_set is not None:
-        share_scan(val_set)
+        train_set, val_set = open_sets(config)
+    for dataset in filter(None, (train_set, val_set)):
+        read_together(dataset)
     with errors_told_once():
         for dataset in filter(None, (train_set, val_set)):
-            check_vocabulary(dataset.scan, hf_config.get_text_config().vocab_size, dataset.key)
-            longest = int(dataset.spans.length.max())
+            check_vocabulary(dataset.token_range, hf_config.get_text_config().vocab_size, dataset.key)
             if not is_titans(config):  # whose positions restart with every chunk
-                check_positions(longest, config.data.max_tokens, hf_config, config.model.override_config)
+                check_positions(
+                    dataset.longest_document, config.data.max_tokens, hf_config, config.model.override_config
+                )
             _refuse_reserved_names(dataset)
         check_categories(loss_config(config), train_set.categories.names)
         data_parallel = world_size // config.engine.ulysses_sequence_parallel_size
         cost = cost_model(config.data.cost, hf_config, config.engine.ulysses_sequence_parallel_size)
-        plan = _step_plan(config, train_set.pack_costs(cost), data_parallel)
-        total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * config.trainer.total_epochs
+        plan = _step_plan(config, train_set, train_set.pack_costs(cost), data_parallel)
+        visits = 1 if train_set.is_ordered else config.trainer.total_epochs
+        total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
         _refuse_steps_without_target(train_set, plan, total_steps)
         run = Run(
             config=config,
@@ -163,8 +172,8 @@ def prepare(config: DictConfig) -> Run:
             data_parallel_size=data_parallel,
             validation=None if val_set is None else _validation(config, val_set, cost, data_parallel),
             total_steps=total_steps,
-            save_freq=_frequency(config.trainer.save_freq, plan),
-            test_freq=_frequency(config.trainer.test_freq, plan),
+            save_freq=_frequency(config.trainer.save_freq, plan, train_set),
+            test_freq=_frequency(config.trainer.test_freq, plan, train_set),
             clear_output=output.action is OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
             memory=_memory(hf_config) if is_titans(config) else None,
@@ -179,38 +188,7 @@ def _memory(hf_config: Any) -> dict[str, Any]:
     return {name: value for name, value in hf_config.memory.items() if name != "bptt_chunks"}
 
 
-def _open_sets(config: DictConfig) -> tuple[SFTDataSet, SFTDataSet | None]:
-    """The datasets of `data.train_dir` and of validation with their packs planned; None where there is none."""
-    cls = dataset_class(config)
-    tokenizer = _tokenizer(config) if issubclass(cls, BABILongDataset) else None
-
-    def opened(which: str, paths: Any, limit: int, **options: Any) -> SFTDataSet:
-        data = config.data.copy()
-        if which == "val_dir":
-            data.mixture = None  # a validation set is measured as it is
-        key = f"data.{which}"
-        return cls(parquet_files=paths, tokenizer=tokenizer, config=data, max_samples=limit, key=key, **options)
-
-    data = config.data
-    train, val = OmegaConf.select(data, "train_dir"), data.val_dir
-    train_limit, val_limit = data.train_max_samples, data.val_max_samples
-    if splits_validation(config):
-        part = opened("train_dir", train, train_limit, split="train")
-        return part, opened("train_dir", train, val_limit, split="val")
-    return opened("train_dir", train, train_limit), None if val is None else opened("val_dir", val, val_limit)
-
-
-def _tokenizer(config: DictConfig) -> Any:
-    from verl.utils import hf_tokenizer
-
-    model = config.model
-    try:
-        return hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=bool(model.trust_remote_code))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path must hold a tokenizer; got {model.path} ({str(error).splitlines()[0]})") from None
-
-
-def _notices(config: DictConfig, train_set: SFTDataSet, plan: StepPlan) -> Iterator[str]:
+def _notices(config: DictConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
     """What is allowed, and may not be what was meant."""
     yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
@@ -225,20 +203,20 @@ def _notices(config: DictConfig, train_set: SFTDataSet, plan: StepPlan) -> Itera
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
 
 
-def _refuse_reserved_names(dataset: SFTDataSet) -> None:
+def _refuse_reserved_names(dataset: PackDataset) -> None:
     for name in dataset.categories.names:
         if name in RESERVED:
-            raise ValueError(f"{dataset.key}: categories.json must not name a category {name}, which is a metric")
+            raise ValueError(f"{dataset.key}: no category may be named {name}, which is a metric")
 
 
-def _step_plan(config: DictConfig, costs: np.ndarray, data_parallel: int) -> StepPlan:
+def _step_plan(config: DictConfig, train_set: PackDataset, costs: np.ndarray, data_parallel: int) -> StepPlan:
     data = config.data
     plan = StepPlan(
         num_packs=len(costs),
         batch_size=data.train_batch_size,
         seed=data.seed,
         drop_last=data.drop_last,
-        shuffle=data.shuffle,
+        shuffle=data.shuffle and not train_set.is_ordered,
         costs=costs if data.balance == "sorted" else None,
         group_size=data.balance_group or data_parallel,
     )
@@ -250,12 +228,12 @@ def _step_plan(config: DictConfig, costs: np.ndarray, data_parallel: int) -> Ste
     return plan
 
 
-def _validation(config: DictConfig, dataset: SFTDataSet, cost: CostModel, data_parallel: int) -> Validation:
+def _validation(config: DictConfig, dataset: PackDataset, cost: CostModel, data_parallel: int) -> Validation:
     batch, costs = data_parallel * config.data.micro_batch_size_per_gpu, dataset.pack_costs(cost)
     return Validation(dataset, StepPlan(len(dataset), batch, config.data.seed, shuffle=False, costs=costs))
 
 
-def _refuse_steps_without_target(dataset: SFTDataSet, plan: StepPlan, total_steps: int) -> None:
+def _refuse_steps_without_target(dataset: PackDataset, plan: StepPlan, total_steps: int) -> None:
     """A step whose packs hold no target token has no loss: Z would be 0."""
     targets = dataset.pack_targets()
     if targets.all():
@@ -272,5 +250,10 @@ def _refuse_steps_without_target(dataset: SFTDataSet, plan: StepPlan, total_step
             )
 
 
-def _frequency(value: int | str, plan: StepPlan) -> int:
-    return plan.steps_per_epoch if value == "after_each_epoch" else int(value)
+def _frequency(value: int | str, plan: StepPlan, train_set: PackDataset) -> int:
+    return round(_steps_per_epoch(plan, train_set)) or 1 if value == "after_each_epoch" else int(value)
+
+
+def _steps_per_epoch(plan: StepPlan, train_set: PackDataset) -> float:
+    """Steps that see as many tokens as the data has."""
+    return plan.steps_per_epoch / train_set.epochs

@@ -38,6 +38,8 @@ def process_group() -> Iterator[None]:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
     _default_to_one_rank()
     _silence_upstream()
+    # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":
         _be_quiet()
     if accelerator() is None:
@@ -106,6 +108,10 @@ def _silence_upstream() -> None:
     """Leave out what upstream says to everybody and nobody can act on; everything else is still heard."""
     warnings.filterwarnings("ignore", message=".* engine is not available")  # verl: engines that nobody asked for
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
+    # torch's advice, where a first step is skipped: fp16's scale is often too high at the start
+    warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
+    for name in ("configuration_utils", "modeling_utils"):  # of an argument and a config key of verl's
+        logging.getLogger(f"transformers.{name}").addFilter(lambda line: "`torch_dtype` is" not in line.getMessage())
     logging.getLogger("verl.plugin.platform.platform_manager").setLevel(logging.WARNING)
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 asks it once per run

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from verl.utils.device import get_device_id
 
 from verl_ext.config.titans_options import is_titans
-from verl_ext.data import SFTDataSet
+from verl_ext.data import PackDataset
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.loader import PackLoader, pack_loader
@@ -26,7 +26,7 @@ class RankShare:
         # A model that reads chunk by chunk runs collectives for every chunk: an idle row is as long as any other.
         self._idle_tokens = run.config.data.max_tokens if is_titans(run.config) else 1
 
-    def batches(self, dataset: SFTDataSet, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
+    def batches(self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
         """This rank's share of steps ``first_step`` to ``last_step - 1``, the loss laid out."""
         data = self.run.config.data
         return pack_loader(
@@ -36,7 +36,7 @@ class RankShare:
             last_step,
             self.rank,
             self.ranks,
-            StepCollator(self.run.loss_for(dataset), dataset.categories, self._idle_tokens),
+            StepCollator(self.run.loss_for(dataset), dataset.categories, self._idle_tokens, dataset.last_is_label),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,
             pin_memory=data.pin_memory,

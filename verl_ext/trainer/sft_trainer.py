@@ -5,7 +5,6 @@ because verl's drops validation batches, averages means, and waits for the devic
 """
 
 import contextlib
-import logging
 import math
 import os
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from verl_ext.plugin import CHUNKED, PACKED, select_engine
 from verl_ext.trainer.checkpoints import Checkpoints, clear_output, save_final_memory
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.preparation import Run
+from verl_ext.trainer.process_group import errors_told_once
 from verl_ext.trainer.progress import Progress
 from verl_ext.trainer.rank_share import RankShare
 from verl_ext.trainer.step_batch import StepBatch
@@ -35,21 +35,9 @@ from verl_ext.trainer.worker import training_worker
 
 @contextlib.contextmanager
 def _upstream_quiet() -> Iterator[None]:
-    """Leave out what verl prints while it builds: NUMA, memory and patch lines, and what transformers says of an
-    argument of verl's. Errors are exceptions, still heard."""
-    handlers = logging.getLogger("transformers").handlers
-    for handler in handlers:
-        handler.addFilter(_is_ours)
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(_is_ours)
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    return "`torch_dtype` is deprecated" not in record.getMessage()
+    """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions, still heard."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -108,7 +96,8 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train to the last step, validating and saving as `trainer` says; the last step always does both."""
-        self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
+        with errors_told_once():  # a tracker without a login ends every rank
+            self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
         self.progress = Progress(self.first_step, self.run.total_steps, self.leads)
         self._keep_grouping()
         if self.first_step >= self.run.total_steps:
@@ -150,7 +139,7 @@ class SFTTrainer:
             grad_norm = self._update(batch, StepLoss(normaliser, self.share.ranks, sums))
         else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
             sums, grad_norm = None, math.nan
-        self.engine.lr_scheduler_step()
+        self.engine.lr_scheduler_step()  # the schedule counts steps, skipped ones included
         return StepOutcome(grad_norm, lr, sums)
 
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
@@ -192,7 +181,9 @@ class SFTTrainer:
         metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * self.config.data.max_tokens)
         metrics["train/grad_norm"] = outcome.grad_norm
         metrics["train/lr"] = outcome.lr
-        metrics["train/epoch"] = step / self.run.plan.steps_per_epoch
+        if self.engine.scaler is not None:
+            metrics["train/loss_scale"] = self.engine.scaler.get_scale()
+        metrics["train/epoch"] = step / self.run.steps_per_epoch
         metrics["train/skipped_steps"] = self.skipped_steps
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
         self.progress.show(metrics)

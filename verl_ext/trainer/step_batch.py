@@ -7,6 +7,12 @@ position_ids      0  1  2    0  1     0  1  2  3       0
 coefficients      0  x  0    y  0     0  0  z  0       0       a of the token that each position predicts
 pack_lengths            5                4             1
 ```
+
+Packs whose last token is only predicted (`PackDataset.last_is_label`) lose it here, and `next_ids` keep it:
+
+```
+pack             a0 a1 a2 | b0 b1        input_ids  a0 a1 a2 b0        next_ids  a1 a2 b0 b1
+```
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +41,10 @@ class StepBatch:
     Attributes:
         input_ids, position_ids: int64[N].
         coefficients: float32[N], a_t before normalising, of the token that each position predicts.
-        category_index: int64[N], the dense category of that token; 0 for none.
+        category_index: int64[N], the dense category of that token, 0 for a target of none; -1 where it is no target.
         pack_lengths: tokens of each pack slot, idle ones included.
         counts: float64[4 + C + 1]: normaliser, tokens, target tokens, packs, target tokens by category slot.
+        next_ids: int64[N], the token after each position, where that is not always the next of input_ids; else None.
     """
 
     input_ids: torch.Tensor
@@ -46,6 +53,7 @@ class StepBatch:
     category_index: torch.Tensor
     pack_lengths: list[int]
     counts: torch.Tensor
+    next_ids: torch.Tensor | None = None
 
     @property
     def categories(self) -> int:
@@ -59,23 +67,26 @@ class StepBatch:
 
     def pin_memory(self) -> "StepBatch":
         """Page-locked copies, as torch's loader asks of a batch type of one's own."""
-        pinned = {name: getattr(self, name).pin_memory() for name in (*_COLUMNS, "counts")}
-        return replace(self, **pinned)
+        names = (*_COLUMNS, "counts", *(["next_ids"] if self.next_ids is not None else []))
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
     def micro_batches(self, size: int) -> Iterator[TensorDict]:
         """Batches of ``size`` packs as verl's engine takes them: jagged tensors and its flags."""
         edges = np.concatenate([[0], np.cumsum(self.pack_lengths)])
+        columns = {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "loss_coefficients": self.coefficients,
+            "category_index": self.category_index,
+        }
+        if self.next_ids is not None:
+            columns["next_ids"] = self.next_ids
         for first in range(0, len(self.pack_lengths), size):
             cuts = edges[first : first + size + 1]
             offsets = torch.from_numpy(cuts - cuts[0])
             tensors: dict[str, Any] = {
                 key: torch.nested.nested_tensor_from_jagged(values[cuts[0] : cuts[-1]], offsets)
-                for key, values in (
-                    ("input_ids", self.input_ids),
-                    ("position_ids", self.position_ids),
-                    ("loss_coefficients", self.coefficients),
-                    ("category_index", self.category_index),
-                )
+                for key, values in columns.items()
             }
             yield tu.get_tensordict(tensors, dict(_ENGINE_FLAGS))
 
@@ -91,11 +102,13 @@ class StepCollator:
         loss: what `loss` says.
         categories: the fixed table of the dataset.
         idle_tokens: length of what stands in where the rank idles.
+        last_is_label: a pack's last token is only predicted.
     """
 
     loss: LossSpec
     categories: CategoryTable
     idle_tokens: int = 1
+    last_is_label: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.loss.category_weights) == len(self.categories.ids) + 1, (
@@ -103,18 +116,22 @@ class StepCollator:
         )
 
     def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
-        """Packs as `SFTDataSet` yields them, None where the rank idles."""
+        """Packs as a `PackDataset` yields them, None where the rank idles."""
         slots = len(self.categories.ids) + 1
         counts = np.zeros(4 + slots)
         columns: list[tuple[np.ndarray, ...]] = []
         for pack in packs:
-            columns.append(_idle(self.idle_tokens) if pack is None else self._laid_out(pack, counts))
+            columns.append(self._idle() if pack is None else self._laid_out(pack, counts))
         flat = (torch.from_numpy(_joined(column)) for column in zip(*columns, strict=True))
         return StepBatch(
-            **dict(zip(_COLUMNS, flat, strict=True)),
+            **dict(zip(self._names, flat, strict=True)),
             pack_lengths=[len(column[0]) for column in columns],
             counts=torch.from_numpy(counts),
         )
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*_COLUMNS, "next_ids") if self.last_is_label else _COLUMNS
 
     def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
         """Columns of one pack; adds what it holds to ``counts``."""
@@ -128,14 +145,22 @@ class StepCollator:
         targets = int(columns["loss_mask"].sum())
         by_category = np.bincount(category, minlength=len(counts) - 4)
         by_category[0] = targets - by_category[1:].sum()  # not the tokens that are no target
-        counts[:4] += share.normaliser, tokens, targets, 1
+        counts[:4] += share.normaliser, tokens - self.last_is_label, targets, 1
         counts[4:] += by_category
-        return (
-            columns["input_ids"],
+        ids = columns["input_ids"]
+        laid_out = (
+            ids,
             columns["position_ids"],
             shift_left(share.coefficients.astype(np.float32), offsets),
-            shift_left(category, offsets),
+            shift_left(np.where(columns["loss_mask"] == 1, category + 1, 0), offsets) - 1,
         )
+        return (*(column[:-1] for column in laid_out), ids[1:]) if self.last_is_label else laid_out
+
+    def _idle(self) -> tuple[np.ndarray, ...]:
+        """Tokens that predict nothing: what a rank without a pack runs, so that the others' collectives complete."""
+        zeros = np.zeros(self.idle_tokens, dtype=np.int64)
+        positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
+        return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros)[: len(self._names)]
 
 
 def _joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -147,10 +172,3 @@ def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, 
     mask = columns.get("attention_mask")
     tokens = len(columns["input_ids"]) if mask is None else int(mask.sum())
     return tokens, int((offsets[:-1] < tokens).sum())
-
-
-def _idle(tokens: int) -> tuple[np.ndarray, ...]:
-    """One token that predicts nothing, and padding: what a rank without a pack runs, so that the others' collectives
-    complete."""
-    zeros = np.zeros(tokens, dtype=np.int64)
-    return zeros, np.maximum(np.arange(tokens) - 1, 0), zeros.astype(np.float32), zeros

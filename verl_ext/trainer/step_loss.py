@@ -33,5 +33,7 @@ class StepLoss:
         terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
         if self.sums is not None:
             self.sums.weighted_loss.add_(terms.detach().double().sum())
-            self.sums.category_loss.index_add_(0, data["category_index"].values(), nll.detach().double())
+            category = data["category_index"].values()
+            of_targets = torch.where(category >= 0, nll.detach().double(), 0.0)
+            self.sums.category_loss.index_add_(0, category.clamp(min=0), of_targets)
         return terms.sum() * self.scale, {}

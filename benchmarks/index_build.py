@@ -1,0 +1,189 @@
+"""Contestants of index.py's first table: the same texts, tokenised, and written as an index but by the tokenizer alone.
+
+| contestant | what it does |
+|---|---|
+| `tokenizer` | `tokenizer(texts)` with its own threads, texts and tokens in memory: nothing is read, nothing written |
+| `in process` | `write_text_index`, the same threads: what a training process does with text |
+| `command` | `python -m verl_ext.data.index` with worker processes |
+| `megatron-core` | as its `preprocess_data.py`: a pool of processes, a document a call, `IndexedDatasetBuilder` |
+
+Contestants with worker processes are timed from the first result on, the first result of each worker not counted; what
+came before is their start. Processor seconds are those of this process, its threads included, and of the workers.
+"""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from verl_ext.commands.tokenizer import TOKENIZER_MODULE, ModelConfig
+from verl_ext.commands.worker_pool import ordered_results
+from verl_ext.data.index.parcels import Parcel, read_parcels
+from verl_ext.data.index.run import load_text_tokenizer
+from verl_ext.data.index.text_documents import TextOptions, TextTokenizer, record_texts
+from verl_ext.data.index.text_index import TextIndex, write_text_index
+from verl_ext.tokenize.source_files import SourceFile, find_source_files
+
+LINES_PER_JOB = 32  # preprocess_data.py's own
+WORDS = 20_000
+
+
+class Speed(NamedTuple):
+    """Tokens of the timed part, its seconds, its processor seconds over all processes, and the seconds before it."""
+
+    tokens: int
+    seconds: float
+    processor_seconds: float
+    start: float = 0.0
+
+
+class Corpus:
+    """The same texts three ways: in memory, as JSONL, and the tokenizer that is to encode them."""
+
+    def __init__(self, folder: Path, texts: list[str], tokenizer_folder: Path, workers: int) -> None:
+        self.folder, self.texts, self.workers = folder, texts, workers
+        self.tokenizer_folder = str(tokenizer_folder)
+        self.path = folder / "texts.jsonl"
+        with open(self.path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        self.files: list[SourceFile] = find_source_files({"texts": [str(self.path)]})
+        self.tokenizer = load_text_tokenizer(ModelConfig(self.tokenizer_folder), TextOptions()).tokenizer
+
+
+def tokenizer_alone(corpus: Corpus) -> Speed:
+    """The tokenizer's own batch speed."""
+    return _timed_here(lambda: sum(map(len, corpus.tokenizer(corpus.texts)["input_ids"])))
+
+
+def in_process(corpus: Corpus) -> Speed:
+    """Ours in this process."""
+    prefix = _fresh(corpus, "threads")
+    return _timed_here(
+        lambda: write_text_index(corpus.files, corpus.tokenizer, prefix, TextOptions(), progress=False).tokens
+    )
+
+
+def command(corpus: Corpus) -> Speed:
+    """Ours with worker processes."""
+    make = partial(load_text_tokenizer, ModelConfig(corpus.tokenizer_folder), TextOptions())
+    parcels = read_parcels(corpus.files, lambda source: False)
+    results = ordered_results(make, _tokenise, parcels, corpus.workers, name="tokenise", preload=[TOKENIZER_MODULE])
+    with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
+        speed = _timed(results, lambda result: index.add(result).tokens)
+        index.close()
+    return speed
+
+
+def megatron_core(corpus: Corpus) -> Speed:
+    """The builder that Megatron's own script uses, fed as that script does."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    prefix = _fresh(corpus, "peer")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(len(corpus.tokenizer)))
+
+    def add(ids: list[int]) -> int:
+        builder.add_document(ids, [len(ids)])
+        return len(ids)
+
+    state = (corpus.tokenizer_folder, corpus.tokenizer.eos_token_id)
+    with open(corpus.path, encoding="utf-8") as lines:
+        if corpus.workers == 1:  # in this process, as ours
+            _load(*state)
+            speed = _timed(map(_encode, lines), add)
+        else:
+            with multiprocessing.get_context("forkserver").Pool(corpus.workers, _load, state) as pool:
+                speed = _timed(pool.imap(_encode, lines, LINES_PER_JOB), add)
+    builder.finalize(f"{prefix}.idx")
+    return speed
+
+
+CONTESTANTS: dict[str, Callable[[Corpus], Speed]] = {
+    "tokenizer": tokenizer_alone,
+    "in process": in_process,
+    "command": command,
+    "megatron-core": megatron_core,
+}
+
+
+def _timed_here(work: Callable[[], int]) -> Speed:
+    started, processor = time.perf_counter(), time.process_time()
+    tokens = work()
+    return Speed(tokens, time.perf_counter() - started, time.process_time() - processor)
+
+
+# What a worker made, which one, and the processor seconds that it had used by then.
+Stamped = tuple[Any, int, float]
+
+
+def _timed(results: Iterable[Stamped], add: Callable[[Any], int]) -> Speed:
+    """Time from the first result to the last."""
+    began = started = time.perf_counter()
+    processor, tokens = 0.0, 0
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for result, worker, used in results:
+        if not first:
+            started, processor = time.perf_counter(), time.process_time()
+        made = add(result)
+        tokens += made if worker in first else 0
+        first.setdefault(worker, used)
+        last[worker] = used
+    others = [worker for worker in first if worker != os.getpid()]
+    processor = time.process_time() - processor + sum(last[worker] - first[worker] for worker in others)
+    return Speed(tokens, time.perf_counter() - started, processor, started - began)
+
+
+def _fresh(corpus: Corpus, name: str) -> Path:
+    """A prefix whose two files are not there."""
+    for suffix in (".bin", ".idx"):
+        (corpus.folder / f"{name}{suffix}").unlink(missing_ok=True)
+    return corpus.folder / name
+
+
+def _tokenise(tokenizer: TextTokenizer, parcel: Parcel) -> Stamped:
+    return tokenizer.tokenise(parcel), os.getpid(), time.process_time()
+
+
+# Of a worker process of the peer's.
+_worker: dict[str, Any] = {}
+
+
+def _load(folder: str, eos: int) -> None:
+    _worker.update(tokenizer=load_text_tokenizer(ModelConfig(folder), TextOptions()).tokenizer, eos=eos)
+
+
+def _encode(line: str) -> Stamped:
+    ids = _worker["tokenizer"](json.loads(line)["text"], add_special_tokens=False)["input_ids"]
+    ids.append(_worker["eos"])
+    return ids, os.getpid(), time.process_time()
+
+
+def made_up_texts(megabytes: float, rng: np.random.Generator) -> list[str]:
+    """Documents of about 200 words, whose frequencies fall as in a language (Zipf)."""
+    letters = np.array(list("eeettaaoinshrdlucmfwypvbgkjqxz"))
+    vocabulary = np.array(["".join(rng.choice(letters, rng.integers(1, 11))) for _ in range(WORDS)])
+    share = 1 / np.arange(1, WORDS + 1)
+    texts, size = [], 0
+    while size < megabytes * 1e6:
+        words = rng.choice(vocabulary, int(rng.lognormal(np.log(170), 0.6)) + 1, p=share / share.sum())
+        texts.append(" ".join(words) + ".\n")
+        size += len(texts[-1])
+    return texts
+
+
+def read_texts(paths: list[str], text_key: list[str], megabytes: float) -> Iterator[str]:
+    """Texts of files of any format that the command takes, up to so many megabytes."""
+    options = TextOptions(text_key, on_bad_record="skip")
+    left = megabytes * 1e6
+    for parcel in read_parcels(find_source_files({"text": paths}), lambda source: False):
+        for text in (text for _, text in record_texts(parcel, options) if isinstance(text, str)):
+            if left <= 0:
+                return
+            left -= len(text)
+            yield text

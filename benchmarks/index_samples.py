@@ -1,0 +1,161 @@
+"""The sample index over lengths, and random samples read from a warm map: ours beside megatron-core's own."""
+
+import argparse
+import hashlib
+import multiprocessing
+import time
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.start_up import PrivatePeak, private_bytes
+from verl_ext.data.megatron.index_writer import IndexWriter
+from verl_ext.data.megatron.sample_index import build_sample_indices
+from verl_ext.data.megatron.token_index import TokenIndex
+
+SIGMA = 0.6  # of the logarithm of a document's length
+VOCABULARY = 6400  # of random tokens
+READS_PER_TURN = 500
+SEED = 1234
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def peer_problem() -> str | None:
+    """Why megatron-core is not compared; None where it is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import megatron.core.datasets.gpt_dataset
+            import megatron.core.datasets.helpers  # noqa: F401
+    except ImportError as error:
+        return f"megatron-core: skipped, {error}"
+    return None
+
+
+def measure_sample_index(options: argparse.Namespace, mean: int, with_peer: bool) -> dict[str, Any]:
+    """Seconds of one core and peak memory above the lengths, each in a process of its own; the arrays must be equal."""
+    rows = {}
+    for name in ("verl_ext", "megatron-core") if with_peer else ("verl_ext",):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            rows[name] = pool.apply(sample_index_run, (name, options.tokens, mean, options.seq_len))
+    if len({row["digest"] for row in rows.values()}) > 1:
+        raise RuntimeError("the builders made different indices")
+    return {"mean_tokens": mean, "tokens": options.tokens, **rows}
+
+
+def sample_index_run(name: str, tokens: int, mean: int, seq_len: int) -> dict[str, Any]:
+    """Build the three indices of one epoch once."""
+    lengths = document_lengths(tokens, mean)
+    build = _ours if name == "verl_ext" else _theirs()
+    build(lengths[:1000], seq_len, SEED)  # imports, and pages of the libraries
+    before = private_bytes()
+    with PrivatePeak() as peak:
+        started = time.process_time()
+        arrays = build(lengths, seq_len, SEED)
+        seconds = time.process_time() - started
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return {
+        "documents": len(lengths),
+        "samples": len(arrays[2]),
+        "seconds": seconds,
+        "peak_mib": (peak.bytes - before) / 2**20,
+        "result_mib": sum(array.nbytes for array in arrays) / 2**20,
+        "digest": digest.hexdigest(),
+    }
+
+
+def document_lengths(tokens: int, mean: int) -> np.ndarray:
+    """int32[D], lognormal, that sum to `tokens`."""
+    rng = np.random.default_rng(SEED)
+    draws = rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, int(1.1 * tokens / mean) + 100)
+    ends = np.cumsum(np.maximum(draws, 1).astype(np.int64))
+    count = int(np.searchsorted(ends, tokens)) + 1
+    assert count <= len(ends), "10 % more documents than the mean needs are drawn"
+    ends[count - 1] = tokens
+    return np.diff(ends[:count], prepend=0).astype(np.int32)
+
+
+def _ours(lengths: np.ndarray, seq_len: int, seed: int) -> Arrays:
+    found = build_sample_indices(lengths, None, seq_len, None, seed)
+    return found.document_index, found.sample_index, found.shuffle_index
+
+
+def _theirs() -> Callable[[np.ndarray, int, int], Arrays]:
+    """What GPTDataset does for one epoch, on lengths."""
+    peer_problem()  # imported without its warnings
+    from megatron.core.datasets import gpt_dataset, helpers
+
+    def build(lengths: np.ndarray, seq_len: int, seed: int) -> Arrays:
+        random = np.random.RandomState(seed)
+        documents = np.arange(len(lengths), dtype=np.int32)
+        order = gpt_dataset._build_document_index(documents, 1, random, False)
+        tokens = int(lengths.sum(dtype=np.int64))
+        samples = helpers.build_sample_idx(lengths, order, seq_len, 1, tokens, True, True)
+        count = len(samples) - 1
+        return order, samples, gpt_dataset._build_shuffle_index(count, count, random)
+
+    return build
+
+
+def measure_reads(options: argparse.Namespace, mean: int, folder: Path, with_peer: bool) -> dict[str, Any]:
+    """Microseconds of one random sample as an int64 array, and of all that megatron-core's dataset returns for one."""
+    prefix = folder / f"reads_{mean}"
+    writer = IndexWriter(prefix, np.uint16)
+    lengths = document_lengths(options.read_tokens, mean)
+    writer.add(np.random.default_rng(SEED).integers(0, VOCABULARY, options.read_tokens, dtype=np.uint16), lengths)
+    writer.close()
+    index = TokenIndex(prefix)
+    samples = build_sample_indices(index.lengths, None, options.seq_len, None, SEED)
+    index.token_range()  # every page of the map is warm
+    readers: dict[str, Callable[[int], Any]] = {
+        "verl_ext": lambda k: index.gather(*samples.pieces(k)).astype(np.int64),
+    }
+    if with_peer:
+        theirs = _their_dataset(prefix, len(lengths), options.seq_len, folder)
+        readers["megatron-core"] = lambda k: theirs._query_document_sample_shuffle_indices(k)[0]
+        readers["megatron-core, its whole row"] = theirs.__getitem__
+        for k in range(min(100, len(samples))):
+            np.testing.assert_array_equal(readers["verl_ext"](k), readers["megatron-core"](k))
+    return {"mean_tokens": mean, "readers": _in_turn(readers, len(samples), options.reads)}
+
+
+def _their_dataset(prefix: Path, documents: int, seq_len: int, folder: Path) -> Any:
+    from megatron.core.datasets import gpt_dataset, indexed_dataset
+    from megatron.core.datasets.utils import Split
+
+    tokenizer = types.SimpleNamespace(vocab_size=VOCABULARY, eod=0, pad=-1, unique_identifiers={})
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=seq_len,
+        blend=([str(prefix)], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=str(folder / "cache"),
+    )
+    low = indexed_dataset.IndexedDataset(str(prefix))
+    return gpt_dataset.GPTDataset(low, str(prefix), np.arange(documents, dtype=np.int32), None, Split.train, config)
+
+
+def _in_turn(readers: dict[str, Callable[[int], Any]], samples: int, reads: int) -> dict[str, dict[str, float]]:
+    """Microseconds a read: the median and the least over turns of READS_PER_TURN reads of the same samples."""
+    rng = np.random.default_rng(SEED)
+    turns: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(-(-reads // READS_PER_TURN)):
+        drawn = rng.integers(0, samples, READS_PER_TURN).tolist()
+        for name, read in readers.items():
+            started = time.perf_counter()
+            for k in drawn:
+                read(k)
+            turns[name].append((time.perf_counter() - started) / READS_PER_TURN * 1e6)
+    return {name: {"median": float(np.median(values)), "least": min(values)} for name, values in turns.items()}

@@ -1,0 +1,57 @@
+"""Text files for pretraining tests, a word tokenizer, and what a document must become, step by step."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+WORDS = 60
+
+
+def word_tokenizer(bos: bool = True, pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
+    """Words w0..w59 are ids 4..63; <pad> 0, <bos> 1, <eos> 2. pad: which token pads, None: none does."""
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{number}" for number in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>" if bos else None,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token=pad,
+    )
+
+
+def text_of(numbers: Iterable[int]) -> str:
+    """Words of these numbers."""
+    return " ".join(f"w{number % WORDS}" for number in numbers)
+
+
+def texts_of(lengths: Iterable[int]) -> list[str]:
+    """A text a length, in words; no two begin alike."""
+    return [text_of(range(7 * row, 7 * row + length)) for row, length in enumerate(lengths)]
+
+
+def write_jsonl(path: Path, texts: Sequence[str], key: str = "text") -> str:
+    """A record a text, in the file at `path`, whose folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def plain_document(tokenizer: PreTrainedTokenizerFast, text: str, max_length: int) -> list[int]:
+    """BOS, the tokens of the text that fit, EOS."""
+    tokens = tokenizer(text, max_length=max_length - 2, truncation=True, add_special_tokens=False)["input_ids"]
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return bos + tokens + [tokenizer.eos_token_id]
+
+
+def plain_row(tokenizer: PreTrainedTokenizerFast, text: str, max_length: int) -> tuple[list[int], list[int]]:
+    """(input_ids, labels) of one padded row."""
+    ids = plain_document(tokenizer, text, max_length)
+    padding = max_length - len(ids)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return ids + [pad] * padding, [-100] + ids[1:] + [-100] * padding

@@ -1,0 +1,176 @@
+"""fp16 with a gradient scaler: scaled losses, gradients unscaled before the norm, bad ones skipped on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.packed_engine import build_worker
+from tests.ranks import run_ranks
+from tests.reference import Document, pack_row
+from tests.tiny_model import VOCABULARY
+from verl_ext.data import CategoryTable
+from verl_ext.engines.step import SCALER, StepEngine
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.step_batch import StepCollator
+from verl_ext.trainer.step_loss import StepLoss
+
+FP16 = "engine.mixed_precision={param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}"
+# Plain steps along the gradient, so that a wrong scale or a late clip would show in the update; Adam would hide both.
+CLIPPED_SGD = ("optim.optimizer=SGD", "optim.lr=0.5", "optim.weight_decay=0", "optim.clip_grad=0.01")
+TARGETS = 2 * 15  # of both ranks' packs, or of one rank's two
+
+
+def engine_of(model: str, *overrides: str) -> StepEngine:
+    return build_worker(model, overrides=overrides).engine
+
+
+def accumulated(engine: StepEngine, normaliser: float = TARGETS) -> None:
+    """Gradients of two packs of 16 tokens, over one rank or two."""
+    ranks, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
+    rng = np.random.default_rng(0)
+    documents = [
+        Document(rng.integers(4, VOCABULARY, 16).tolist(), [0] + [1] * 15, [0] * 16, [1.0] * 16) for _ in range(2)
+    ]
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    batch = collate([pack_row([document]) for document in documents[rank::ranks]])
+    engine.optimizer_zero_grad()
+    engine.accumulate(list(batch.micro_batches(1)), StepLoss(normaliser, ranks, None))
+
+
+def gradients(engine: StepEngine) -> torch.Tensor:
+    """All gradients in one vector, the same on every rank."""
+    return torch.cat([p.grad.full_tensor().flatten() for p in engine.module.parameters()]).clone()
+
+
+def parameters(engine: StepEngine) -> torch.Tensor:
+    return torch.cat([p.full_tensor().detach().flatten() for p in engine.module.parameters()]).clone()
+
+
+def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """What every rank gave, which must be the same."""
+    first, *others = run_ranks(function, ranks, *arguments)
+    assert all(other == first for other in others)
+    return first
+
+
+def _scalers(model: str) -> list[tuple[bool, float] | None]:
+    scalers = [engine_of(model, *more).scaler for more in ((), ("engine.mixed_precision.param_dtype=bf16",), (FP16,))]
+    return [scaler and (scaler.is_enabled(), scaler.get_scale()) for scaler in scalers]
+
+
+def test_fp16_alone_has_a_scaler_and_it_works_where_there_is_no_gpu(tiny_model):
+    assert on_ranks(_scalers, 1, str(tiny_model)) == [None, None, (True, 65536.0)]
+
+
+def _deviations(model: str, normaliser: float) -> dict[str, float]:
+    """Relative deviation of fp16's gradient from fp32's, with the scaler and without."""
+    exact = engine_of(model)
+    accumulated(exact, normaliser)
+    expected = gradients(exact).double()
+    found = {}
+    half = engine_of(model, FP16)
+    for name in ("scaled", "plain"):
+        accumulated(half, normaliser)
+        if half.scaler is not None:
+            half.scaler.unscale_(half.optimizer)
+            half.scaler = None
+        found[name] = float((gradients(half).double() - expected).norm() / expected.norm())
+    return found
+
+
+def test_a_gradient_that_would_underflow_arrives_with_the_scaler(tiny_model):
+    deviations = on_ranks(_deviations, 2, str(tiny_model), 1e8)
+    assert deviations["plain"] > 0.9  # nearly nothing is left of it
+    assert deviations["scaled"] < 5e-3
+
+
+def _clipped_step(model: str) -> dict[str, float]:
+    """How a clipped step deviates from the one that fp32's gradient prescribes, and what is told of it."""
+    exact = engine_of(model)
+    accumulated(exact)
+    expected = gradients(exact).double()
+    engine = engine_of(model, FP16, *CLIPPED_SGD)
+    before = parameters(engine).double()
+    accumulated(engine)
+    scaled = gradients(engine).double().norm()
+    told = engine.optimizer_step()
+    moved = parameters(engine).double() - before
+    prescribed = -0.5 * 0.01 * expected / expected.norm()
+    return {
+        "scaled norm": float(scaled / expected.norm()),
+        "told norm": told / float(expected.norm()),
+        "update": float((moved - prescribed).norm() / prescribed.norm()),
+        "update norm": float(moved.norm() / (0.5 * 0.01)),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_norm_and_the_clipped_update_are_those_of_the_unscaled_gradient(tiny_model, ranks):
+    seen = on_ranks(_clipped_step, ranks, str(tiny_model))
+    assert seen["scaled norm"] == pytest.approx(65536, rel=5e-3)  # what the backward pass gave
+    assert seen["told norm"] == pytest.approx(1, rel=5e-3)
+    assert seen["update norm"] == pytest.approx(1, rel=1e-3)
+    assert seen["update"] < 5e-3
+
+
+def _step_with_a_bad_gradient(model: str, rank: int, value: float) -> dict[str, Any]:
+    """A sound step, one with a bad number in one rank's gradient, a sound one: norms, scales, what moved."""
+    engine = engine_of(model, FP16, "optim.lr=1e-3")
+    seen: dict[str, Any] = {"finite": [], "moved": [], "scale": [], "steady": []}
+    for bad in (False, True, False):
+        accumulated(engine)
+        if bad and engine.rank == rank:
+            next(p for p in engine.module.parameters() if p.grad.to_local().numel()).grad.to_local()[0] = value
+        before = parameters(engine)
+        seen["finite"].append(bool(np.isfinite(engine.optimizer_step())))
+        seen["moved"].append(not torch.equal(parameters(engine), before))
+        state = engine.scaler.state_dict()
+        seen["scale"].append(state["scale"])
+        seen["steady"].append(state["_growth_tracker"])
+    return seen
+
+
+@pytest.mark.parametrize(("ranks", "rank", "value"), [(1, 0, float("nan")), (2, 1, float("inf"))])
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_halves_the_scale(tiny_model, ranks, rank, value):
+    seen = on_ranks(_step_with_a_bad_gradient, ranks, str(tiny_model), rank, value)
+    assert seen == {
+        "finite": [True, False, True],
+        "moved": [True, False, True],
+        "scale": [65536, 32768, 32768],
+        "steady": [1, 0, 1],
+    }
+
+
+def _saved_and_loaded(model: str, folder: str) -> dict[str, Any]:
+    """The scaler's state when it was saved, and after loading: with its file, without it."""
+    saving = engine_of(model, FP16)
+    accumulated(saving)
+    saving.optimizer_step()
+    saving.scaler.update(256.0)
+    accumulated(saving)
+    saving.optimizer_step()
+    saving.save_checkpoint(folder)
+    states = {"saved": saving.scaler.state_dict()}
+    loading = engine_of(model, FP16)
+    accumulated(loading)  # a scale is in use
+    loading.load_checkpoint(folder)
+    states["loaded"] = loading.scaler.state_dict()
+    return states
+
+
+def _loaded(model: str, folder: str) -> dict[str, Any]:
+    engine = engine_of(model, FP16)
+    engine.load_checkpoint(folder)
+    return engine.scaler.state_dict()
+
+
+def test_the_scale_and_its_growth_are_of_the_checkpoint_and_older_checkpoints_load(tiny_model, tmp_path):
+    states = on_ranks(_saved_and_loaded, 2, str(tiny_model), str(tmp_path / "saved"))
+    assert (states["saved"]["scale"], states["saved"]["_growth_tracker"]) == (256, 2)
+    assert states["loaded"] == states["saved"]
+    (tmp_path / "saved" / SCALER).unlink()
+    state = on_ranks(_loaded, 2, str(tiny_model), str(tmp_path / "saved"))
+    assert (state["scale"], state["_growth_tracker"]) == (65536, 0)

@@ -1,0 +1,93 @@
+"""Whole fp16 runs: they follow fp32, find their scale within a few skipped steps, and resume as if uninterrupted."""
+
+import contextlib
+import math
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.test_fp16 import FP16
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+from tests.training import SMALL, metrics, train_alone
+from verl_ext.config import compose
+from verl_ext.config.output import TRACKER
+from verl_ext.trainer.preparation import prepare
+from verl_ext.trainer.sft_trainer import SFTTrainer
+
+COSINE = ("optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.1")
+STEPS = 14
+TOO_HIGH = 2.0**24  # as a scale that has grown through a quiet stretch
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model, tmp_path_factory):
+    """The overrides of a run into a folder; an epoch has 6 steps."""
+    rng = np.random.default_rng(0)
+    documents = random_documents(rng, rng.integers(5, 60, 40), VOCABULARY, 1)
+    data = write_tokenised(tmp_path_factory.mktemp("data") / "data", documents)
+    common = (f"data.train_dir={data}", f"model.path={tiny_model}")
+    return lambda folder, *more: [*common, f"trainer.default_local_dir={folder}", *more]
+
+
+def column(folder, name):
+    """A metric's values by step."""
+    return {step: value for (step, key), value in metrics(folder).items() if key == name}
+
+
+def test_fp16_follows_the_loss_of_fp32_within_half_a_percent(options, tmp_path):
+    run_ranks(train_alone, 2, options(tmp_path / "fp32", "trainer.total_epochs=2"))
+    run_ranks(train_alone, 2, options(tmp_path / "fp16", "trainer.total_epochs=2", FP16))
+    exact, half = (column(tmp_path / name, "train/loss") for name in ("fp32", "fp16"))
+    assert len(exact) > 10
+    assert half == pytest.approx(exact, rel=5e-3)
+    assert half != exact
+    assert set(column(tmp_path / "fp16", "train/skipped_steps").values()) == {0}
+    assert exact[max(exact)] < 0.9 * exact[1]
+
+
+def _from_a_scale_too_high(overrides):
+    """A run whose first scale is TOO_HIGH; the state of its scaler at the end."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        trainer = SFTTrainer(prepare(compose([*SMALL, "trainer.logger=[file]", *overrides])))
+        scaler = trainer.engine.scaler
+        scaler.load_state_dict({**scaler.state_dict(), "scale": TOO_HIGH})
+        trainer.resume()
+        trainer.fit()
+    return trainer.engine.scaler.state_dict()
+
+
+@pytest.fixture(scope="module")
+def run(options, tmp_path_factory):
+    """A run of 14 steps from a scale too high, saved at step 8: its overrides, its folder, its scaler's last state."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    overrides = options(folder, FP16, *COSINE, f"trainer.total_training_steps={STEPS}", "trainer.save_freq=8")
+    (state,) = run_ranks(_from_a_scale_too_high, 1, overrides)
+    return overrides, folder, state
+
+
+def test_a_scale_that_is_too_high_costs_a_few_steps_at_the_start_and_the_schedule_goes_on(run):
+    _, folder, state = run
+    skipped = column(folder, "train/skipped_steps")
+    few = skipped[STEPS]
+    assert 2 <= few <= 7  # trainer.max_skipped_steps is 10
+    assert [skipped[step] for step in range(1, STEPS + 1)] == [min(step, few) for step in range(1, STEPS + 1)]
+    assert (state["scale"], state["_growth_tracker"]) == (TOO_HIGH / 2**few, STEPS - few)
+    norms = column(folder, "train/grad_norm")
+    assert [norms[step] is not None for step in range(1, STEPS + 1)] == [step > few for step in range(1, STEPS + 1)]
+    lr = {step: 1e-2 * (0.55 + 0.45 * math.cos(math.pi * (step - 1) / STEPS)) for step in range(1, STEPS + 1)}
+    assert column(folder, "train/lr") == pytest.approx(lr)  # skipped steps count
+
+
+def test_a_resumed_run_goes_on_with_the_scale_as_if_uninterrupted(run, tmp_path):
+    overrides, folder, state = run
+    resumed = tmp_path / "resumed"
+    shutil.copytree(folder, resumed)
+    (resumed / TRACKER).write_text("8")
+    (again,) = run_ranks(_from_a_scale_too_high, 1, [*overrides, f"trainer.default_local_dir={resumed}"])
+    assert again == state
+    for name in ("train/loss", "train/grad_norm", "train/lr"):
+        assert column(resumed, name) == column(folder, name)

@@ -1,0 +1,48 @@
+"""GPT-2: learned positions, no key/value heads in its config, and no "ForCausalLM" in its name."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from tests.ranks import run_ranks
+from tests.tokenised_data import random_documents, write_tokenised
+from tests.training import metrics, plain_losses, train_alone
+
+
+@pytest.fixture(scope="module")
+def gpt2(tiny_model, tmp_path_factory):
+    """Folder of a two-layer GPT-2 of 64 positions, without dropout, and the tiny model's tokenizer."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    none = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(**sizes, **none, initializer_range=0.2, eos_token_id=2)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (2, 2)])
+def test_it_trains_as_plain_transformers_and_is_exported_as_itself(ranks, sequence_parallel, gpt2, tmp_path):
+    documents = random_documents(np.random.default_rng(0), [64, 9, 30, 2, 17, 40], vocab=128, categories=2)
+    data = write_tokenised(tmp_path / "data", documents)
+    run_ranks(
+        train_alone,
+        ranks,
+        [
+            f"data.train_dir={data}",
+            f"model.path={gpt2}",
+            f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
+            f"trainer.default_local_dir={tmp_path}/run",
+            "trainer.total_training_steps=1",
+            "checkpoint.save_contents=[hf_model]",
+        ],
+    )
+    expected = plain_losses(gpt2, documents)
+    said = metrics(tmp_path / "run")
+    assert said[1, "train/loss"] == pytest.approx(expected[0], rel=1e-5)
+    exported, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "global_step_1" / "huggingface", output_loading_info=True
+    )
+    assert type(exported) is GPT2LMHeadModel
+    assert not loading["missing_keys"]

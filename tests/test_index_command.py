@@ -1,0 +1,70 @@
+"""`python -m verl_ext.data.index` as a user starts it: exit codes, one-line errors, and a run that is interrupted."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_tokenize_templates import tiny_tokenizer
+from verl_ext.data.index.__main__ import main
+from verl_ext.data.megatron.index_writer import IndexWriter
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "verl_ext.data.index", *arguments]
+
+
+def test_a_run_ends_with_a_table_and_a_bad_record_with_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("the cat\n")
+    (tmp_path / "b.jsonl").write_text('{"question": "the cat?", "answer": "sat"}\n')
+    arguments = ["sources={a:a.txt,b:b.jsonl}", "text_key=[question,answer]", "output_dir=out", "model.path=model"]
+    done = subprocess.run(command(*arguments), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:3]] == [["a", "1"], ["b", "1"]]
+    assert done.stdout.endswith("written to out\n")
+    (tmp_path / "a.txt").write_bytes(b"the \xff")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main([*arguments, "overwrite=true"]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: a.txt: text must be UTF-8; byte 5 is not (not_utf8; ")
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["a.bin", "a.idx", "b.bin", "b.idx", "report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "model", "out"]
+
+
+def test_an_interrupted_run_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("the cat\n")
+    arguments = [f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model"]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(arguments) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def interrupted(writer: IndexWriter) -> None:
+        assert len(list(tmp_path.glob(".out.unfinished-*/a.bin"))) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IndexWriter, "close", interrupted)
+    (tmp_path / "a.txt").write_text("sat\n")
+    assert main([*arguments, "overwrite=true"]) == 130
+    assert capsys.readouterr().err.endswith("error: interrupted; nothing was written\n")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "model", "out"]
+
+
+def test_help_shows_the_options_and_a_typo_ends_with_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(["--help"]) == 0
+    assert "max_corpus_tokens: null" in capsys.readouterr().out
+    assert main(["souces={a:b}"]) == 2
+    assert capsys.readouterr().err == "error: unknown key souces; nearest: sources\n"

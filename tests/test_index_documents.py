@@ -1,0 +1,264 @@
+"""Records as documents: their tokens, what is no document, parcels, and the cut after max_corpus_tokens."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import normalizers
+
+from tests.test_tokenize_templates import tiny_tokenizer
+from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.data.index.parcels import Parcel, read_parcels
+from verl_ext.data.index.text_documents import BadText, Documents, TextOptions, TextTokenizer, vocabulary_size
+from verl_ext.data.index.text_index import TextIndex, write_text_index
+from verl_ext.tokenize.chunks import Chunk
+from verl_ext.tokenize.source_files import SourceFile, find_source_files
+
+TOKENIZER = tiny_tokenizer()
+EOS, BOS = TOKENIZER.eos_token_id, TOKENIZER.bos_token_id
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def parcel(*records: Any) -> Parcel:
+    return Parcel(1, [Chunk(1, "a.jsonl", list(enumerate(records, start=1)), 10)])
+
+
+def documents(result: Documents) -> list[list[int]]:
+    return [part.tolist() for part in np.split(result.tokens, np.cumsum(result.lengths))[:-1]]
+
+
+def tokenise(*records: Any, **options: Any) -> Documents:
+    return TextTokenizer(TOKENIZER, TextOptions(**options)).tokenise(parcel(*records))
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("add_eos", [False, True])
+def test_a_document_is_its_tokens_between_the_tokens_asked_for(add_bos: bool, add_eos: bool) -> None:
+    texts = ["the cat", "sat on the mat", "a<|im_end|>"]
+    result = tokenise(*({"text": text} for text in texts), add_bos=add_bos, add_eos=add_eos)
+    assert documents(result) == [[BOS] * add_bos + ids(text) + [EOS] * add_eos for text in texts]
+    assert (result.tokens.dtype, result.lengths.dtype) == (np.uint16, np.int32)
+
+
+def test_fields_of_a_record_are_joined_by_newlines() -> None:
+    record = {"question": "the cat?", "answer": "sat", "text": "other"}
+    result = tokenise(record, b'{"answer": "b", "question": "a"}', text_key=["question", "answer"], add_eos=False)
+    assert documents(result) == [ids("the cat?\nsat"), ids("a\nb")]
+
+
+def test_text_key_is_of_records_and_not_of_text_files() -> None:
+    given = Parcel(1, [Chunk(1, "a.txt", [(1, {"text": "the cat"})], 7, whole_file=True)])
+    result = TextTokenizer(TOKENIZER, TextOptions("question", add_eos=False)).tokenise(given)
+    assert documents(result) == [ids("the cat")]
+
+
+BAD = [
+    (b'{"text": ', "malformed_json", "a.jsonl:2: malformed JSON"),
+    (b'{"text": "\xff"}', "malformed_json", "a.jsonl:2: malformed JSON: no UTF-8 at byte 11"),
+    ([1], "not_an_object", "a.jsonl:2: a record must be an object with fields; got list"),
+    ({"txt": "x", "id": 3}, "no_text", "a.jsonl:2: text_key must name a field of the record; got text, its fields are"),
+    ({"text": 3}, "non_string_text", "a.jsonl:2: text must be a string; got int"),
+    ({"text": ""}, "empty", "a.jsonl:2: the text is empty"),
+    ({"text": " \n\t\u3000"}, "empty", "a.jsonl:2: the text is empty"),
+    ({"text": "a\ud800"}, "invalid_text", "a.jsonl:2: the text has half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason", "line"), BAD)
+def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, line: str) -> None:
+    good = {"text": "the cat"}
+    skipped = tokenise(good, record, good, on_bad_record="skip")
+    assert (len(skipped.lengths), skipped.failure) == (2, None)
+    ((after, found, told),) = [(bad.after, bad.reason, bad.line) for bad in skipped.bad]
+    assert (after, found) == (1, reason)
+    assert told.startswith(line)
+    assert "\n" not in told
+    stopped = tokenise(good, record, good)
+    assert len(stopped.lengths) == 1
+    assert stopped.failure == f"{told} ({reason}; on_bad_record=skip leaves such records out)"
+
+
+def test_a_text_without_a_token_is_empty() -> None:
+    tokenizer = deepcopy(TOKENIZER)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u00ad", "")
+    result = TextTokenizer(tokenizer, TextOptions()).tokenise(parcel({"text": "a"}, {"text": "\u00ad"}, {"text": "b"}))
+    assert (len(result.lengths), [bad.reason for bad in result.bad]) == (1, ["empty"])
+
+
+@pytest.mark.parametrize("name", ["eos", "bos"])
+def test_a_token_that_the_tokenizer_lacks_cannot_be_added(name: str) -> None:
+    tokenizer = deepcopy(TOKENIZER)
+    setattr(tokenizer, f"{name}_token", None)
+    with pytest.raises(UsageError, match=f"^data.add_{name} must be false for a tokenizer that has no {name}_token"):
+        TextTokenizer(tokenizer, TextOptions(add_bos=True, key_prefix="data."))
+    TextTokenizer(tokenizer, TextOptions(add_bos=name != "bos", add_eos=name != "eos"))
+
+
+class Numbers:
+    """A tokenizer whose text is its tokens; of `size` tokens, numbered up to `highest`."""
+
+    eos_token_id = 0
+
+    def __init__(self, size: int, highest: int) -> None:
+        self.size, self.highest = size, highest
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "b": self.highest}
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+        return {"input_ids": [[int(word) for word in text.split()] for text in texts]}
+
+
+@pytest.mark.parametrize(
+    ("size", "highest", "dtype"),
+    [(65_499, 65_498, np.uint16), (65_500, 65_499, np.int32), (60_000, 65_600, np.int32), (2, 1, np.uint16)],
+)
+def test_tokens_are_as_wide_as_the_vocabulary_needs(size: int, highest: int, dtype: Any) -> None:
+    worker = TextTokenizer(Numbers(size, highest), TextOptions())
+    assert worker.dtype == dtype
+    result = worker.tokenise(parcel({"text": f"{highest} 1"}))
+    assert result.tokens.tolist() == [highest, 1, 0]
+
+
+@pytest.mark.parametrize("token", [-1, 12, 70_000])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    worker = TextTokenizer(Numbers(10, 11), TextOptions())
+    assert worker.vocabulary == vocabulary_size(worker.tokenizer) == 12
+    with pytest.raises(UsageError, match=rf"tokens of its vocabulary, 0\.\.11; got {token}$"):
+        worker.tokenise(parcel({"text": f"1 {token}"}))
+
+
+def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
+    """Files of so many bytes, by source."""
+    for source, lengths in enumerate(sizes):
+        (folder / str(source)).mkdir()
+        for number, length in enumerate(lengths):
+            (folder / str(source) / f"{number:03d}.txt").write_text("a" * length)
+    return find_source_files({str(source): [str(folder / str(source))] for source in range(len(sizes))})
+
+
+def test_small_files_of_one_source_share_a_parcel(tmp_path: Path) -> None:
+    files = text_files(tmp_path, [[30, 30, 50, 1, 200, 1], [5, 5]])
+    parcels = list(read_parcels(files, lambda source: False, parcel_bytes=100))
+    assert [(p.source, [chunk.num_bytes for chunk in p.chunks]) for p in parcels] == [
+        (1, [30, 30, 50]),
+        (1, [1, 200]),
+        (1, [1]),
+        (2, [5, 5]),
+    ]
+
+
+def test_nothing_more_of_a_full_source_is_read(tmp_path: Path) -> None:
+    files = text_files(tmp_path, [[100] * 5, [100]])
+    for file in files[2:5]:
+        Path(file.path).unlink()  # would be told
+    taken: list[Parcel] = []
+    for found in read_parcels(files, lambda source: source == 1 and len(taken) == 2, parcel_bytes=100):
+        taken.append(found)
+    assert [p.source for p in taken] == [1, 1, 2]
+    assert [p.failure for p in taken] == [None] * 3
+
+
+def test_a_file_that_cannot_be_read_ends_its_source_after_the_documents_before_it(tmp_path: Path) -> None:
+    files = text_files(tmp_path, [[10, 10, 10], [10]])
+    Path(files[1].path).unlink()
+    first, second = read_parcels(files, lambda source: False)
+    assert [chunk.path for chunk in first.chunks] == [files[0].path]
+    assert first.failure is not None
+    assert first.failure.startswith(f"{files[1].path}: cannot be read")
+    assert (second.source, second.failure) == (2, None)
+
+
+class RecordedWriter:
+    """Keeps what is written."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype) -> None:
+        self.tokens: list[int] = []
+        self.lengths: list[int] = []
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        assert len(tokens) == lengths.sum()
+        self.tokens += tokens.tolist()
+        self.lengths += lengths.tolist()
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+# (length of a document; 0: a bad record) by parcel
+STREAMS = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=5)
+
+
+@given(stream=STREAMS, max_tokens=st.integers(1, 40), fails=st.booleans())
+def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
+    stream: list[list[int]], max_tokens: int, fails: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_ext.data.index.text_index.IndexWriter", RecordedWriter)
+        index = TextIndex(Path("unused"), np.dtype(np.uint16), max_tokens)
+    results, number = [], 0
+    for records in stream:
+        lengths = np.array([length for length in records if length], dtype=np.int32)
+        tokens = np.arange(number, number + lengths.sum(), dtype=np.uint16)
+        number += len(tokens)
+        afters = [int(np.count_nonzero(records[:at])) for at, length in enumerate(records) if not length]
+        results.append(Documents(1, 9, tokens, lengths, [BadText(after, "empty", "x") for after in afters], None))
+    results[-1].failure = "broken" if fails else None
+    if fails and number < max_tokens:
+        with pytest.raises(DataError, match=r"^broken$"):
+            [index.add(result) for result in results]
+    else:
+        written = [index.add(result) for result in results]
+        assert sum(w.tokens for w in written) == min(number, max_tokens)
+        assert sum(w.num_bytes for w in written) == 9 * len(stream)
+    # The same, record by record.
+    kept, bad, tokens_left = [], 0, max_tokens
+    for length in (length for records in stream for length in records):
+        if tokens_left == 0:
+            break
+        bad += not length
+        kept += [min(length, tokens_left)] if length else []
+        tokens_left -= min(length, tokens_left)
+    assert index._writer.tokens == list(range(min(number, max_tokens)))
+    assert index._writer.lengths == kept
+    assert (index.tally.documents, index.tally.tokens) == (len(kept), sum(kept))
+    assert (index.tally.bad.total(), index.tally.records) == (bad, bad + len(kept))
+    assert sorted(index.tally.lengths.elements()) == sorted(kept)
+    assert index.is_full == (tokens_left == 0)
+
+
+def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from verl_ext.data.megatron.token_index import TokenIndex
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "", "sat")))
+    (tmp_path / "b.txt").write_text("on the mat\n")
+    files = find_source_files({"a": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]})
+    options = TextOptions(on_bad_record="skip", key_prefix="data.")
+    tally = write_text_index(files, TOKENIZER, tmp_path / "out", options, progress=False)
+    index = TokenIndex(tmp_path / "out")
+    expected = [[*ids(text), EOS] for text in ("the cat", "sat", "on the mat\n")]
+    assert [index.tokens(number).tolist() for number in range(index.num_documents)] == expected
+    assert (tally.documents, tally.tokens, dict(tally.bad)) == (3, sum(map(len, expected)), {"empty": 1})
+    assert capfd.readouterr().err == ""
+    refused = TextOptions(key_prefix="data.")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the text is empty \(empty; data\.on_bad_record=skip leaves"):
+        write_text_index(files, TOKENIZER, tmp_path / "none", refused, progress=False)
+    with pytest.raises(DataError, match=r"a\.jsonl must hold at least one document; got none \(no_text: 3\)"):
+        write_text_index(
+            files[:1], TOKENIZER, tmp_path / "none", TextOptions("body", on_bad_record="skip"), progress=False
+        )
+    assert not list(tmp_path.glob("none*"))

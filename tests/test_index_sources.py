@@ -1,0 +1,91 @@
+"""Text files as sources: which are found, what their one record is, and what `verl_ext.tokenize` makes of them."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+from datasets import load_from_disk
+
+from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from verl_ext.commands.errors import DataError
+from verl_ext.tokenize.bad_record import BadRecord
+from verl_ext.tokenize.chunks import Chunk, read_chunks
+from verl_ext.tokenize.config import load_config
+from verl_ext.tokenize.run import tokenize
+from verl_ext.tokenize.source_files import find_source_files
+
+
+def chunks_of(path: Path) -> list[Chunk]:
+    return [chunk for file in find_source_files({"a": [str(path)]}) for chunk in read_chunks(file)]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"one\n\ntwo\n", "one\n\ntwo\n"),
+        (b"\xef\xbb\xbfa\r\nb\rc", "a\nb\nc"),
+        (b"", ""),
+        ("\u96ea \U0001f600\n".encode(), "\u96ea \U0001f600\n"),
+    ],
+)
+def test_a_text_file_is_one_record_read_as_pythons_text_mode_reads_it(
+    tmp_path: Path, content: bytes, text: str
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    (chunk,) = chunks_of(tmp_path / "a.txt")
+    assert chunk.records == [(1, {"text": text})]
+    assert chunk.num_bytes == len(content)
+    assert chunk.place(1) == str(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(("content", "byte"), [(b"\xff", 1), (b"\xef\xbb\xbfab\xc3", 6), (b"ab\xed\xa0\x80", 3)])
+def test_text_that_is_not_utf8_is_a_bad_record_that_names_the_byte(tmp_path: Path, content: bytes, byte: int) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    (chunk,) = chunks_of(tmp_path / "a.txt")
+    ((_, record),) = chunk.records
+    assert (record.reason, str(record)) == ("not_utf8", f"text must be UTF-8; byte {byte} is not")
+
+
+def test_bad_records_reach_the_worker_processes() -> None:
+    sent = pickle.loads(pickle.dumps(BadRecord("not_utf8", "text must be UTF-8")))
+    assert (sent.reason, str(sent)) == ("not_utf8", "text must be UTF-8")
+
+
+def test_records_of_other_formats_keep_their_line_as_their_place(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"text": "x"}\n')
+    (chunk,) = chunks_of(tmp_path / "a.jsonl")
+    assert [chunk.place(number) for number, _ in chunk.records] == [f"{tmp_path}/a.jsonl:2"]
+
+
+def test_a_folder_of_text_files_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    for name in ("b.txt", "a.txt", "part/c.txt", "note.md"):
+        (tmp_path / name).write_text(name)
+    found = [Path(file.path).name for file in find_source_files({"a": [str(tmp_path)]})]
+    assert found == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_text_files_beside_records_are_notes_unless_named(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for name in ("LICENSE.txt", "train/readme.txt", "train/a.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}')
+    folder, licence = str(tmp_path), str(tmp_path / "LICENSE.txt")
+    assert [file.kind for file in find_source_files({"a": [folder]})] == ["jsonl"]
+    assert [file.kind for file in find_source_files({"a": [folder, licence]})] == ["jsonl", "text"]
+
+
+def test_the_tokenise_command_takes_a_text_file_as_a_plain_text(tmp_path: Path) -> None:
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("the cat\nsat\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat\\nsat\\n"}\n')
+    base = [f"model.path={tmp_path}/model", "num_workers=1"]
+    for kind in ("txt", "jsonl"):
+        source = f"sources={{a:{tmp_path}/a.{kind}}}"
+        tokenize(load_config([source, f"output_dir={tmp_path}/{kind}", *base]))
+    rows = [load_from_disk(str(tmp_path / kind)).to_list() for kind in ("txt", "jsonl")]
+    assert rows[0] == rows[1]
+    assert rows[0][0]["length"] > 2
+    (tmp_path / "a.txt").write_bytes(b"the \xff")
+    with pytest.raises(DataError, match=r"a\.txt.*: text must be UTF-8; byte 5 is not \(not_utf8; on_bad_record=skip"):
+        tokenize(load_config([f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/bad", *base]))
+    assert not (tmp_path / "bad").exists()

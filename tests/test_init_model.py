@@ -1,0 +1,227 @@
+"""`python -m verl_ext.init_model`: the folder, its weights and ids, mistakes, and a run that is cut short."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_model import write_tiny_model
+from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.init_model import run
+from verl_ext.init_model.__main__ import main
+from verl_ext.init_model.config import load_config
+from verl_ext.init_model.run import init_model
+
+SMALL = "config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, initializer_range: 0.1}"
+TEXT = "The cat sat on the mat. The dog sat on the cat.\n" * 20
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(text, tmp_path_factory) -> Path:
+    """A folder of the command: a Qwen3 of 2 layers, a tokenizer trained on `text`."""
+    folder = tmp_path_factory.mktemp("made") / "model"
+    make(folder, f"tokenizer.train_on={text}")
+    return folder
+
+
+def make(folder: Path, *options: str) -> str:
+    return init_model(load_config(["model=tiny", f"output_dir={folder}", SMALL, *options]))
+
+
+def refused(folder: Path, *options: str) -> str:
+    """The one line with which it ends; the folder must not be there then."""
+    with pytest.raises((UsageError, DataError)) as error:
+        init_model(load_config([f"output_dir={folder}", *options]))
+    assert not folder.exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_plain_transformers_loads_the_folder_and_predicts_about_uniformly(made):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+    assert abs(loss.item() - math.log(len(tokenizer))) < 1
+    assert tokenizer.decode(ids[0]) == TEXT
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_the_tokenizers_ids_are_those_of_the_config_and_of_generation(made):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
+    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    assert ids == {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    assert ids == {name: getattr(model.config, name) for name in ids}
+    assert ids == {name: getattr(model.generation_config, name) for name in ids}
+
+
+def test_the_same_seed_and_text_write_the_same_bytes_and_another_seed_other_weights(made, text, tmp_path):
+    make(tmp_path / "again", f"tokenizer.train_on={text}")
+    make(tmp_path / "other", f"tokenizer.train_on={text}", "seed=1")
+    for file in made.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    other = (tmp_path / "other" / "model.safetensors").read_bytes()
+    assert other != (made / "model.safetensors").read_bytes()
+
+
+def test_making_a_model_leaves_torchs_random_numbers_alone(made, tmp_path):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    make(tmp_path / "model", f"tokenizer.path={made}")
+    assert torch.rand(1) == expected
+
+
+def test_bfloat16_weights_are_the_float32_ones_rounded(made, tmp_path):
+    make(tmp_path / "half", f"tokenizer.path={made}", "dtype=bfloat16")
+    half, full = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "half", made))
+    assert half.dtype == torch.bfloat16
+    for mine, theirs in zip(half.parameters(), full.parameters(), strict=True):
+        assert torch.equal(mine, theirs.to(torch.bfloat16))
+
+
+def test_weights_spread_as_initializer_range_says(made):
+    model = AutoModelForCausalLM.from_pretrained(made)
+    assert model.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_copied_tokenizer_keeps_its_vocabulary_and_template(made, tmp_path):
+    make(tmp_path / "copy", f"tokenizer.path={made}")
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (made / name).read_bytes()
+
+
+def test_a_larger_vocabulary_stays_and_null_makes_it_the_tokenizers(tmp_path):
+    model = write_tiny_model(tmp_path / "given", vocab_size=150)
+    options = (f"tokenizer.path={model}", "overwrite=true")
+    told = init_model(load_config([f"model={model}", f"output_dir={tmp_path / 'out'}", *options]))
+    assert "note: 150 rows of the vocabulary, of which the tokenizer uses 128" in told
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 150
+    told = init_model(
+        load_config([f"model={model}", f"output_dir={tmp_path / 'out'}", *options, "config.vocab_size=null"])
+    )
+    assert "rows of the vocabulary" not in told
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 128
+
+
+def test_it_tells_parameters_exactly(made, tmp_path):
+    told = make(tmp_path / "model", f"tokenizer.path={made}")
+    model = AutoModelForCausalLM.from_pretrained(made)
+    total, embedding = model.num_parameters(), model.get_input_embeddings().weight.numel()
+    assert f"{total:,} parameters, {total - embedding:,} without embeddings" in told
+    record = json.loads((made / "init_model.json").read_text())
+    assert (record["parameters"], record["parameters_without_embeddings"]) == (total, total - embedding)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["model=tyni"], "model must be one of gpt2_124m, "),
+        (["model="], "a config.json or a folder with one; got ''"),
+        (["model=tiny", "config.hiden_size=8"], "key config.hiden_size of qwen3; nearest: config.hidden_size"),
+        (
+            ["model=tiny", "config.hidden_size=194"],
+            "config.hidden_size must be divisible by config.num_attention_heads (4)",
+        ),
+        (
+            ["model=gpt2_124m", "config.hidden_size=100"],
+            "config.n_embd must be divisible by config.n_head (12); got 100",
+        ),
+        (["model=tiny", "config.num_key_value_heads=3"], "divisible by config.num_key_value_heads (3); got 4"),
+        (["model=tiny", "config.head_dim=5"], "config.head_dim must be even for rotary positions; got 5"),
+        (
+            ["model=tiny", "config.num_hidden_layers=0"],
+            "config.num_hidden_layers must be a whole number of at least 1; got 0",
+        ),
+        (["model=tiny", "config.hidden_act=sulu"], "got sulu (nearest: silu)"),
+        (["model=tiny", "config.rms_norm_eps=x"], "Field 'rms_norm_eps' expected float, got str (value: 'x')"),
+        (["model=tiny", "config.eos_token_id=1"], "config must not set eos_token_id, which the tokenizer gives; got 1"),
+        (["model=tiny", "config.vocab_size=100"], "config.vocab_size must be at least the tokenizer's 128, or null"),
+        (["model=tiny", "dtype=float16"], "dtype must be one of float32, bfloat16; got float16"),
+        (["model=tiny", "seed=-1"], "seed must be at least 0; got -1"),
+    ],
+)
+def test_a_mistake_in_the_model_is_one_line(tiny_model, tmp_path, options, line):
+    assert line in refused(tmp_path / "out", f"tokenizer.path={tiny_model}", *options)
+
+
+def test_mistakes_in_a_config_file_are_one_line(tiny_model, tmp_path):
+    tokenizer = f"tokenizer.path={tiny_model}"
+    for name, content, line in (
+        (
+            "vision.json",
+            '{"model_type": "vit"}',
+            "must be a causal language model that transformers has; got model_type vit",
+        ),
+        ("none.json", "{}", "model must be a config.json with a model_type"),
+        ("broken.json", "{", "model must hold a config.json that can be read"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert line in refused(tmp_path / "out", f"model={tmp_path / name}", tokenizer)
+    assert "which has none" in refused(tmp_path / "out", f"model={tmp_path}", tokenizer)
+
+
+def test_exactly_one_source_of_the_tokenizer_is_given(made, text, tmp_path):
+    both = (f"tokenizer.path={made}", f"tokenizer.train_on={text}")
+    for options in (), both:
+        assert "exactly one of tokenizer.path and tokenizer.train_on" in refused(
+            tmp_path / "out", "model=tiny", *options
+        )
+    line = refused(tmp_path / "out", "model=tiny", both[0], "tokenizer.vocab_size=300")
+    assert line.startswith("tokenizer.vocab_size must be left out with tokenizer.path")
+    (tmp_path / "empty").mkdir()
+    line = refused(tmp_path / "out", "model=tiny", f"tokenizer.path={tmp_path / 'empty'}")
+    assert line.startswith(f"tokenizer.path must hold a tokenizer; got {tmp_path / 'empty'}")
+
+
+def test_a_run_that_is_interrupted_leaves_the_folder_as_it_was(made, tmp_path, monkeypatch):
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    output = tmp_path / "model"
+    make(output, f"tokenizer.path={made}")
+    before = {file.name: file.read_bytes() for file in output.iterdir()}
+    monkeypatch.setattr(run, "_write_marker", interrupted)
+    for options in (f"output_dir={tmp_path / 'new'}",), (f"output_dir={output}", "overwrite=true", "seed=5"):
+        with pytest.raises(KeyboardInterrupt):
+            init_model(load_config(["model=tiny", SMALL, f"tokenizer.path={made}", *options]))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == before
+
+
+def test_folders_of_others_are_not_replaced(made, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    options = ["model=tiny", f"tokenizer.path={made}", f"output_dir={tmp_path}"]
+    for more in [], ["overwrite=true"]:
+        with pytest.raises(UsageError, match="output_dir must be"):
+            load_config([*options, *more])
+    with pytest.raises(UsageError, match="output_dir must not hold the model, a tokenizer, its text"):
+        load_config(["model=tiny", f"tokenizer.path={made}", f"output_dir={made}", "overwrite=true"])
+
+
+def test_the_command_without_arguments_shows_its_options_and_ends_with_code_2(capsys):
+    assert main([]) == 2
+    assert "usage: python -m verl_ext.init_model" in (told := capsys.readouterr().out)
+    assert "tokenizer:" in told
+
+
+def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"abc\n\xff")
+    options = ["model=tiny", "output_dir=out", "tokenizer.train_on=bad.txt"]
+    command = [sys.executable, "-m", "verl_ext.init_model", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr.count("Traceback")) == (1, "", 0), done.stderr
+    assert done.stderr.splitlines()[-1] == "error: bad.txt: text must be UTF-8; byte 5 is not"
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.txt"]

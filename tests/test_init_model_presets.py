@@ -1,0 +1,65 @@
+"""The presets of `verl_ext.init_model`, built without memory for their weights."""
+
+import pytest
+
+from verl_ext.config.model_support import model_support_problems
+from verl_ext.init_model.architecture import PRESETS, changed, fitted, read_architecture
+from verl_ext.init_model.hf_config import hf_config, meta_model
+from verl_ext.init_model.weights import count_parameters
+
+# Parameters in all and without embeddings, at MiniMind's vocabulary of 6,400 where the preset names none.
+COUNTS = {
+    "tiny": (2_557_536, 1_328_736),
+    "small_10m": (9_425_440, 7_377_440),
+    "minimind_104m": (104_030_976, 99_115_776),
+    "qwen3_0.6b": (596_049_920, 440_467_456),
+    "gpt2_124m": (124_439_808, 85_056_000),
+}
+
+
+def test_every_preset_has_its_counts_here():
+    assert set(COUNTS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_that_it_claims(name):
+    config = hf_config(fitted(read_architecture(name), 6400, {"eos_token_id": 2, "pad_token_id": 0}))
+    assert count_parameters(meta_model(config)) == COUNTS[name]
+    assert model_support_problems(config) == []
+
+
+def test_minimind_is_as_wide_and_deep_as_minimind():
+    config = hf_config(fitted(read_architecture("minimind_104m"), 6400, {}))
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (768, 16, 2048)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 2, 96)
+    assert (config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (1e6, True)
+
+
+def test_gpt2_has_learned_positions_and_dropout():
+    config = hf_config(fitted(read_architecture("gpt2_124m"), 6400, {}))
+    assert (config.n_positions, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (1024, 0.1, 0.1, 0.1)
+
+
+def test_head_size_and_layer_types_follow_where_they_followed():
+    tiny = read_architecture("tiny")
+    saved = hf_config(
+        fitted(tiny, 300, {})
+    ).to_dict()  # with a head_dim and a layer_types of 3, as config.json has them
+    config = hf_config(fitted(changed(saved, {"hidden_size": 64, "num_hidden_layers": 5}), 300, {}))
+    assert (config.head_dim, len(config.layer_types)) == (16, 5)
+    config = hf_config(fitted(changed(tiny, {"hidden_size": 64, "head_dim": 32}), 300, {}))
+    assert config.head_dim == 32
+    config = hf_config(fitted(changed(read_architecture("qwen3_0.6b"), {"hidden_size": 512}), 300, {}))
+    assert config.head_dim == 128  # not hidden_size / heads in the preset either
+
+
+def test_rope_theta_is_known_by_its_old_name_and_inside_rope_parameters():
+    fields = read_architecture("minimind_104m")
+    for changes in {"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}:
+        config = hf_config(fitted(changed(fields, changes), 300, {}))
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_a_key_may_be_named_as_other_architectures_name_it():
+    config = hf_config(fitted(changed(read_architecture("gpt2_124m"), {"num_hidden_layers": 2}), 300, {}))
+    assert config.n_layer == 2

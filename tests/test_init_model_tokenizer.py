@@ -1,0 +1,153 @@
+"""Tokenizers that `verl_ext.init_model` trains: from which text, with which tokens, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.init_model import training_text
+from verl_ext.init_model.chat_template import CHATML_TEMPLATE
+from verl_ext.init_model.config import load_config
+from verl_ext.init_model.run import init_model
+from verl_ext.init_model.tokenizer import train_bpe, trained_tokenizer
+from verl_ext.init_model.tokenizer_config import TokenizerConfig
+from verl_ext.init_model.training_text import TrainingText, find_training_files
+
+SENTENCES = ["low lower lowest", "new newer newest", "wide wider widest"] * 30
+
+
+def read(*paths: Path, text_key: str = "text") -> list[str]:
+    return list(TrainingText(find_training_files([str(path) for path in paths]), text_key))
+
+
+def write_lines(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_text_files_and_records_and_chats_are_read_in_order(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]}
+    (tmp_path / "a.txt").write_text("\ufeffone\r\ntwo\n", encoding="utf-8")
+    write_lines(tmp_path / "b.jsonl", {"text": "three"}, chat, {"text": ""})
+    assert read(tmp_path / "a.txt", tmp_path / "b.jsonl") == ["one\ntwo\n", "three", "Question", "Answer"]
+    write_lines(tmp_path / "c.jsonl", {"content": "four", "text": "not this"})
+    assert read(tmp_path / "c.jsonl", text_key="content") == ["four"]
+
+
+@given(text=st.text(st.sampled_from("ab\n é漢🙂"), max_size=60), block=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_blocks_of_a_text_file_are_its_text_and_end_with_lines(text, block, tmp_path_factory):
+    path = tmp_path_factory.mktemp("blocks") / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_text, "BLOCK", block)
+        blocks = read(path)
+    assert "".join(blocks) == text
+    for part in blocks[:-1]:
+        assert part.endswith("\n") or len(part.encode()) >= block - 3
+
+
+@given(good=st.text(st.sampled_from("ab\né漢🙂"), max_size=20), block=st.integers(1, 9), cut=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_first_byte_that_is_no_utf8_is_named(good, block, cut, tmp_path_factory):
+    path = tmp_path_factory.mktemp("bytes") / "a.txt"
+    path.write_bytes(good.encode() + ("漢".encode()[:2] if cut else b"\xff\n tail"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_text, "BLOCK", block)
+        with pytest.raises(DataError) as error:
+            read(path)
+    assert str(error.value) == f"{path}: text must be UTF-8; byte {len(good.encode()) + 1} is not"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"text": 3}', "1: text must be a string; got int"),
+        (b'{"txt": "a", "id": 1}', "1: no field text (tokenizer.text_key) and no chat; its fields: txt, id"),
+        (b'{"text": "a"', "1: malformed JSON"),
+        (b'{"text": "\xff"}', "1: malformed JSON: no UTF-8 at byte 11"),
+        (b"[1]", "1: a record must be an object with fields; got list"),
+    ],
+)
+def test_a_record_without_text_is_named_with_its_line(line, told, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(DataError) as error:
+        read(tmp_path / "a.jsonl")
+    assert str(error.value).startswith(f"{tmp_path / 'a.jsonl'}:{told}")
+
+
+def test_the_same_text_trains_the_same_tokenizer_however_it_is_cut():
+    whole, pieces = (train_bpe(texts, 300, ["<e>"]) for texts in (SENTENCES, iter(SENTENCES)))
+    assert whole.to_str() == pieces.to_str()
+    assert whole.to_str() == train_bpe(["\n".join(SENTENCES[:45]), *SENTENCES[45:]], 300, ["<e>"]).to_str()
+    assert whole.to_str() != train_bpe(SENTENCES, 270, ["<e>"]).to_str()
+
+
+@given(st.text(max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_any_text_comes_back(text):
+    tokenizer = train_bpe(SENTENCES, 300, ["<e>"])
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_special_tokens_come_first_and_are_never_cut():
+    config = TokenizerConfig(
+        bos_token="<s>", eos_token="</s>", pad_token=None, special_tokens=["<tool>"], vocab_size=270
+    )
+    tokenizer = trained_tokenizer(SENTENCES, config)
+    assert tokenizer.convert_ids_to_tokens(range(5)) == ["<s>", "<|im_start|>", "<|im_end|>", "</s>", "<tool>"]
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", None)
+    assert tokenizer("low<tool></s>", add_special_tokens=False).input_ids[-2:] == [4, 3]
+    assert len(tokenizer) == 270
+
+
+def test_chat_templates_are_chatml_a_file_or_none(tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+    told = [{"role": "user", "content": "low"}]
+    chatml, mine, none = (
+        trained_tokenizer(SENTENCES, TokenizerConfig(chat_template=named, vocab_size=300))
+        for named in ("chatml", str(tmp_path / "mine.jinja"), None)
+    )
+    assert chatml.chat_template == CHATML_TEMPLATE
+    assert chatml.apply_chat_template(told, tokenize=False) == "<|im_start|>user\nlow<|im_end|>\n"
+    assert mine.apply_chat_template(told, tokenize=False) == "low!"
+    assert none.chat_template is None
+    (tmp_path / "broken.jinja").write_text("{{ x")
+    with pytest.raises(UsageError, match=r"^tokenizer.chat_template must be a Jinja template; got \S+, line 1: "):
+        trained_tokenizer(SENTENCES, TokenizerConfig(chat_template=str(tmp_path / "broken.jinja")))
+
+
+def test_a_text_too_small_for_the_vocabulary_is_said_with_the_size_that_came_out(tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(SENTENCES))
+    options = [f"output_dir={tmp_path / 'out'}", f"tokenizer.train_on={tmp_path}/*.txt", "tokenizer.vocab_size=1000"]
+    told = init_model(load_config(["model=tiny", "config.num_hidden_layers=1", *options]))
+    size = json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"]
+    assert 259 < size < 1000
+    assert f"note: the text has pairs to merge for {size} tokens, not for tokenizer.vocab_size=1,000" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            ["tokenizer.vocab_size=258"],
+            "tokenizer.vocab_size must be at least 259, the 256 bytes and",
+        ),
+        (["tokenizer.chat_template=no.jinja"], "tokenizer.chat_template must be chatml, a file that exists, or null"),
+        (["tokenizer.eos_token=''"], "tokenizer.eos_token must be a text or null; got ''"),
+        (["tokenizer.train_on=[3]"], "tokenizer.train_on must be a path, a glob or a list of them; got [3]"),
+        (["tokenizer.train_on=none.txt"], "tokenizer.train_on must name files that exist; none.txt does not exist"),
+        (["config.vocab_size=300"], "config.vocab_size must be at least the tokenizer's 6,400, or null for as many"),
+        ([], "tokenizer.train_on must hold text; got none in"),
+    ],
+)
+def test_a_mistake_in_the_training_is_one_line(options, line, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    given_options = ["model=tiny", f"output_dir={tmp_path / 'out'}", f"tokenizer.train_on={tmp_path / 'empty.txt'}"]
+    with pytest.raises((UsageError, DataError)) as error:
+        init_model(load_config([*given_options, *options]))
+    assert str(error.value).startswith(line)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]

@@ -1,0 +1,172 @@
+"""Both ways with megatron-core: files, sample indices for the same seed, and blends."""
+
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.test_megatron_samples import LONGEST, corpora
+from verl_ext.data.megatron import (
+    IndexWriter,
+    TokenIndex,
+    build_sample_indices,
+    megatron_blend_order,
+    normalised,
+    optimal_dtype,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of parts of Megatron that need a GPU
+    pytest.importorskip("megatron.core", reason="megatron-core is part of the extra `test`")
+    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
+
+ARRAYS = ("document_index", "sample_index", "shuffle_index")
+
+
+def megatron_file(prefix, documents, dtype):
+    """`documents`: the sequences of each, lists of token ids."""
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in documents:
+        flat = [token for sequence in sequences for token in sequence]
+        builder.add_document(flat, [len(sequence) for sequence in sequences])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def our_file(prefix, sequences, dtype):
+    writer = IndexWriter(prefix, dtype)
+    for sequence in sequences:
+        writer.add(np.array(sequence, np.int64), np.array([len(sequence)]))
+    writer.close()
+    return prefix
+
+
+def megatron_indices(lengths, documents, seq_len, num_samples, seed):
+    """What GPTDataset builds, as a tuple in the order of ARRAYS, for lengths alone."""
+    config = types.SimpleNamespace(
+        sequence_length=seq_len,
+        random_seed=seed,
+        mock=True,  # no cache
+        path_to_cache=None,
+        defer_npy_index_mmap=False,
+        add_extra_token_to_sequence=1,
+    )
+    dataset = object.__new__(gpt_dataset.GPTDataset)
+    dataset.config, dataset.num_samples, dataset.index_split = config, num_samples, utils.Split.train
+    dataset.dataset, dataset.indices = types.SimpleNamespace(sequence_lengths=lengths), documents
+    return dataset._build_document_sample_shuffle_indices()
+
+
+def assert_equal_indices(lengths, documents, seq_len, num_samples, seed):
+    ours = build_sample_indices(lengths, documents, seq_len, num_samples, seed)
+    everything = np.arange(len(lengths), dtype=np.int32)
+    theirs = megatron_indices(lengths, everything if documents is None else documents, seq_len, num_samples, seed)
+    for name, array in zip(ARRAYS, theirs, strict=True):
+        np.testing.assert_array_equal(getattr(ours, name), array, strict=True)
+    return ours
+
+
+@pytest.mark.parametrize("vocab_size", [65499, 65500])
+def test_both_write_the_same_bytes(tmp_path, vocab_size):
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, vocab_size, length).tolist() for length in (5, 0, 1, 30, 0)]
+    assert optimal_dtype(vocab_size) == indexed_dataset.DType.optimal_dtype(vocab_size)
+    ours = our_file(tmp_path / "ours", sequences, optimal_dtype(vocab_size))
+    kind = indexed_dataset.DType.optimal_dtype(vocab_size)
+    theirs = megatron_file(tmp_path / "theirs", [[sequence] for sequence in sequences], kind)
+    for suffix in (".bin", ".idx"):
+        assert ours.with_suffix(suffix).read_bytes() == theirs.with_suffix(suffix).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint16])
+def test_files_of_sentence_splitting_open_in_ours_sequence_by_sequence(tmp_path, dtype):
+    documents = [[[1, 2], [3]], [[4, 5, 6]], [], [[7], [], [8, 9]]]
+    index = TokenIndex(megatron_file(tmp_path / "theirs", documents, dtype))
+    sequences = [sequence for document in documents for sequence in document]
+    assert [index.tokens(number).tolist() for number in range(index.num_documents)] == sequences
+    assert (index.num_tokens, index.dtype) == (9, dtype)
+
+
+def test_files_built_item_by_item_and_merged_open_in_ours(tmp_path):
+    part = str(megatron_file(tmp_path / "part", [[[1, 2]], [[3]]], np.int32))
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "all.bin"), dtype=np.int32)
+    builder.add_item(torch.tensor([9, 8, 7]))
+    builder.end_document()
+    builder.add_index(part)
+    builder.finalize(str(tmp_path / "all.idx"))
+    index = TokenIndex(tmp_path / "all")
+    assert [index.tokens(number).tolist() for number in range(index.num_documents)] == [[9, 8, 7], [1, 2], [3]]
+
+
+def test_multimodal_files_open_in_ours(tmp_path):
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "pictures.bin"), dtype=np.uint16, multimodal=True)
+    builder.add_item(torch.tensor([1, 2]), mode=1)
+    builder.end_document()
+    builder.finalize(str(tmp_path / "pictures.idx"))
+    assert TokenIndex(tmp_path / "pictures").tokens(0).tolist() == [1, 2]
+
+
+def test_megatrons_dataset_reads_from_our_files_what_ours_reads(tmp_path):
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, 1000, length).tolist() for length in rng.integers(0, 40, 50)]
+    prefix = str(our_file(tmp_path / "ours", sequences, np.uint16))
+    tokenizer = types.SimpleNamespace(vocab_size=1000, eod=0, pad=-1, unique_identifiers={})
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=5,
+        sequence_length=16,
+        blend=([prefix], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache=str(tmp_path / "cache"),
+    )
+    low = indexed_dataset.IndexedDataset(prefix)
+    documents = np.arange(5, 45, dtype=np.int32)
+    theirs = gpt_dataset.GPTDataset(low, prefix, documents, 70, utils.Split.train, config)
+    index = TokenIndex(prefix)
+    ours = build_sample_indices(index.lengths, documents, 16, 70, seed=5)
+    assert len(ours) == len(theirs) > 70
+    for k in range(len(ours)):
+        tokens = index.gather(*ours.pieces(k))
+        row = theirs[k]
+        assert tokens[:-1].tolist() == row["tokens"].tolist()
+        assert tokens[1:].tolist() == row["labels"].tolist()
+
+
+@settings(deadline=None, max_examples=300)
+@given(corpora(), st.none() | st.integers(1, 200), st.integers(0, 2**32 - 1))
+def test_indices_are_equal_for_the_same_seed(corpus, num_samples, seed):
+    lengths, documents, seq_len = corpus
+    if int(lengths[slice(None) if documents is None else documents].sum()) > seq_len:
+        assert_equal_indices(lengths, documents, seq_len, num_samples, seed)
+
+
+@pytest.mark.parametrize("num_samples", [None, 5_000, 8_000, 9_500])
+def test_indices_are_equal_over_epochs_of_many_documents(num_samples):
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(0, 60, 3000).astype(np.int32)
+    assert_equal_indices(lengths, rng.permutation(3000)[:2000].astype(np.int32), 17, num_samples, seed=11)
+
+
+def test_indices_are_equal_where_positions_pass_2_to_the_40():
+    lengths = np.array([LONGEST, 3, LONGEST - 1, 0, LONGEST] * 120, np.int32)
+    ours = assert_equal_indices(lengths, None, 2**22, None, seed=3)
+    assert (len(ours) + 1) * 2**22 > 360 * (LONGEST - 1) > 2**39
+    assert_equal_indices(lengths, None, 2**24, 100_000, seed=4)  # 3 epochs, 2^40.6 tokens
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(1e-6, 1e6) | st.integers(1, 9).map(float), min_size=1, max_size=12), st.integers(1, 500))
+def test_megatrons_blend_is_equal_for_the_same_weights(weights, n):
+    shares = utils.normalize(weights)
+    assert normalised(weights).tolist() == shares
+    source, sample = np.empty(n, np.int16), np.empty(n, np.int64)
+    helpers.build_blending_indices(source, sample, np.array(shares), len(shares), n, False)
+    for found, expected in zip(megatron_blend_order(weights, n), (source, sample), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)

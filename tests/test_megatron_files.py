@@ -1,0 +1,228 @@
+"""PREFIX.bin and PREFIX.idx: what IndexWriter writes, what TokenIndex reads, and what it refuses."""
+
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.data.megatron import IndexWriter, TokenIndex, index_writer, optimal_dtype, token_index
+
+DOCUMENTS = [[5, 6, 7], [], [65535], [1, 2, 3, 4]]
+HEADER = 34
+LENGTHS, POINTERS, ENDS = HEADER, HEADER + 16, HEADER + 48  # bytes of their first value, for DOCUMENTS
+
+
+def write(prefix, documents, dtype=np.uint16, batch=2):
+    writer = IndexWriter(prefix, dtype)
+    for first in range(0, len(documents), batch):
+        part = documents[first : first + batch]
+        flat = np.array([token for document in part for token in document], np.int64)
+        writer.add(flat, np.array([len(document) for document in part]))
+    writer.close()
+    return prefix
+
+
+def read(index):
+    return [index.tokens(document).tolist() for document in range(index.num_documents)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write(tmp_path / "corpus", DOCUMENTS)
+
+
+def patch(path, at, data):
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+
+
+def refusal(prefix, key="data.train_dir"):
+    """The line that opening raises: one line, naming the key."""
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")) as error:
+        TokenIndex(prefix, key)
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+def test_the_idx_file_is_header_lengths_pointers_and_document_indices(corpus):
+    expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5)
+    expected += struct.pack("<4i", 3, 0, 1, 4) + struct.pack("<4q", 0, 6, 6, 8) + struct.pack("<5q", 0, 1, 2, 3, 4)
+    assert corpus.with_suffix(".idx").read_bytes() == expected
+    assert corpus.with_suffix(".bin").read_bytes() == struct.pack("<8H", 5, 6, 7, 65535, 1, 2, 3, 4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=12), st.sampled_from(["uint8", "int32", "int64"]))
+def test_what_was_written_is_read_whatever_the_batches_and_blocks(tmp_path_factory, documents, dtype):
+    folder = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(index_writer, "BLOCK", 3)
+        patched.setattr(token_index, "BLOCK", 2)
+        patched.setattr(token_index, "BLOCK_TOKENS", 4)
+        index = TokenIndex(write(folder / "a", documents, dtype, batch=4))
+        assert read(index) == documents
+        write(folder / "b", documents, dtype, batch=1)
+        flat = [token for document in documents for token in document]
+        assert index.token_range() == ((min(flat), max(flat)) if flat else (0, -1))
+    assert (folder / "a.idx").read_bytes() == (folder / "b.idx").read_bytes()
+    assert index.dtype == dtype
+    assert index.num_tokens == len(flat)
+
+
+def test_tokens_are_parts_of_documents_and_read_only(corpus):
+    index = TokenIndex(corpus)
+    assert index.tokens(3, 1).tolist() == [2, 3, 4]
+    assert index.tokens(3, 1, 3).tolist() == [2, 3]
+    assert not index.tokens(0).flags.writeable
+    with pytest.raises(AssertionError, match="inside"):
+        index.tokens(0, 2, 4)
+    assert index.gather(np.array([3, 1, 0]), np.array([2, 0, 0]), np.array([4, 0, 1])).tolist() == [3, 4, 5]
+
+
+def test_a_token_range_is_of_the_documents_asked_for(corpus):
+    index = TokenIndex(corpus)
+    assert index.token_range() == (1, 65535)
+    assert index.token_range(0, 1) == (5, 7)
+    assert index.token_range(1, 2) == (0, -1)
+    assert index.token_range(3) == (1, 4)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ""])
+def test_a_prefix_may_end_as_either_file(corpus, suffix):
+    index = TokenIndex(f"{corpus}{suffix}")
+    assert index.prefix == str(corpus)
+    assert read(index) == DOCUMENTS
+
+
+def test_an_index_pickles_as_its_prefix(corpus):
+    index = TokenIndex(corpus, "data.val_dir")
+    pickled = pickle.dumps(index)
+    assert len(pickled) < 300 + len(str(corpus))
+    again = pickle.loads(pickled)
+    assert read(again) == DOCUMENTS
+    assert (again.key, again.digest) == ("data.val_dir", index.digest)
+
+
+def test_the_digest_follows_lengths_and_dtype(tmp_path, corpus):
+    digest = TokenIndex(corpus).digest
+    assert len(digest) == 16
+    same_lengths = [[9] * len(document) for document in DOCUMENTS]
+    assert TokenIndex(write(tmp_path / "same", same_lengths)).digest == digest
+    assert TokenIndex(write(tmp_path / "wider", DOCUMENTS, np.int32)).digest != digest
+    assert TokenIndex(write(tmp_path / "other", DOCUMENTS[::-1])).digest != digest
+
+
+def test_modes_of_multimodal_files_are_passed_over(corpus):
+    with open(f"{corpus}.idx", "ab") as file:
+        file.write(bytes(len(DOCUMENTS)))
+    assert read(TokenIndex(corpus)) == DOCUMENTS
+
+
+def test_the_dtype_is_megatrons_choice_for_a_vocabulary():
+    assert [optimal_dtype(size).name for size in (256, 65499, 65500, 65536)] == ["uint16", "uint16", "int32", "int32"]
+
+
+def test_the_writer_refuses_tokens_that_the_dtype_cannot_hold(tmp_path):
+    writer = IndexWriter(tmp_path / "corpus", np.uint16, key="model.path")
+    writer.add(np.array([1, 2]), np.array([1, 1]))
+    with pytest.raises(ValueError, match=r"^model\.path .*0\.\.65535.*got 65536 in document 4 of .*corpus\.bin$"):
+        writer.add(np.array([7, 8, 9, 65536]), np.array([3, 0, 1]))
+    with pytest.raises(ValueError, match=r"got -1 in document 2"):
+        writer.add(np.array([-1]), np.array([1]))
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_writer_refuses_documents_beyond_int32(tmp_path):
+    writer = IndexWriter(tmp_path / "corpus", np.uint16)
+    tokens = np.broadcast_to(np.uint16(0), 2**31 + 1)  # one element in memory
+    with pytest.raises(ValueError, match=r"at most 2147483647 tokens.*got 2147483648 in document 1"):
+        writer.add(tokens, np.array([1, 2**31]))
+    writer.abandon()
+
+
+def test_the_writer_overwrites_nothing(corpus, tmp_path):
+    with pytest.raises(FileExistsError):
+        IndexWriter(corpus, np.uint16)
+    (tmp_path / "half.idx").write_text("mine")
+    with pytest.raises(FileExistsError):
+        IndexWriter(tmp_path / "half", np.uint16)
+    assert (tmp_path / "half.idx").read_text() == "mine"
+    assert not (tmp_path / "half.bin").exists()
+    assert read(TokenIndex(corpus)) == DOCUMENTS
+
+
+def test_an_unfinished_corpus_opens_nowhere_and_a_finished_one_is_not_abandoned(tmp_path, corpus):
+    writer = IndexWriter(tmp_path / "half", np.uint16)
+    writer.add(np.array([1, 2]), np.array([2]))
+    writer._idx.flush()
+    assert "begin with b'MMIDIDX" in refusal(tmp_path / "half")
+    writer.close()
+    writer.abandon()
+    assert read(TokenIndex(tmp_path / "half")) == [[1, 2]]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_refuses_a_missing_file(corpus, suffix):
+    missing = corpus.with_suffix(suffix)
+    missing.unlink()
+    line = refusal(corpus, "data.blend")
+    assert f"{missing}: No such file" in line
+
+
+def test_refuses_a_folder_in_place_of_a_file(corpus):
+    corpus.with_suffix(".bin").unlink()
+    corpus.with_suffix(".bin").mkdir()
+    assert "Is a directory" in refusal(corpus)
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "expected"),
+    [
+        (0, b"PK", r"begin with b'MMIDIDX\x00\x00' in {idx}; got b'PKIDIDX\x00\x00'"),
+        (9, b"\2", "have version 1 in {idx}; got 2"),
+        (17, b"\x09", "8 (uint16) in {idx}; got 9"),
+        (17, b"\6", "8 (uint16) in {idx}; got 6"),  # floats
+        (18, b"\5", "have 134 bytes, for the 5 sequences and 5 document indices it names in {idx}; got 122 bytes"),
+        (25, b"\xff", "bytes, for the 18374686479671623684 sequences"),
+        (26, b"\6", "and 6 document indices it names in {idx}; got 122 bytes"),
+        (LENGTHS + 4, b"\xff\xff\xff\xff", "have lengths of at least 0; document 1 in {idx}; got -1"),
+        (LENGTHS, b"\4", "have pointer 8 for document 1, where the lengths before it end in {idx}; got 6"),
+        (POINTERS, b"\2", "have pointer 0 for document 0, where the lengths before it end in {idx}; got 2"),
+        (POINTERS + 24, b"\xff", "have pointer 8 for document 3, where the lengths before it end in {idx}; got 255"),
+        (LENGTHS + 12, b"\5", "have a .bin of 18 bytes, what the lengths in {idx} sum to; got 16 bytes in {bin}"),
+        (17, b"\4", "have pointer 12 for document 1"),  # another dtype
+        (ENDS + 32, b"\3", "have document indices that end at its 4 sequences in {idx}; got 3"),
+    ],
+)
+def test_refuses_an_idx_that_is_not_what_the_format_says(corpus, at, data, expected):
+    patch(corpus.with_suffix(".idx"), at, data)
+    assert expected.format(idx=f"{corpus}.idx", bin=f"{corpus}.bin") in refusal(corpus)
+
+
+@pytest.mark.parametrize("size", [0, 5, 20, 60, 121])
+def test_refuses_a_truncated_idx(corpus, size):
+    path = corpus.with_suffix(".idx")
+    path.write_bytes(path.read_bytes()[:size])
+    assert str(path) in refusal(corpus)
+
+
+@pytest.mark.parametrize("size", [0, 8, 15, 17, 18])
+def test_refuses_a_bin_of_another_size(corpus, size):
+    path = corpus.with_suffix(".bin")
+    path.write_bytes((path.read_bytes() + b"more")[:size])
+    line = refusal(corpus)
+    assert f"have a .bin of 16 bytes, what the lengths in {corpus}.idx sum to; got {size} bytes in {path}" in line
+
+
+def test_a_pickled_index_still_sees_that_its_files_changed(corpus):
+    pickled = pickle.dumps(TokenIndex(corpus))
+    path = corpus.with_suffix(".bin")
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="got 14 bytes"):
+        pickle.loads(pickled)

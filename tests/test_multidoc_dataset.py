@@ -1,0 +1,293 @@
+"""MultiDocDataset: samples of a stream of documents, against streams put together by hand."""
+
+import json
+import pickle
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
+from verl_ext.data import MultiDocDataset
+from verl_ext.data.megatron import IndexWriter
+from verl_ext.packing import TOKENS
+
+LENGTHS = (7, 1, 30, 12, 15, 16, 2, 40, 9, 25)  # with EOS some are of 16 tokens and of 2
+TEXTS = random_words(LENGTHS)
+STREAM = stream_of(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts") / "scenes", TEXTS)
+
+
+@pytest.fixture(scope="module")
+def opened(tokenizer, texts, tmp_path_factory):
+    cache = str(tmp_path_factory.mktemp("cache"))
+
+    def of(paths=texts, **options):
+        return MultiDocDataset(paths, tokenizer, options.pop("seq_len", 16), cache_dir=cache, **options)
+
+    return of
+
+
+def write_index(prefix, documents):
+    """An index of these lists of token ids."""
+    writer = IndexWriter(prefix, np.uint16)
+    writer.add(np.concatenate([np.asarray(d, np.uint16) for d in documents]), np.array([len(d) for d in documents]))
+    writer.close()
+    return str(prefix)
+
+
+def ids(row):
+    return row["input_ids"].tolist()
+
+
+def test_random_starts_are_distinct_places_anywhere_in_the_stream(opened):
+    dataset = opened()
+    assert dataset.sampling == "random_starts"
+    assert len(dataset) == len(STREAM) // 16
+    places = {tuple(STREAM[start : start + 16]): start for start in range(len(STREAM) - 15)}
+    starts = [places[tuple(ids(dataset[k]))] for k in range(len(dataset))]
+    assert len(set(starts)) == len(starts)
+    assert any(start % 16 for start in starts)
+    assert dataset.pack_tokens().tolist() == [16] * len(dataset)
+    assert dataset.pack_targets().tolist() == [15] * len(dataset)
+
+
+def test_a_seed_gives_the_same_samples_and_another_gives_others(opened):
+    first, again, other = (opened(seed=seed) for seed in (1, 1, 2))
+    rows = [[ids(dataset[k]) for k in range(len(dataset))] for dataset in (first, again, other)]
+    assert rows[0] == rows[1] != rows[2]
+    assert first.digest == again.digest != other.digest
+
+
+@pytest.mark.parametrize("seq_len", [2, 16, 31, len(STREAM) - 1, len(STREAM)])
+def test_in_order_every_token_but_the_first_is_predicted_once(opened, seq_len):
+    dataset = opened(seq_len=seq_len, sampling="in_order")
+    predicted = [token for k in range(len(dataset)) for token in ids(dataset[k])[1:]]
+    assert predicted == STREAM[1:]
+    assert dataset.pack_targets().sum() == dataset.pack_tokens().sum() == len(STREAM) - 1
+    assert dataset.pack_tokens().max() <= seq_len
+
+
+def test_a_sample_is_one_document_to_attention_or_as_many_as_it_holds(opened):
+    across, apart = (opened(sampling="in_order", attend_across_documents=choice) for choice in (True, False))
+    assert len(across) == len(apart)
+    for k in range(len(across)):
+        row, other = across[k], apart[k]
+        size = len(row["input_ids"])
+        assert ids(row) == ids(other)
+        assert row["position_ids"].tolist() == list(range(size))
+        assert row["loss_mask"].tolist() == [0] + [1] * (size - 1)
+        position, positions = 0, []
+        for before, _ in pairwise([EOS, *ids(row)]):
+            position = 0 if before == EOS else position + 1
+            positions.append(position)
+        assert other["position_ids"].tolist() == positions
+        assert other["loss_mask"].tolist() == [int(position > 0) for position in positions]
+        assert torch.equal(other["category_ids"], other["loss_mask"])
+        assert apart.pack_targets()[k] == sum(position > 0 for position in positions)
+        assert apart.pack_documents()[k] == positions.count(0)
+
+
+def test_counts_of_all_samples_are_those_of_the_rows(opened):
+    for sampling in ("random_starts", "document_stream", "in_order"):
+        for across in (True, False):
+            dataset = opened(sampling=sampling, attend_across_documents=across, num_samples=40)
+            rows = [dataset[k] for k in range(len(dataset))]
+            read = [len(row["input_ids"]) - dataset.last_is_label for row in rows]
+            assert dataset.pack_tokens().tolist() == read
+            assert dataset.pack_targets().tolist() == [int(row["loss_mask"].sum()) for row in rows]
+            assert dataset.pack_documents().tolist() == [int((row["position_ids"] == 0).sum()) for row in rows]
+            assert dataset.pack_costs(TOKENS).tolist() == read
+            assert dataset.longest_document >= max(int(row["position_ids"][: read[0]].max()) + 1 for row in rows)
+
+
+def test_eos_stands_between_documents_on_request_alone(opened):
+    without = opened(add_eos=False, sampling="in_order", seq_len=1000)
+    assert ids(without[0]) == stream_of(TEXTS, eos=False)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 33, len(STREAM), 10_000])
+def test_a_corpus_is_cut_after_max_tokens(opened, cut):
+    dataset = opened(max_tokens=max(cut, 3), sampling="in_order", seq_len=1000)
+    assert ids(dataset[0]) == STREAM[: max(cut, 3)]
+
+
+def test_documents_come_from_files_folders_globs_and_records_alike(opened, texts, tmp_path):
+    by_name = sorted(f"{texts}/{number:03d}.txt" for number in range(len(TEXTS)))
+    forms = (texts, by_name, f"{texts}/*.txt", write_jsonl(tmp_path / "texts.jsonl", TEXTS))
+    assert all(ids(opened(form, sampling="in_order", seq_len=1000)[0]) == STREAM for form in forms)
+
+
+def test_a_split_by_document_shares_none(opened):
+    parts = {
+        part: opened(split=part, train_ratio=0.7, sampling="in_order", seq_len=1000, validates=part == "val")
+        for part in ("train", "val")
+    }
+    found = {part: Counter(_documents(ids(dataset[0]))) for part, dataset in parts.items()}
+    assert sum(found["train"].values()) == 7
+    assert sum(found["val"].values()) == 3
+    assert found["train"] + found["val"] == Counter(_documents(STREAM))
+
+
+def test_validation_has_a_seed_of_its_own(opened):
+    def rows(**options):
+        dataset = opened(validates=True, config={"val_sampling": "random_starts", **options}, seed=5)
+        return [ids(dataset[k]) for k in range(len(dataset))]
+
+    train = opened(seed=5)
+    assert rows() == rows(val_seed=6) != rows(val_seed=7)
+    assert rows(val_seed=5) == [ids(train[k]) for k in range(len(train))]
+
+
+def test_the_two_constructor_forms_give_the_same_samples(opened, texts, tokenizer, tmp_path):
+    config = {"seq_len": 16, "max_tokens": 16, "seed": 3, "cache_dir": str(tmp_path), "max_corpus_tokens": 100}
+    other = MultiDocDataset(parquet_files=texts, tokenizer=tokenizer, config=config)
+    first = opened(seed=3, max_tokens=100)
+    assert len(first) == len(other) == 6
+    assert all(ids(first[k]) == ids(other[k]) for k in range(6))
+    assert len(MultiDocDataset(parquet_files=texts, tokenizer=tokenizer, config=config, max_samples=4)) == 4
+
+
+def test_a_document_stream_reads_what_megatron_reads(opened, tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(3, 100, length).tolist() for length in (5, 1, 16, 17, 33, 2, 60, 8)]
+    prefix = write_index(tmp_path / "corpus", documents)
+    dataset = opened(prefix, num_samples=30, seed=11)
+    assert dataset.sampling == "document_stream"
+    theirs = _megatron(prefix, len(documents), 16, 30, 11)
+    for k in range(30):
+        text, _ = theirs._query_document_sample_shuffle_indices(k)
+        assert ids(dataset[k]) == text.tolist()
+
+
+def test_a_blend_keeps_its_shares_at_every_prefix_and_names_its_sources(opened, tmp_path):
+    paths = [write_index(tmp_path / name, [[number + 3] * 50] * 20) for number, name in enumerate("abc")]
+    weights = (0.5, 0.3, 0.2)
+    dataset = opened(None, blend=list(zip(weights, paths, strict=True)), num_samples=100)
+    assert dataset.categories.names == ("a", "b", "c")
+    drawn = [int(dataset[k]["category_ids"][1]) for k in range(100)]
+    assert [int(dataset[k]["input_ids"][0]) for k in range(100)] == [category + 2 for category in drawn]
+    for number, weight in enumerate(weights, start=1):
+        counts = np.cumsum([category == number for category in drawn])
+        assert np.abs(counts - weight * np.arange(1, 101)).max() < 1
+    assert [row["samples"] for row in dataset.facts()["sources"]] == [50, 30, 20]
+
+
+def test_a_source_of_weight_0_is_never_drawn_and_may_be_too_short(opened, tmp_path):
+    long, short = write_index(tmp_path / "long", [[5] * 100]), write_index(tmp_path / "short", [[6]])
+    dataset = opened(None, blend=[[1, long], [0, short]], num_samples=9)
+    assert {int(token) for k in range(9) for token in dataset[k]["input_ids"]} == {5}
+
+
+def test_several_sources_without_weights_give_all_their_samples(opened, tmp_path):
+    a, b = write_index(tmp_path / "a", [[5] * 81]), write_index(tmp_path / "b", [[6] * 33])
+    dataset = opened([a, b])
+    assert Counter(int(dataset[k]["input_ids"][0]) for k in range(len(dataset))) == {5: 5, 6: 2}
+    assert opened(str(tmp_path)).categories.names == ("a", "b")
+
+
+def test_epochs_say_how_often_the_tokens_are_seen(opened, tmp_path):
+    prefix = write_index(tmp_path / "corpus", [[5] * 81])
+    assert opened(prefix).epochs == pytest.approx(80 / 81)
+    assert opened(prefix, epochs=3).epochs == pytest.approx(240 / 81)
+    assert len(opened(prefix, epochs=3)) == 15  # ⌊(3·81 − 1) / 16⌋
+    assert len(opened(prefix, num_samples=7)) == 7
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), seq_len=st.integers(2, 30))
+def test_any_documents_give_every_token_once_in_order(tmp_path_factory, lengths, seq_len):
+    rng = np.random.default_rng(len(lengths))
+    documents = [rng.integers(3, 100, length).tolist() for length in lengths]
+    stream = [token for document in documents for token in document]
+    folder = tmp_path_factory.mktemp("any")
+    prefix = write_index(folder / "corpus", documents)
+    if len(stream) < 2:
+        with pytest.raises(ValueError, match=r"data.train_dir: corpus must .* tokens"):
+            MultiDocDataset(prefix, None, seq_len, sampling="in_order", cache_dir=str(folder))
+        return
+    dataset = MultiDocDataset(prefix, None, seq_len, sampling="in_order", cache_dir=str(folder))
+    assert [token for k in range(len(dataset)) for token in ids(dataset[k])[1:]] == stream[1:]
+
+
+def test_it_pickles_with_what_it_maps(opened):
+    for sampling in ("random_starts", "document_stream", "in_order"):
+        dataset = opened(sampling=sampling)
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert [ids(copy[k]) for k in range(len(copy))] == [ids(dataset[k]) for k in range(len(dataset))]
+
+
+def test_texts_are_tokenised_once_and_again_when_they_change(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+
+    def folders():
+        MultiDocDataset(path, tokenizer, 16, cache_dir=str(tmp_path / "cache"))
+        return {folder.name for folder in (tmp_path / "cache").glob("text-*") if folder.is_dir()}
+
+    once = folders()
+    assert folders() == once
+    write_jsonl(tmp_path / "texts.jsonl", TEXTS[:-1])
+    assert len(folders()) == 2
+
+
+def test_the_token_range_is_read_in_shares_and_kept(opened, tmp_path):
+    prefix = write_index(tmp_path / "corpus", [[9, 50], [], [7], [80, 8, 8, 8]])
+    dataset = opened(prefix, seq_len=2)
+    parts = [dataset.token_range_part(part, 5) for part in range(5)]
+    found = [part for part in parts if part is not None]
+    assert (min(low for low, _ in found), max(high for _, high in found)) == dataset.token_range == (7, 80)
+    assert dataset.cached_token_range() is None
+    dataset.cache_token_range()
+    assert opened(prefix, seq_len=2).cached_token_range() == (7, 80)
+
+
+def _documents(stream):
+    """The documents of a stream of texts, as JSON for counting."""
+    found, document = [], []
+    for token in stream:
+        document.append(token)
+        if token == EOS:
+            found.append(json.dumps(document))
+            document = []
+    return found
+
+
+def _megatron(prefix, documents, seq_len, num_samples, seed):
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    class Tokenizer:
+        vocab_size, eod, pad = 100, 2, 0
+        unique_identifiers = None
+
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_len,
+        blend=([prefix], None),
+        split="1,0,0",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    index = IndexedDataset(prefix)
+    return GPTDataset(index, prefix, np.arange(documents, dtype=np.int32), num_samples, Split.train, config)
+
+
+def test_tokens_of_a_text_are_the_tokenizers(tokenizer):
+    assert tokens_of(TEXTS[2], eos=False) == tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]

@@ -1,0 +1,193 @@
+"""What MultiDocDataset refuses: one line that names the key and what was received, and nothing is overwritten."""
+
+import logging
+import struct
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.document_texts import random_words, write_jsonl, write_texts
+from verl_ext.config import compose
+from verl_ext.config.checks import check_run
+from verl_ext.data import MultiDocDataset
+from verl_ext.data.megatron import IndexWriter
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """A corpus of 4 documents and 90 tokens, uint16."""
+    writer = IndexWriter(tmp_path / "corpus", np.uint16)
+    writer.add(np.arange(90, dtype=np.uint16), np.array([30, 20, 0, 40]))
+    writer.close()
+    return str(tmp_path / "corpus")
+
+
+@pytest.fixture
+def refused(tokenizer, tmp_path):
+    """Checks that the samples of some paths are refused in one line that matches."""
+
+    def check(paths, match, **options):
+        with pytest.raises(ValueError, match=match) as error:
+            MultiDocDataset(paths, tokenizer, options.pop("seq_len", 8), cache_dir=str(tmp_path / "cache"), **options)
+        assert "\n" not in str(error.value)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("blend", "match"),
+    [
+        ([[0.7, "{p}"], [-0.3, "b"]], r"data\.blend must have finite weights of at least 0; got -0.3 for b"),
+        ([[0, "{p}"], [0.0, "b"]], r"data\.blend must have a weight above 0; got 0 for every path"),
+        ([[float("nan"), "{p}"]], r"data\.blend must have finite weights"),
+        ([["{p}", 0.7]], r"data\.blend must be pairs of a weight and a path"),
+        ([0.7, "{p}"], r"data\.blend must be pairs of a weight and a path"),
+        ([], r"data\.blend must be pairs of a weight and a path"),
+        ([[True, "{p}"]], r"data\.blend must be pairs of a weight and a path"),
+        ([[1, "{p}"], [2, "{p}"]], r"data\.blend must name each path once; got .*corpus twice"),
+        ([[1, "{p}"], [2, "{p}.bin"]], r"data\.blend must have sources of different names; got corpus twice"),
+    ],
+)
+def test_a_blend_that_cannot_be_drawn(blend, match, prefix, refused):
+    named = [
+        [part.format(p=prefix) if isinstance(part, str) else part for part in pair] if isinstance(pair, list) else pair
+        for pair in blend
+    ]
+    refused(None, match, blend=named)
+
+
+def test_a_blend_beside_train_dir_and_other_samplings_of_it(prefix, refused):
+    refused(prefix, r"data\.train_dir must be null with data\.blend", blend=[[1, prefix]])
+    refused(None, r"data\.sampling must be document_stream with data\.blend", blend=[[1, prefix]], sampling="in_order")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"seq_len": 1}, r"data\.seq_len must be at least 2; got 1"),
+        ({"seq_len": 2.5}, r"data\.seq_len must be .*; got 2\.5"),
+        ({"sampling": "random"}, r"data\.sampling must be one of random_starts, document_stream, in_order"),
+        ({"num_samples": 0}, r"data\.num_samples must be at least 1; got 0"),
+        ({"max_tokens": 0}, r"data\.max_corpus_tokens must be at least 1; got 0"),
+        ({"train_ratio": 0.0}, r"data\.train_ratio must be a number above 0 and at most 1"),
+        ({"seed": -1}, r"data\.seed must be at least 0; got -1"),
+        ({"seed": 2**32}, r"data\.seed must be"),
+        ({"attend_across_documents": "no"}, r"data\.attend_across_documents must be true or false; got 'no'"),
+        ({"config": {"on_bad_record": "ignore"}}, r"data\.on_bad_record must be one of error, skip"),
+        ({"config": {"blend_rule": "random"}}, r"data\.blend_rule must be one of tijdeman, megatron"),
+        ({"config": {"val_sampling": "document_stream"}}, r"data\.val_sampling must be one of in_order, random_starts"),
+        ({"config": {"strategy": "best_fit"}}, r"data\.strategy must be none for samples of a stream; got 'best_fit'"),
+        ({"config": {"text_key": []}}, r"data\.text_key must name a field"),
+    ],
+)
+def test_an_option_that_cannot_be(options, match, prefix, refused):
+    refused(prefix, match, **options)
+
+
+def test_a_seq_len_that_is_not_the_packs_budget(prefix, tokenizer):
+    with pytest.raises(ValueError, match=r"data\.max_tokens must be data\.seq_len=16 .*; got 8"):
+        MultiDocDataset(prefix, tokenizer, config={"seq_len": 16, "max_tokens": 8})
+
+
+@pytest.mark.parametrize("sampling", ["random_starts", "document_stream"])
+def test_a_corpus_shorter_than_one_sample(sampling, prefix, refused):
+    refused(
+        prefix,
+        r"data\.train_dir: corpus must have the tokens of one sample.*got 90 tokens",
+        seq_len=91,
+        sampling=sampling,
+    )
+
+
+def test_paths_that_hold_nothing(tmp_path, refused):
+    refused(str(tmp_path / "absent"), r"data\.train_dir must name files that exist; .*absent does not exist")
+    refused(None, r"data\.train_dir must name texts or an index .*; got None")
+    refused([], r"data\.train_dir must name texts or an index .*; got \[\]")
+    refused(str(tmp_path / "*.txt"), r"data\.train_dir must name files that exist; .* matches no file")
+    refused(str(tmp_path / "absent.idx"), r"data\.train_dir must name a corpus in Megatron's indexed form")
+
+
+def test_an_index_without_its_tokens_and_one_that_is_cut(prefix, tmp_path, refused):
+    whole = (tmp_path / "corpus.bin").read_bytes()
+    (tmp_path / "corpus.bin").write_bytes(whole[:-2])
+    refused(prefix, r"data\.train_dir must have a \.bin of 180 bytes.*got 178")
+    (tmp_path / "corpus.bin").unlink()
+    refused(prefix, r"data\.train_dir must name a corpus .*corpus\.bin: No such file")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "match"),
+    [
+        (0, b"MMIDIDY", "must begin with"),
+        (9, struct.pack("<Q", 2), "must have version 1"),
+        (17, b"\x09", "must have a dtype code"),
+        (18, struct.pack("<Q", 5), "bytes, for the 5 sequences"),
+        (34, struct.pack("<i", 31), "pointer"),
+    ],
+)
+def test_an_idx_that_is_none(at, value, match, prefix, tmp_path, refused):
+    data = bytearray((tmp_path / "corpus.idx").read_bytes())
+    data[at : at + len(value)] = value
+    (tmp_path / "corpus.idx").write_bytes(data)
+    refused(prefix, match)
+
+
+def test_a_text_that_is_no_utf8_names_the_file_and_the_byte(tmp_path, refused, tokenizer):
+    folder = write_texts(tmp_path / "texts", random_words((9, 12)))
+    (tmp_path / "texts" / "000.txt").write_bytes(b"w1 w2 \xff w3")
+    refused(folder, r"000\.txt.*UTF-8.*byte 7.*data\.on_bad_record=skip")
+    config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
+    dataset = MultiDocDataset(folder, tokenizer, config=config)
+    assert [(row.category, row.documents) for row in dataset.not_as_they_stand()] == [("texts", 1)]
+    assert dataset.facts()["sources"][0]["tokens"] == 13
+
+
+def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
+    path = write_jsonl(tmp_path / "texts.jsonl", ["w1 w2 w3", " ", *random_words((20,))])
+    refused(path, r"texts\.jsonl:2: .*empty")
+    config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
+    row = MultiDocDataset(path, tokenizer, config=config).not_as_they_stand()[0]
+    assert (row.reason, row.documents) == ("bad record: empty", 1)
+
+
+def test_a_split_that_leaves_a_part_without_documents(prefix, refused):
+    refused(prefix, r"data\.train_ratio must leave .*; got 0.1 of 4", split="train", train_ratio=0.1)
+
+
+def test_a_damaged_cache_is_told_and_made_anew(tmp_path, tokenizer, caplog):
+    path = write_jsonl(tmp_path / "texts.jsonl", random_words((20, 30)))
+
+    def rows():
+        dataset = MultiDocDataset(path, tokenizer, 8, cache_dir=str(tmp_path / "cache"), sampling="document_stream")
+        return [dataset[k]["input_ids"].tolist() for k in range(len(dataset))]
+
+    first = rows()
+    for file in ("text.bin", "sample_index.npy"):
+        for damaged in (tmp_path / "cache").glob(f"*/{file}"):
+            damaged.write_bytes(damaged.read_bytes()[:-3])
+        with caplog.at_level(logging.WARNING):
+            assert rows() == first
+        assert file in caplog.text
+        assert "made anew" in caplog.text
+        caplog.clear()
+
+
+def test_its_options_are_refused_where_nothing_reads_them(tiny_model, tmp_path):
+    for override in ("data.blend=[[1,a]]", "data.seq_len=8", "data.sampling=in_order", "data.add_eos=true"):
+        config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", override])
+        key = override.partition("=")[0]
+        with pytest.raises(ValueError, match=rf"{key} is an option of data=multidoc; got .* without it"):
+            check_run(config, world_size=1)
+
+
+def test_a_blend_stands_in_for_train_dir(tiny_model):
+    config = compose([f"model.path={tiny_model}", "data=multidoc", "data.blend=[[1,a]]", "trainer.device=cpu"])
+    check_run(config, world_size=1)
+    with pytest.raises(ValueError, match=r"data\.train_dir is required"):
+        check_run(compose([f"model.path={tiny_model}", "data=multidoc", "trainer.device=cpu"]), world_size=1)

@@ -1,0 +1,156 @@
+"""Streams of documents through the trainer, against plain Hugging Face sample by sample."""
+
+from itertools import pairwise
+from math import exp
+
+import numpy as np
+import pytest
+import torch
+
+from tests.document_texts import random_words, write_jsonl
+from tests.ranks import run_ranks
+from tests.reference import load_eager
+from tests.training import metrics, train, train_alone
+from verl_ext.data.megatron import IndexWriter
+
+SEQ_LEN = 16
+LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "2 ranks share a sample": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Two texts, as records, whose documents cross samples; a is about twice b."""
+    folder = tmp_path_factory.mktemp("sources")
+    a = write_jsonl(folder / "a.jsonl", random_words((7, 1, 30, 12, 15, 16, 40, 3, 9) * 3, seed=1))
+    b = write_jsonl(folder / "b.jsonl", random_words((5, 20, 2, 33, 16, 1) * 2, seed=2))
+    return a, b
+
+
+def options(model, sources, folder, *more, sequence_parallel=1):
+    a, b = sources
+    return [
+        "data=multidoc",
+        f"data.blend=[[0.7,{a}],[0.3,{b}]]",
+        f"data.seq_len={SEQ_LEN}",
+        "data.train_ratio=0.8",
+        f"data.cache_dir={folder}/cache",
+        f"model.path={model}",
+        f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
+        f"trainer.default_local_dir={folder}/run",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.save_freq=-1",
+        "data.max_tokens=16",
+        *more,
+    ]
+
+
+def _rows_and_metrics(overrides):
+    """The rows of the first step and of validation, and what the run said."""
+    from pathlib import Path
+
+    trainer = train(overrides)
+    run = trainer.run
+    first = [run.train_set[int(pack)] for pack in run.plan.packs(0)]
+    validation = [run.validation.dataset[k] for k in range(len(run.validation.dataset))]
+    return first, validation, metrics(Path(run.output))
+
+
+def _sums(model, rows):
+    """(Σ ℓ_t, targets) by category of rows, in which attention stops where positions restart; and the gradient of the
+    mean over all."""
+    sums: dict[int, list] = {}
+    for row in rows:
+        ids, category, mask = row["input_ids"], row["category_ids"], row["loss_mask"]
+        begins = [*torch.nonzero(row["position_ids"] == 0).flatten().tolist(), len(ids)]
+        for begin, end in pairwise(begins):
+            if end - begin < 2:
+                continue
+            logits = model(ids[None, begin:end]).logits[0, :-1].double()
+            nll = torch.nn.functional.cross_entropy(logits, ids[begin + 1 : end], reduction="none")
+            assert mask[begin + 1 : end].all()
+            sums.setdefault(int(category[begin + 1]), []).append(nll)
+    return {name: torch.cat(parts) for name, parts in sums.items()}
+
+
+@pytest.mark.parametrize("across", ["true", "false"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_and_validation_are_those_of_plain_hugging_face(layout, across, tiny_model, sources, tmp_path):
+    ranks, sequence_parallel = LAYOUTS[layout]
+    asked = options(
+        tiny_model,
+        sources,
+        tmp_path,
+        "optim.lr=1e-12",  # validation comes after the last step
+        f"data.attend_across_documents={across}",
+        sequence_parallel=sequence_parallel,
+    )
+    rows, validation, said = run_ranks(_rows_and_metrics, ranks, asked)[0]
+    model = load_eager(str(tiny_model))
+
+    losses = _sums(model, rows)
+    mean = torch.cat(list(losses.values())).mean()
+    mean.backward()
+    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm().item()
+    assert said[1, "train/loss"] == pytest.approx(mean.item(), rel=1e-5)
+    assert said[1, "train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert said[1, "train/target_tokens"] == sum(len(part) for part in losses.values())
+    for category, name in ((1, "a"), (2, "b")):
+        assert said[1, f"train/{name}_loss"] == pytest.approx(losses[category].mean().item(), rel=1e-5)
+
+    with torch.no_grad():
+        measured = _sums(model, validation)
+    whole = torch.cat(list(measured.values()))
+    assert said[2, "val/loss"] == pytest.approx(whole.mean().item(), rel=1e-5)
+    assert said[2, "val/perplexity"] == pytest.approx(exp(whole.mean().item()), rel=1e-4)
+    for category, name in ((1, "a"), (2, "b")):
+        assert said[2, f"val/{name}_tokens"] == len(measured[category])
+        assert said[2, f"val/{name}_perplexity"] == pytest.approx(exp(measured[category].mean().item()), rel=1e-4)
+
+
+def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(tiny_model, sources, tmp_path):
+    whole = options(tiny_model, sources, tmp_path / "whole", "data.num_samples=16", "trainer.total_training_steps=4")
+    run_ranks(train_alone, 1, whole)
+    parts = options(tiny_model, sources, tmp_path / "parts", "data.num_samples=16", "trainer.save_freq=2")
+    run_ranks(train_alone, 1, [*parts, "optim.lr_scheduler_type=constant"])
+    run_ranks(train_alone, 1, [*parts, "optim.lr_scheduler_type=constant", "trainer.total_training_steps=4"])
+    first, second = (metrics(tmp_path / name / "run") for name in ("whole", "parts"))
+    assert [second[step, "train/loss"] for step in (1, 2, 3, 4)] == [first[step, "train/loss"] for step in (1, 2, 3, 4)]
+    assert second[4, "val/loss"] == first[4, "val/loss"]
+
+
+def test_a_resume_on_other_samples_is_refused(tiny_model, sources, tmp_path):
+    asked = options(tiny_model, sources, tmp_path, "trainer.save_freq=2")
+    run_ranks(train_alone, 1, asked)
+    with pytest.raises(AssertionError, match=r"attend_across_documents is False, but the run in .* was trained with"):
+        run_ranks(train_alone, 1, [*asked, "data.attend_across_documents=false"])
+    with pytest.raises(AssertionError, match="was trained with"):
+        run_ranks(train_alone, 1, [*asked, "trainer.total_training_steps=3"])
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused_before_it_is_loaded(tiny_model, tmp_path):
+    writer = IndexWriter(tmp_path / "corpus", np.uint16)
+    writer.add(np.array([5, 6, 128] * 30, np.uint16), np.array([90]))
+    writer.close()
+    asked = ["data=multidoc", f"data.train_dir={tmp_path}/corpus", "data.seq_len=16", "data.max_tokens=16"]
+    asked += [f"model.path={tiny_model}", f"data.cache_dir={tmp_path}/cache"]
+    asked += [f"trainer.default_local_dir={tmp_path}/run"]
+    for ranks in (1, 2):
+        with pytest.raises(AssertionError, match=r"data.train_dir must hold token ids .* \(0..127\); got .* 5 to 128"):
+            run_ranks(_told, ranks, asked)
+
+
+def _told(overrides):
+    try:
+        train(overrides)
+    except SystemExit as error:
+        raise AssertionError(error.__context__ or error) from None
+
+
+def test_an_epoch_of_a_stream_is_as_many_tokens_as_it_has(tiny_model, sources, tmp_path):
+    asked = options(tiny_model, sources, tmp_path, "data.sampling=document_stream", "trainer.total_epochs=2")
+    asked = [word for word in asked if "total_training_steps" not in word]
+    _, _, said = run_ranks(_rows_and_metrics, 1, [*asked, "trainer.test_freq=after_each_epoch"])[0]
+    last = max(step for step, _ in said)
+    assert said[last, "train/epoch"] == pytest.approx(2, rel=0.2)
+    assert len([step for step, name in said if name == "val/loss"]) >= 2

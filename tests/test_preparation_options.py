@@ -1,0 +1,58 @@
+"""Options that are settled before training and seen only in its steps: the order of documents, the steps that log."""
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+from tests.training import build, metrics, train_alone
+
+LENGTHS = (9, 30, 4, 17, 12, 22, 7, 26, 14, 5)
+
+
+@pytest.fixture
+def options(tmp_path, tiny_model):
+    """A run of two documents a step, five steps an epoch."""
+    documents = random_documents(np.random.default_rng(0), LENGTHS, VOCABULARY, 1)
+    return [
+        f"data.train_dir={write_tokenised(tmp_path / 'data', documents)}",
+        *(f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"),
+        *("data.strategy=none", "data.train_batch_size=2"),
+    ]
+
+
+def _lengths_read(options):
+    """Lengths of the documents that this rank is given in each of two epochs, in their order."""
+    trainer = build(options)
+    run, steps = trainer.run, trainer.run.plan.steps_per_epoch
+    batches = [batch.pack_lengths for batch in trainer.share.batches(run.train_set, run.plan, 0, 2 * steps)]
+    return [[length for batch in epoch for length in batch] for epoch in (batches[:steps], batches[steps:])]
+
+
+def test_without_a_shuffle_every_epoch_reads_the_documents_in_their_order(options):
+    in_order = [*options, "data.shuffle=false", "data.balance=none"]
+    assert run_ranks(_lengths_read, 1, in_order)[0] == [list(LENGTHS)] * 2
+    for rank, read in enumerate(run_ranks(_lengths_read, 2, in_order)):
+        assert read == [list(LENGTHS[rank::2])] * 2
+
+
+def test_a_shuffle_is_another_order_each_epoch(options):
+    first, second = run_ranks(_lengths_read, 1, [*options, "data.balance=none"])[0]
+    assert sorted(first) == sorted(second) == sorted(LENGTHS)
+    assert list(LENGTHS) != first != second != list(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batches", "logged"),
+    [
+        (1, 4, {2, 4, 5}),  # a step is two batches of the rank; the last step is always logged
+        (1, 3, {2, 4, 5}),
+        (2, 4, {4, 5}),
+        (1, 1, {1, 2, 3, 4, 5}),
+    ],
+)
+def test_steps_are_logged_every_so_many_batches_of_a_rank(options, tmp_path, ranks, batches, logged):
+    # log_freq is what log_every_batches takes the place of
+    run_ranks(train_alone, ranks, [*options, f"trainer.log_every_batches={batches}", "trainer.log_freq=50"])
+    assert {step for step, name in metrics(tmp_path / "run") if name == "train/loss"} == logged

@@ -1,0 +1,131 @@
+"""Tracked runs: one id from the first step to the last, whatever was resumed between, and never a question asked."""
+
+import importlib.util
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from verl_ext.config import compose
+from verl_ext.trainer.checkpoints import clear_output
+from verl_ext.trainer.run_ids import RUN_IDS, going_on_with, keep_run_ids, read_run_ids
+from verl_ext.trainer.tracking import open_tracking
+
+needs_swanlab = pytest.mark.skipif(importlib.util.find_spec("swanlab") is None, reason="swanlab is not installed")
+TRACKERS = ["wandb", pytest.param("swanlab", marks=needs_swanlab)]
+
+
+def _alone(folder: Path, **more: str) -> None:
+    """An environment in which trackers write below `folder`, and find no login of this machine's."""
+    for name in [name for name in os.environ if name.startswith(("WANDB", "SWANLAB"))]:
+        del os.environ[name]
+    os.environ.update(HOME=str(folder), WANDB_DIR=str(folder), SWANLAB_LOG_DIR=str(folder / "swanlog"), **more)
+    os.chdir(folder)
+
+
+def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
+    """The ids of runs begun one after the other, each after a step; the last with an id from the environment."""
+    _alone(folder, WANDB_MODE="offline", WANDB_SILENT="true", SWANLAB_MODE="offline")
+    config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
+    seen = []
+    for number, first_step in enumerate(first_steps, start=1):
+        if number == len(first_steps):
+            os.environ |= {f"{tracker.upper()}_RUN_ID": "chosen", f"{tracker.upper()}_RESUME": "allow"}
+        tracking = open_tracking(config, first_step)
+        tracking.log({"train/loss": 1.0}, first_step + 1)
+        run = tracking.logger[tracker]
+        seen.append((run.run if tracker == "wandb" else run.get_run()).id)
+        assert seen[-1] == json.loads((folder / "out" / RUN_IDS).read_text())[tracker]
+        tracking.finish()
+        if tracker == "wandb":
+            run.teardown()  # as a new process: wandb reads its environment once in each
+    return seen
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_resumed_run_keeps_its_id_and_a_fresh_one_has_its_own(tracker, tmp_path):
+    ((first, resumed, fresh, chosen),) = run_ranks(_ids_of, 1, tmp_path, tracker, [0, 3, 0, 3])
+    assert resumed == first
+    assert fresh != first
+    assert chosen == "chosen"  # the environment's, also on a resume
+
+
+def _told_on_a_terminal(folder: Path, tracker: str) -> str:
+    """What is told of a tracker without a login, where there is a terminal to ask on."""
+    _alone(folder)
+    _, terminal = pty.openpty()
+    with os.fdopen(terminal, "r+b", buffering=0) as raw:
+        sys.stdin = sys.stderr = open(raw.fileno(), "w+b", buffering=0, closefd=False)  # noqa: SIM115
+        asked = sys.stdin
+        config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
+        try:
+            open_tracking(config, 0)
+        except ValueError as error:
+            assert sys.stdin is asked, "the terminal is given back"
+            return str(error)
+        finally:
+            sys.stdin, sys.stderr = sys.__stdin__, sys.__stderr__
+    return ""
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_tracker_without_a_login_is_one_line_and_not_a_question(tracker, tmp_path):
+    (told,) = run_ranks(_told_on_a_terminal, 1, tmp_path, tracker)
+    assert told.startswith(f"trainer.logger must name trackers that can begin; got ['{tracker}'] (")
+    assert "\n" not in told
+
+
+def test_a_tracker_that_is_not_installed_is_told_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    config = compose(["trainer.logger=[swanlab]", f"trainer.default_local_dir={tmp_path}"])
+    with pytest.raises(ValueError, match=r"^trainer\.logger .* got \['swanlab'\] \([^\n]*swanlab[^\n]*\)"):
+        open_tracking(config, 0)
+
+
+class _Run:
+    def __init__(self, run_id):
+        self.run = self
+        self.id = run_id
+
+    def get_run(self):
+        return self
+
+
+def test_ids_of_trackers_that_a_resume_leaves_out_are_kept(tmp_path):
+    keep_run_ids(tmp_path, {}, {"wandb": _Run("a"), "swanlab": _Run("b"), "console": object()})
+    assert read_run_ids(tmp_path) == {"wandb": "a", "swanlab": "b"}
+    keep_run_ids(tmp_path, read_run_ids(tmp_path), {"swanlab": _Run("c")})
+    assert read_run_ids(tmp_path) == {"wandb": "a", "swanlab": "c"}
+
+
+def test_a_fresh_run_without_a_tracker_leaves_no_id_of_an_earlier_one(tmp_path):
+    keep_run_ids(tmp_path, {}, {"wandb": _Run("a")})
+    keep_run_ids(tmp_path, {}, {"console": object()})
+    assert read_run_ids(tmp_path) == {}
+
+
+def test_only_the_named_trackers_see_an_id_and_the_environment_is_given_back(monkeypatch):
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "SWANLAB_RUN_ID", "SWANLAB_RESUME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SWANLAB_RESUME", "must")
+    before = dict(os.environ)
+    with going_on_with({"wandb": "a", "swanlab": "b"}, ["swanlab", "console"]):
+        added = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        assert added == {"SWANLAB_RUN_ID": "b"}
+    assert dict(os.environ) == before
+
+
+def test_overwriting_a_run_forgets_its_ids(tmp_path):
+    keep_run_ids(tmp_path, {}, {"wandb": _Run("a")})
+    clear_output(tmp_path)
+    assert read_run_ids(tmp_path) == {}
+
+
+def test_a_damaged_file_of_ids_is_named(tmp_path):
+    (tmp_path / RUN_IDS).write_text('["a"')
+    with pytest.raises(ValueError, match=r"^trainer\.default_local_dir: run_ids\.json must be a JSON object"):
+        read_run_ids(tmp_path)

@@ -1,0 +1,176 @@
+"""Text records as tokens: what runs in every worker process of the index command, and in a training process.
+
+document 1        document 2 (unusable)      document 3            add_bos=false add_eos=true
+t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from verl_ext.commands.errors import UsageError
+from verl_ext.data.index.parcels import Parcel
+from verl_ext.data.megatron.idx_format import optimal_dtype
+from verl_ext.tokenize.bad_record import BadRecord
+from verl_ext.tokenize.chunks import Chunk, parse_line
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text becomes documents; the fields are described in `conf/index.yaml`.
+
+    `key_prefix` stands before a key where an error names one: `data.` where the options are a dataset's.
+    """
+
+    text_key: str | Sequence[str] = "text"
+    add_eos: bool = True
+    add_bos: bool = False
+    on_bad_record: str = "error"
+    key_prefix: str = ""
+
+    @property
+    def text_keys(self) -> list[str]:
+        """The fields that a record's text is made of, joined by newlines."""
+        return [self.text_key] if isinstance(self.text_key, str) else list(self.text_key)
+
+
+@dataclass(frozen=True)
+class BadText:
+    """A record that gives no document: how many documents stand before it, the reason, and the line that says so."""
+
+    after: int
+    reason: str
+    line: str
+
+
+@dataclass
+class Documents:
+    """tokens[ΣT] of the index's dtype and lengths[D] int32 of one parcel.
+
+    `bad` holds the unusable records in order; `failure` is what ends the run once the documents here are written.
+    """
+
+    source: int
+    num_bytes: int
+    tokens: np.ndarray
+    lengths: np.ndarray
+    bad: list[BadText]
+    failure: str | None
+
+
+class TextTokenizer:
+    """Turns parcels of records into token arrays with one tokenizer and one set of options.
+
+    The documents' tokens are the tokenizer's own of the whole text, without special tokens; BOS and EOS are added
+    whatever the text begins and ends with, as Megatron's `--append-eod` does. Raises `UsageError` where the tokenizer
+    has no token that is to be added.
+    """
+
+    def __init__(self, tokenizer: Any, options: TextOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.vocabulary = vocabulary_size(tokenizer)
+        self.dtype = np.dtype(optimal_dtype(self.vocabulary))
+        self.first = self._added("bos") if options.add_bos else []
+        self.last = self._added("eos") if options.add_eos else []
+
+    def _added(self, name: str) -> list[int]:
+        token = getattr(self.tokenizer, f"{name}_token_id")
+        if token is None:
+            key = f"{self.options.key_prefix}add_{name}"
+            raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
+        return [token]
+
+    def tokenise(self, parcel: Parcel) -> Documents:
+        """The parcel's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
+        ids: list[list[int]] = []
+        bad: list[BadText] = []
+        failure = parcel.failure
+        for place, outcome in self._outcomes(parcel):
+            if not isinstance(outcome, BadRecord):
+                ids.append(outcome)
+                continue
+            bad.append(BadText(len(ids), outcome.reason, f"{place}: {outcome}"))
+            if self.options.on_bad_record == "error":
+                failure = self._failure(bad[-1])
+                break
+        lengths = np.array([len(document) for document in ids], dtype=np.int32)
+        lengths += len(self.first) + len(self.last)
+        return Documents(parcel.source, parcel.num_bytes, self._joined(ids, lengths), lengths, bad, failure)
+
+    def _failure(self, bad: BadText) -> str:
+        return f"{bad.line} ({bad.reason}; {self.options.key_prefix}on_bad_record=skip leaves such records out)"
+
+    def _outcomes(self, parcel: Parcel) -> Iterator[tuple[str, list[int] | BadRecord]]:
+        """(place, token ids or why there are none) of every record, in order."""
+        texts = list(record_texts(parcel, self.options))
+        encoded = iter(self._encode([text for _, text in texts if isinstance(text, str)]))
+        for place, text in texts:
+            outcome = next(encoded) if isinstance(text, str) else text
+            yield place, outcome or BadRecord("empty", "the tokenizer makes no token of the text")
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        out = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )
+        return out["input_ids"]
+
+    def _joined(self, ids: list[list[int]], lengths: np.ndarray) -> np.ndarray:
+        """Every document's tokens, BOS and EOS included, side by side."""
+        parts = chain.from_iterable((self.first, document, self.last) for document in ids)
+        tokens = np.fromiter(chain.from_iterable(parts), np.int64, int(lengths.sum(dtype=np.int64)))
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
+            raise UsageError(f"the tokenizer must give tokens of its vocabulary, 0..{self.vocabulary - 1}; got {wrong}")
+        return tokens.astype(self.dtype)
+
+
+def record_texts(parcel: Parcel, options: TextOptions) -> Iterator[tuple[str, str | BadRecord]]:
+    """(place, text or why there is none) of every record; none after the first that ends the run."""
+    for chunk in parcel.chunks:
+        for number, raw in chunk.records:
+            try:
+                yield chunk.place(number), _text(chunk, raw, options)
+            except BadRecord as error:
+                yield chunk.place(number), error
+                if options.on_bad_record == "error":
+                    return
+
+
+def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str:
+    record = parse_line(raw) if isinstance(raw, bytes) else raw
+    if isinstance(record, BadRecord):
+        raise record
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    keys = ["text"] if chunk.whole_file else options.text_keys
+    text = "\n".join([_field(record, key, options) for key in keys])
+    if not text.strip():
+        raise BadRecord("empty", "the text is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+    return text
+
+
+def _field(record: dict[str, Any], key: str, options: TextOptions) -> str:
+    value = record.get(key)
+    if isinstance(value, str):
+        return value
+    if value is not None:
+        raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
+    found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
+    raise BadRecord(
+        "no_text", f"{options.key_prefix}text_key must name a field of the record; got {key}, its fields are {found}"
+    )
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the highest token: `len(tokenizer)`, more where the numbers have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))

@@ -1,0 +1,32 @@
+"""Megatron's indexed form of pretraining data: files, sample indices, windows and blends. numpy in, numpy out."""
+
+from verl_ext.data.megatron.blend import blend_order, check_weights, megatron_blend_order, normalised
+from verl_ext.data.megatron.idx_format import optimal_dtype
+from verl_ext.data.megatron.index_writer import IndexWriter
+from verl_ext.data.megatron.indices_cache import BLEND_RULES, cached_blend, cached_sample_indices
+from verl_ext.data.megatron.sample_index import SampleIndices, build_sample_indices, count_tokens, epochs_needed
+from verl_ext.data.megatron.token_index import TokenIndex
+from verl_ext.data.megatron.token_stream import Pieces, TokenStream
+from verl_ext.data.megatron.windows import Windows, in_order_starts, random_starts
+
+__all__ = [
+    "BLEND_RULES",
+    "IndexWriter",
+    "Pieces",
+    "SampleIndices",
+    "TokenIndex",
+    "TokenStream",
+    "Windows",
+    "blend_order",
+    "build_sample_indices",
+    "cached_blend",
+    "cached_sample_indices",
+    "check_weights",
+    "count_tokens",
+    "epochs_needed",
+    "in_order_starts",
+    "megatron_blend_order",
+    "normalised",
+    "optimal_dtype",
+    "random_starts",
+]

@@ -1,0 +1,162 @@
+"""Which source each sample of a blend is drawn from.
+
+`blend_order` keeps the count c_i of every source after every k samples at |c_i - w_i·k| <= 1 - 1/(2D-2) < 1, for D
+sources of weights w_i that sum to 1: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
+Its rule: at step k a source may be drawn if w_i·k - c_i >= s, s = 1/(2D-2); of those, the one that can wait least is,
+the smallest (1 - s - (w_i·k - c_i)) / w_i. Seen from a source, its draw number j = 0, 1, … has
+
+    a release    the first step k with  w_i·k >= j + s
+    a deadline   the first step k with  w_i·k >  j + 1 - s      later, its count would lag by more than the bound
+
+and the released draw of the earliest deadline comes first (of equal ones, that of the first source): at O(log D) a
+step. Weights are the decimals that they print as, and the arithmetic is that of whole numbers, so that nothing drifts
+and the order repeats with the weights' common denominator: 0.7 and 0.3 have the order of 10 samples, over and over.
+
+`megatron_blend_order` is megatron-core's own rule, the largest w_i·k - c_i. It is no bound: with many sources some
+counts lag by more than 1.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from heapq import heappop, heappush
+from itertools import count, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 1 << 16
+MAX_SOURCES = np.iinfo(np.int16).max
+
+Order = tuple[NDArray[np.int16], NDArray[np.int64]]
+
+
+def blend_order(weights: Sequence[float], n: int, key: str = "data.blend") -> Order:
+    """(int16[n]: source of each sample, int64[n]: which of that source's samples). Sources of weight 0 are not drawn.
+
+    Raises:
+        ValueError: weights negative, all zero or not finite; more than 32,767 of them; `key` is named.
+    """
+    check_weights(weights, key)
+    drawn = [source for source, weight in enumerate(weights) if weight > 0]
+    parts = _whole_parts([weights[source] for source in drawn])
+    period = min(n, sum(parts))
+    number = np.empty(period, np.int16)
+    if len(parts) == 1:
+        number[:] = 0
+    elif len(parts) == 2:
+        _fill_two(parts, number)
+    else:
+        _fill(number, _chairmen(parts))
+    source = np.tile(np.array(drawn, np.int16)[number], -(-n // max(period, 1)))[:n]
+    return source, sample_numbers(source, len(weights))
+
+
+def megatron_blend_order(weights: Sequence[float], n: int, key: str = "data.blend") -> Order:
+    """`blend_order` by megatron-core's rule: the arrays of its `build_blending_indices` for normalised weights.
+
+    Raises:
+        ValueError: as `blend_order`.
+    """
+    check_weights(weights, key)
+    drawn = [source for source, weight in enumerate(weights) if weight > 0]
+    number = np.empty(n, np.int16)
+    _fill(number, _most_behind(normalised([weights[source] for source in drawn]).tolist()))
+    source = np.array(drawn, np.int16)[number]
+    return source, sample_numbers(source, len(weights))
+
+
+def normalised(weights: Sequence[float]) -> NDArray[np.float64]:
+    """Weights as shares of their sum, to the bit as megatron-core's `normalize`."""
+    array = np.array(weights, np.float64)
+    return array / np.sum(array)
+
+
+def sample_numbers(source: NDArray[np.int16], num_sources: int) -> NDArray[np.int64]:
+    """int64[n]: for each place, how often its source comes before it."""
+    numbers = np.empty(len(source), np.int64)
+    counts = np.zeros(num_sources, np.int64)
+    for first in range(0, len(source), BLOCK):
+        part = source[first : first + BLOCK]
+        order = np.argsort(part, kind="stable")
+        here = np.bincount(part, minlength=num_sources)
+        begins = np.cumsum(here) - here
+        numbers[first + order] = np.arange(len(part)) + np.repeat(counts - begins, here)
+        counts += here
+    return numbers
+
+
+def check_weights(weights: Sequence[float], key: str = "data.blend") -> None:
+    """ValueError where a blend's weights cannot be used."""
+    shown = str(list(weights)) if len(weights) <= 8 else f"{list(weights[:8])} and {len(weights) - 8} more"
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        raise ValueError(f"{key} must have weights that are finite and at least 0; got {shown}")
+    if not any(weights):
+        raise ValueError(f"{key} must have a weight above 0; got {shown}")
+    if len(weights) > MAX_SOURCES:
+        raise ValueError(f"{key} must have at most {MAX_SOURCES} sources; got {len(weights)}")
+
+
+def _whole_parts(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in the proportion of the weights, without a common divisor."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * scale) for weight in exact]
+    divisor = math.gcd(*parts)
+    return [part // divisor for part in parts]
+
+
+def _fill(out: NDArray[np.int16], steps: Iterator[int]) -> None:
+    for first in range(0, len(out), BLOCK):
+        part = out[first : first + BLOCK]
+        part[:] = list(islice(steps, len(part)))
+
+
+def _fill_two(parts: list[int], out: NDArray[np.int16]) -> None:
+    """The rule's order for two sources, where s = 1/2: the lighter one is drawn at its releases, (j + 1/2)/w rounded
+    up, and the other one at all other steps. Where both may be drawn, w·k - c = 1/2 of both, the first one is, and the
+    second one a step later."""
+    light = int(parts[1] < parts[0])
+    total, double, late = sum(parts), 2 * parts[light], light
+    out[:] = 1 - light
+    for first in range(0, len(out) * parts[light] // total + 1, BLOCK):
+        halves = range(2 * first + 1, 2 * (first + BLOCK), 2)
+        steps = [(half * total - 1 + late) // double for half in halves]  # from 0
+        out[[step for step in steps if step < len(out)]] = light
+
+
+def _chairmen(parts: list[int]) -> Iterator[int]:
+    """The rule's sources, without end, for two or more; the weights are parts/sum(parts)."""
+    sources, total = len(parts), sum(parts)
+    whole = total * (2 * sources - 2)  # in units of which s = total
+    weights = [part * (2 * sources - 2) for part in parts]
+    lag = [total] * sources  # j + s of the next draw
+    released: list[int] = []  # deadline · sources + source
+    waiting: dict[int, list[int]] = {}  # release -> the same
+    for source, weight in enumerate(weights):
+        draw = ((whole - total) // weight + 1) * sources + source
+        waiting.setdefault(-(-total // weight), []).append(draw)
+    for step in count(1):
+        for draw in waiting.pop(step, ()):
+            heappush(released, draw)
+        source = heappop(released) % sources
+        yield source
+        lag[source] += whole
+        weight, least = weights[source], lag[source]
+        draw = ((least + whole - 2 * total) // weight + 1) * sources + source
+        release = -(-least // weight)
+        if release <= step:
+            heappush(released, draw)
+        else:
+            waiting.setdefault(release, []).append(draw)
+
+
+def _most_behind(weights: list[float]) -> Iterator[int]:
+    """Megatron's sources, without end: the first of the largest w·k - c, where k = 1 for the first sample as well."""
+    counts = [0] * len(weights)
+    for step in count():
+        k = float(step or 1)
+        errors = [weight * k - drawn for weight, drawn in zip(weights, counts, strict=True)]
+        source = errors.index(max(errors))
+        counts[source] += 1
+        yield source

@@ -1,0 +1,201 @@
+"""Megatron's three indices over a stream of documents, equal to those of megatron-core's GPTDataset for the same seed.
+
+    document_index   the documents of all epochs in one shuffled order: the stream
+    sample_index     row k: where token k·seq_len of the stream lies, (place in document_index, offset)
+    shuffle_index    the order in which samples are drawn
+
+    document_index   4       1           4    …         seq_len 4: a sample has 5 tokens, its last one is also the
+    stream           a b c | d e f g h | a b …          first of the next, so that every token is a target once
+    sample_index     (0,0)     (1,1)       (2,0)
+    sample 0         a b c   d e
+    sample 1                   e f g h   a
+
+Where the last epoch gives less than 80 % of its samples, its documents and samples are shuffled on their own, after
+those of all epochs before. All arithmetic is in Python's integers and int64.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.data.megatron.token_stream import Pieces
+from verl_ext.data.megatron.windows import check_has_sample
+
+BLOCK = 1 << 18  # documents and rows located at a time
+MAX_INT32 = np.iinfo(np.int32).max
+MAX_UINT32 = np.iinfo(np.uint32).max
+
+Allocate = Callable[[tuple[int, ...], Any], NDArray[Any]]  # shape, dtype -> an array to be filled
+
+
+class SampleIndices:
+    """Sample k is row shuffle_index[k] of sample_index: seq_len + 1 tokens.
+
+    document_index int32[E·D] (numbers into `lengths`), sample_index int32|int64[n+1, 2], shuffle_index
+    uint32|int64[n]; lengths int32: tokens of every document of the corpus.
+    """
+
+    def __init__(
+        self,
+        document_index: NDArray[np.int32],
+        sample_index: NDArray[Any],
+        shuffle_index: NDArray[Any],
+        lengths: NDArray[np.int32],
+    ) -> None:
+        self.document_index, self.sample_index, self.shuffle_index = document_index, sample_index, shuffle_index
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def pieces(self, k: int) -> Pieces:
+        """The tokens of sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
+        row = self.shuffle_index.item(k)
+        (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
+        document = self.document_index[first : last + 1].astype(np.int64)
+        stop = self.lengths[document].astype(np.int64)
+        start = np.zeros(len(document), np.int64)
+        start[0] = begin
+        stop[-1] = end + 1
+        full = stop > start
+        return (document, start, stop) if full.all() else (document[full], start[full], stop[full])
+
+    def piece_counts(self) -> NDArray[np.int64]:
+        """int64[n]: non-empty pieces of each sample."""
+        counts = np.empty(len(self), np.int64)
+        for row in range(0, len(self), BLOCK):
+            place = self.sample_index[row : row + BLOCK + 1, 0]
+            begin, end = int(place[0]), int(place[-1])
+            running = np.zeros(end - begin + 2, np.int64)
+            for first in range(begin, end + 1, BLOCK):
+                part = self.document_index[first : min(first + BLOCK, end + 1)]
+                running[first - begin + 1 : first - begin + 1 + len(part)] = self.lengths[part] > 0
+            np.cumsum(running, out=running)
+            counts[row : row + len(place) - 1] = running[place[1:] - begin + 1] - running[place[:-1] - begin]
+        return counts[self.shuffle_index]
+
+
+class EpochPlan(NamedTuple):
+    """How often the documents are repeated, and how many samples that gives."""
+
+    epochs: int
+    samples: int
+    samples_before_last: int  # of the epochs shuffled together; samples where the last is one of them
+
+    @property
+    def separate_last(self) -> bool:
+        return self.samples_before_last < self.samples
+
+
+def epochs_needed(num_tokens: int, seq_len: int, num_samples: int | None) -> int:
+    """Epochs of num_tokens tokens that num_samples samples of seq_len targets need (None: one epoch)."""
+    return 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // num_tokens))
+
+
+def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str = "data.train_dir") -> EpochPlan:
+    """The epochs and samples that Megatron takes. There may be more samples than asked for.
+
+    Raises:
+        ValueError: fewer tokens than one sample has, seq_len + 1; `key` is named.
+    """
+    check_has_sample(num_tokens, seq_len + 1, key)
+    epochs = epochs_needed(num_tokens, seq_len, num_samples)
+    samples = (epochs * num_tokens - 1) // seq_len
+    if epochs == 1:
+        return EpochPlan(epochs, samples, samples)
+    assert num_samples is not None
+    before = ((epochs - 1) * num_tokens - 1) // seq_len
+    per_epoch = (num_tokens - 1) // seq_len
+    separate = num_samples - before < 4 * per_epoch // 5  # Megatron's int(0.80 * per_epoch), for all up to 2^50
+    return EpochPlan(epochs, samples, before if separate else samples)
+
+
+def build_sample_indices(
+    lengths: NDArray[np.int32],
+    documents: NDArray[Any] | None,
+    seq_len: int,
+    num_samples: int | None,
+    seed: int,
+    key: str = "data.train_dir",
+    allocate: Allocate = np.empty,
+) -> SampleIndices:
+    """The indices of `documents` (numbers into `lengths`; None: all) for at least num_samples samples.
+
+    `num_samples=None`: one epoch. `allocate(shape, dtype)` makes the array of sample_index, which may be a memory map.
+
+    Raises:
+        ValueError: fewer tokens than one sample has; `key` is named.
+    """
+    if documents is None:
+        documents = np.arange(len(lengths), dtype=np.int32)
+    plan = plan_epochs(count_tokens(lengths, documents), seq_len, num_samples, key)
+    random = np.random.RandomState(seed)
+    document_index = _document_index(np.asarray(documents, np.int32), plan, random)
+    widest = max(len(document_index), int(lengths.max()))
+    sample_index = allocate((plan.samples + 1, 2), sample_dtype(widest))
+    _locate_samples(lengths, document_index, seq_len, sample_index)
+    return SampleIndices(document_index, sample_index, _shuffle_index(plan, random), lengths)
+
+
+def count_tokens(lengths: NDArray[Any], documents: NDArray[Any] | None = None) -> int:
+    """Tokens of `documents` (None: all), counted in blocks."""
+    num_documents = len(lengths) if documents is None else len(documents)
+    total = 0
+    for first in range(0, num_documents, BLOCK):
+        part = slice(first, first + BLOCK)
+        total += int(lengths[part if documents is None else documents[part]].sum(dtype=np.int64))
+    return total
+
+
+def sample_dtype(widest: int) -> type[np.generic]:
+    """Of sample_index, whose greatest value may be `widest`."""
+    return np.int32 if widest <= MAX_INT32 else np.int64
+
+
+def shuffle_dtype(samples: int) -> type[np.generic]:
+    """Of shuffle_index."""
+    return np.uint32 if samples < MAX_UINT32 - 1 else np.int64
+
+
+def _document_index(documents: NDArray[np.int32], plan: EpochPlan, random: np.random.RandomState) -> NDArray[np.int32]:
+    if not plan.separate_last:
+        index = np.tile(documents, plan.epochs)
+        random.shuffle(index)
+        return index
+    index = np.tile(documents, plan.epochs)
+    together = len(documents) * (plan.epochs - 1)
+    random.shuffle(index[:together])
+    random.shuffle(index[together:])
+    return index
+
+
+def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray[Any]:
+    index = np.arange(plan.samples, dtype=shuffle_dtype(plan.samples))
+    random.shuffle(index[: plan.samples_before_last])
+    if plan.separate_last:
+        random.shuffle(index[plan.samples_before_last :])
+    return index
+
+
+def _locate_samples(
+    lengths: NDArray[np.int32], document_index: NDArray[np.int32], seq_len: int, out: NDArray[Any]
+) -> None:
+    """Fill the rows of sample_index, block by block of documents; those are its rows' positions as well, ascending."""
+    out[0] = 0  # also where the first document is empty
+    row, begin = 1, 0
+    for first in range(0, len(document_index), BLOCK):
+        length = lengths[document_index[first : first + BLOCK]]
+        ends = np.cumsum(length, dtype=np.int64)
+        end = begin + int(ends[-1])
+        rows = min(len(out), -(-end // seq_len))  # rows before it have positions below `end`
+        while row < rows:
+            part = slice(row, min(row + BLOCK, rows))
+            position = np.arange(part.start, part.stop, dtype=np.int64) * seq_len - begin
+            place = np.searchsorted(ends, position, side="right")
+            out[part, 0] = place + first
+            out[part, 1] = position - ends[place] + length[place]
+            row = part.stop
+        begin = end
+    assert row == len(out), "every sample must begin inside the stream"

@@ -1,0 +1,169 @@
+"""TokenIndex: a corpus in Megatron's indexed form, memory-mapped."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.data.megatron.idx_format import DTYPES, HEADER, MAGIC, VERSION, IdxLayout
+
+BLOCK = 1 << 18  # documents checked at a time
+BLOCK_TOKENS = 1 << 22
+SUFFIXES = (".bin", ".idx")
+
+
+class TokenIndex:
+    """Documents of PREFIX.bin as PREFIX.idx has them; nothing is read before it is asked for, but to be checked.
+
+    lengths int32[D], pointers int64[D] (bytes), num_documents, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx).
+    Its arrays are read-only views of the files. It pickles as its prefix.
+    """
+
+    def __init__(self, prefix: str | Path, key: str = "data.train_dir", check: bool = True) -> None:
+        """`prefix` may end with .bin or .idx. `key`: the config key that errors name. `check=False` leaves out the
+        pass over all lengths and pointers (12 bytes a document), for files that have been checked.
+
+        Raises:
+            ValueError: a file that is missing or not what the format says, or two that do not belong together.
+        """
+        text = os.fspath(prefix)
+        self.prefix = text[:-4] if text.endswith(SUFFIXES) else text
+        self.key = key
+        self.files = (f"{self.prefix}.bin", f"{self.prefix}.idx")
+        bin_size, idx_size = (self._size(path) for path in self.files)
+        self.dtype, layout = self._read_header(idx_size)
+        self._idx = _mapped(self.files[1], np.uint8)
+        self.num_documents = layout.sequences
+        self.lengths: NDArray[np.int32] = np.frombuffer(
+            self._idx, np.int32, count=layout.sequences, offset=layout.lengths_at
+        )
+        self.pointers: NDArray[np.int64] = np.frombuffer(
+            self._idx, np.int64, count=layout.sequences, offset=layout.pointers_at
+        )
+        self._check_documents(layout)
+        if check:
+            self._check_arrays()
+        self._check_bin(bin_size)
+        self.num_tokens = bin_size // self.dtype.itemsize
+        self._tokens = _mapped(self.files[0], self.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenIndex, (self.prefix, self.key, False)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits of the header and the lengths: the same for corpora that are sampled in the same way."""
+        return hashlib.sha256(self._idx[: HEADER.size + 4 * self.num_documents].data).hexdigest()[:16]
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Tokens start..stop-1 of a document (to its end where `stop` is None), as a view."""
+        length = self.lengths.item(document)
+        stop = length if stop is None else stop
+        assert 0 <= start <= stop <= length, "a document's tokens must lie inside it"
+        first = self.pointers.item(document) // self.dtype.itemsize
+        return self._tokens[first + start : first + stop]
+
+    def gather(self, document: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]) -> NDArray[Any]:
+        """Tokens start[p]..stop[p]-1 of document[p] for every piece p, one after the other, as a new array."""
+        first = self.pointers[document] // self.dtype.itemsize
+        begins, ends = (first + start).tolist(), (first + stop).tolist()
+        return np.concatenate([self._tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
+
+    def token_range(self, first_document: int = 0, last_document: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) token id of documents first..last-1; (0, -1) where they have no token."""
+        last = self.num_documents if last_document is None else last_document
+        lowest, highest = [], []
+        for begin in range(self._first_token(first_document), self._first_token(last), BLOCK_TOKENS):
+            block = self._tokens[begin : min(begin + BLOCK_TOKENS, self._first_token(last))]
+            lowest.append(block.min())
+            highest.append(block.max())
+        return (int(min(lowest)), int(max(highest))) if lowest else (0, -1)
+
+    def _first_token(self, document: int) -> int:
+        if document == self.num_documents:
+            return self.num_tokens
+        return self.pointers.item(document) // self.dtype.itemsize
+
+    def _size(self, path: str) -> int:
+        try:
+            with open(path, "rb") as file:
+                return os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise ValueError(
+                f"{self.key} must name a corpus in Megatron's indexed form, PREFIX.bin and PREFIX.idx; got "
+                f"{self.prefix}: {path}: {error.strerror}"
+            ) from error
+
+    def _read_header(self, size: int) -> tuple[np.dtype[Any], IdxLayout]:
+        with open(self.files[1], "rb") as file:
+            head = file.read(HEADER.size)
+        if head[: len(MAGIC)] != MAGIC:
+            raise self._idx_error(f"begin with {MAGIC!r}", repr(head[: len(MAGIC)]))
+        if len(head) < HEADER.size:
+            raise self._idx_error(f"have a header of {HEADER.size} bytes", f"{size} bytes")
+        _, version, code, sequences, documents = HEADER.unpack(head)
+        if version != VERSION:
+            raise self._idx_error(f"have version {VERSION}", str(version))
+        if code not in DTYPES or not np.issubdtype(DTYPES[code], np.integer):
+            integers = [f"{number} ({kind.__name__})" for number, kind in DTYPES.items() if kind().dtype.kind in "iu"]
+            raise self._idx_error(f"have a dtype code of {', '.join(integers)}", str(code))
+        layout = IdxLayout(sequences, documents)
+        if size not in (layout.size, layout.size + sequences):  # with modes
+            raise self._idx_error(
+                f"have {layout.size} bytes, for the {sequences} sequences and {documents} document indices it names",
+                f"{size} bytes",
+            )
+        return np.dtype(DTYPES[code]), layout
+
+    def _check_documents(self, layout: IdxLayout) -> None:
+        ends = np.frombuffer(self._idx, np.int64, count=layout.documents, offset=layout.documents_at)
+        last = ends.item(-1) if len(ends) else None
+        if last != layout.sequences:
+            raise self._idx_error(f"have document indices that end at its {layout.sequences} sequences", str(last))
+
+    def _check_arrays(self) -> None:
+        """Every length at least 0, every pointer where the lengths before it end."""
+        begin = 0
+        for first, lengths, pointers in self._blocks():
+            if lengths.min() < 0:
+                at = int((lengths < 0).argmax())
+                raise self._idx_error(f"have lengths of at least 0; document {first + at}", str(lengths[at]))
+            ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize + begin
+            expected = ends - lengths.astype(np.int64) * self.dtype.itemsize
+            if not np.array_equal(pointers, expected):
+                at = int((pointers != expected).argmax())
+                raise self._idx_error(
+                    f"have pointer {expected[at]} for document {first + at}, where the lengths before it end",
+                    str(pointers[at]),
+                )
+            begin = int(ends[-1])
+
+    def _check_bin(self, size: int) -> None:
+        last = self.num_documents - 1
+        expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
+        if size != expected:
+            raise ValueError(
+                f"{self.key} must have a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to; got "
+                f"{size} bytes in {self.files[0]}"
+            )
+
+    def _blocks(self) -> Iterator[tuple[int, NDArray[np.int32], NDArray[np.int64]]]:
+        """(first document, lengths, pointers): copies, because the file's own are not aligned."""
+        for first in range(0, self.num_documents, BLOCK):
+            part = slice(first, first + BLOCK)
+            yield first, self.lengths[part].copy(), self.pointers[part].copy()
+
+    def _idx_error(self, requirement: str, found: str) -> ValueError:
+        return ValueError(f"{self.key} must {requirement} in {self.files[1]}; got {found}")
+
+
+def _mapped(path: str, dtype: Any) -> NDArray[Any]:
+    """The whole file, read-only, as a plain array: slices of np.memmap cost five times as much."""
+    if os.path.getsize(path) == 0:  # cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r").view(np.ndarray)

@@ -1,0 +1,70 @@
+"""Windows: samples of up to seq_len tokens of a stream of documents, at random or one after the other.
+
+stream      a a a b b b b b c c         seq_len 4
+in order    [a a a b][b b b b][c c]     every token once, the last window partial
+random      ⌊10/4⌋ = 2 of the starts 0..6, all different, any order
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.data.megatron.token_stream import Pieces, TokenStream
+
+DENSE = 4  # fewer candidates than this for each start are shuffled as a whole
+
+
+class Windows:
+    """Sample k: tokens starts[k]..starts[k]+seq_len-1 of the stream, as far as it goes."""
+
+    def __init__(self, stream: TokenStream, starts: NDArray[np.int64], seq_len: int) -> None:
+        self.stream, self.starts, self.seq_len = stream, starts, seq_len
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def pieces(self, k: int) -> Pieces:
+        """The tokens of sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
+        start = self.starts.item(k)
+        return self.stream.pieces(start, min(start + self.seq_len, self.stream.num_tokens))
+
+    def token_counts(self) -> NDArray[np.int64]:
+        """int64[n]: tokens of each sample."""
+        return np.minimum(self.starts + self.seq_len, self.stream.num_tokens) - self.starts
+
+    def piece_counts(self) -> NDArray[np.int64]:
+        """int64[n]: pieces of each sample."""
+        return self.stream.piece_counts(self.starts, self.starts + self.token_counts())
+
+
+def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.train_dir") -> NDArray[np.int64]:
+    """int64[⌊num_tokens/seq_len⌋]: different starts of 0..num_tokens-seq_len, every choice and order as likely.
+
+    Memory grows with the number of starts, not with the number of tokens. Drawing with replacement until enough
+    different starts are there gives each set of them the same chance, since the candidates are interchangeable.
+
+    Raises:
+        ValueError: fewer tokens than one sample has; `key` is named.
+    """
+    check_has_sample(num_tokens, seq_len, key)
+    rng = np.random.default_rng(seed)
+    wanted, candidates = num_tokens // seq_len, num_tokens - seq_len + 1
+    if candidates < DENSE * wanted:
+        return rng.permutation(candidates)[:wanted].copy()
+    starts = np.empty(0, np.int64)
+    while len(starts) < wanted:
+        more = rng.integers(candidates, size=wanted - len(starts), dtype=np.int64)
+        starts = np.sort(np.concatenate([starts, more]))  # np.unique hashes, at many times the cost
+        starts = starts[np.diff(starts, prepend=-1) > 0]
+    rng.shuffle(starts)
+    return starts
+
+
+def in_order_starts(num_tokens: int, seq_len: int) -> NDArray[np.int64]:
+    """int64[⌈num_tokens/seq_len⌉]: 0, seq_len, 2·seq_len, … below num_tokens."""
+    return np.arange(0, num_tokens, seq_len, dtype=np.int64)
+
+
+def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
+    """ValueError where a corpus has fewer tokens than one sample needs."""
+    if num_tokens < needed:
+        raise ValueError(f"{key} must have the tokens of one sample, {needed} (data.seq_len); got {num_tokens} tokens")

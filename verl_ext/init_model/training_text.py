@@ -1,0 +1,96 @@
+"""The text that a tokenizer is trained on, read as a stream."""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.commands.progress import progress_bar
+from verl_ext.tokenize.bad_record import BadRecord
+from verl_ext.tokenize.chunks import parse_line, read_chunks
+from verl_ext.tokenize.records import PlainText, parse_record
+from verl_ext.tokenize.source_files import SourceFile, find_source_files
+
+BLOCK = 1 << 20  # bytes of a text file that are taken at once
+
+
+def find_training_files(patterns: Sequence[str]) -> list[SourceFile]:
+    """The files of `tokenizer.train_on`; `UsageError` for one that is missing or of no known format."""
+    try:
+        return find_source_files({"train_on": list(patterns)})
+    except UsageError as error:
+        raise UsageError(str(error).replace("sources.train_on", "tokenizer.train_on")) from error
+
+
+class TrainingText:
+    """Iterates over the text of `files`: blocks of text files, and what records say. Memory is that of a chunk.
+
+    `characters` counts what was read. Raises `DataError` with file and place for what cannot be used.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], text_key: str) -> None:
+        self.files = files
+        self.text_key = text_key
+        self.characters = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.characters = 0
+        total = sum(file.num_bytes for file in self.files)
+        with progress_bar("training text", total, unit="B", unit_scale=True) as bar:
+            for file in self.files:
+                for text, num_bytes in _blocks(file.path) if file.kind == "text" else self._records(file):
+                    self.characters += len(text)
+                    if text:
+                        yield text
+                    bar.update(min(num_bytes, total - bar.n))
+            bar.update(total - bar.n)
+
+    def _records(self, file: SourceFile) -> Iterator[tuple[str, int]]:
+        """Every text of every record, and the bytes of the file that were read for it."""
+        for chunk in read_chunks(file):
+            for number, record in chunk.records:
+                try:
+                    texts = record_texts(parse_line(record) if isinstance(record, bytes) else record, self.text_key)
+                except BadRecord as error:
+                    raise DataError(f"{chunk.place(number)}: {error}") from error
+                yield from ((text, 0) for text in texts)
+            yield "", chunk.num_bytes
+
+
+def record_texts(record: Any, text_key: str) -> list[str]:
+    """What a record says: its field `text_key`, or else every message of the chat that it is to `verl_ext.tokenize`."""
+    if isinstance(record, dict) and record.get(text_key) is not None:
+        if not isinstance(text := record[text_key], str):
+            raise BadRecord("non_string_content", f"{text_key} must be a string; got {type(text).__name__}")
+        return [text]
+    try:
+        content = parse_record(record).content
+    except BadRecord as error:
+        if error.reason != "unknown_fields":
+            raise
+        content = PlainText("")
+    if isinstance(content, PlainText):
+        found = ", ".join(map(str, record)) or "none"
+        raise BadRecord("unknown_fields", f"no field {text_key} (tokenizer.text_key) and no chat; its fields: {found}")
+    return [message["content"] for message in content.messages]
+
+
+def _blocks(path: str) -> Iterator[tuple[str, int]]:
+    """A text file in blocks that end with a line, where no line is longer than a block, and the bytes of each."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = 0
+    try:
+        with open(path, "rb") as stream:
+            while data := stream.read(BLOCK):
+                data += stream.readline(BLOCK)
+                begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+                text = decoder.decode(data)
+                yield (text if position else text.removeprefix("\ufeff")).replace("\r\n", "\n"), len(data)
+                position += len(data)
+            begun = len(decoder.getstate()[0])
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        byte = position - begun + error.start + 1
+        raise DataError(f"{path}: text must be UTF-8; byte {byte} is not") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
