@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from tests.megatron_peer import indexed_dataset
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.data.index import run
@@ -210,7 +211,6 @@ def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) 
 
 
 def test_megatron_opens_the_index_and_its_builder_writes_the_same_bytes(tmp_path: Path, model: Path) -> None:
-    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     index({"a": write_texts(tmp_path / "a", TEXTS)}, tmp_path / "out", model)
     opened = indexed_dataset.IndexedDataset(str(tmp_path / "out/a"))
     assert [opened[number].tolist() for number in range(len(opened))] == expected(TEXTS)

@@ -1,7 +1,6 @@
 """Both ways with megatron-core: files, sample indices for the same seed, and blends."""
 
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_megatron_samples import LONGEST, corpora
+from tests.corpora import LONGEST, corpora
+from tests.megatron_peer import gpt_dataset, helpers, indexed_dataset, open_gpt_dataset, utils
 from verl_ext.data.megatron import (
     IndexWriter,
     TokenIndex,
@@ -18,11 +18,6 @@ from verl_ext.data.megatron import (
     normalised,
     optimal_dtype,
 )
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of parts of Megatron that need a GPU
-    pytest.importorskip("megatron.core", reason="megatron-core is part of the extra `test`")
-    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
@@ -114,21 +109,8 @@ def test_megatrons_dataset_reads_from_our_files_what_ours_reads(tmp_path):
     rng = np.random.default_rng(1)
     sequences = [rng.integers(0, 1000, length).tolist() for length in rng.integers(0, 40, 50)]
     prefix = str(our_file(tmp_path / "ours", sequences, np.uint16))
-    tokenizer = types.SimpleNamespace(vocab_size=1000, eod=0, pad=-1, unique_identifiers={})
-    config = gpt_dataset.GPTDatasetConfig(
-        random_seed=5,
-        sequence_length=16,
-        blend=([prefix], None),
-        split="1,0,0",
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        path_to_cache=str(tmp_path / "cache"),
-    )
-    low = indexed_dataset.IndexedDataset(prefix)
     documents = np.arange(5, 45, dtype=np.int32)
-    theirs = gpt_dataset.GPTDataset(low, prefix, documents, 70, utils.Split.train, config)
+    theirs = open_gpt_dataset(prefix, documents, 16, 70, 5, cache=str(tmp_path / "cache"))
     index = TokenIndex(prefix)
     ours = build_sample_indices(index.lengths, documents, 16, 70, seed=5)
     assert len(ours) == len(theirs) > 70

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
+from tests.megatron_peer import open_gpt_dataset
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import IndexWriter
 from verl_ext.packing import TOKENS
@@ -168,7 +169,7 @@ def test_a_document_stream_reads_what_megatron_reads(opened, tmp_path):
     prefix = write_index(tmp_path / "corpus", documents)
     dataset = opened(prefix, num_samples=30, seed=11)
     assert dataset.sampling == "document_stream"
-    theirs = _megatron(prefix, len(documents), 16, 30, 11)
+    theirs = open_gpt_dataset(prefix, np.arange(len(documents), dtype=np.int32), 16, 30, 11)
     for k in range(30):
         text, _ = theirs._query_document_sample_shuffle_indices(k)
         assert ids(dataset[k]) == text.tolist()
@@ -264,29 +265,6 @@ def _documents(stream):
             found.append(json.dumps(document))
             document = []
     return found
-
-
-def _megatron(prefix, documents, seq_len, num_samples, seed):
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-
-    class Tokenizer:
-        vocab_size, eod, pad = 100, 2, 0
-        unique_identifiers = None
-
-    config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_len,
-        blend=([prefix], None),
-        split="1,0,0",
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-    )
-    index = IndexedDataset(prefix)
-    return GPTDataset(index, prefix, np.arange(documents, dtype=np.int32), num_samples, Split.train, config)
 
 
 def test_tokens_of_a_text_are_the_tokenizers(tokenizer):

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from verl_ext.config import compose
+from verl_ext.data.index.config import load_config as index_config
+from verl_ext.init_model.config import load_config as model_config
 from verl_ext.tokenize.config import TokenizeConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,9 +33,10 @@ def test_the_make_targets_that_it_names_exist():
 
 
 def test_its_training_commands_compose():
-    packed, chunked = (compose(words) for words in commands("verl_ext.fsdp_sft_trainer"))
+    packed, chunked, streamed = (compose(words) for words in commands("verl_ext.fsdp_sft_trainer"))
     assert (packed.data.max_tokens, packed.engine.ulysses_sequence_parallel_size) == (131072, 8)
     assert (chunked.data.max_tokens, chunked.engine.ulysses_sequence_parallel_size) == (32768, 1)
+    assert (streamed.data.max_tokens, [path for _, path in streamed.data.blend]) == (4096, ["index/books", "index/web"])
 
 
 def test_its_tokenise_command_is_understood(tiny_model):
@@ -43,8 +46,17 @@ def test_its_tokenise_command_is_understood(tiny_model):
         assert list(config.source_patterns()) == ["gsm8k", "code"]
 
 
+def test_its_pretraining_commands_are_understood(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (words,) = commands("verl_ext.data.index")
+    index = index_config([word.replace("=model", f"={tiny_model}") for word in words])
+    assert list(index.source_patterns()) == ["books", "web"]
+    (words,) = commands("verl_ext.init_model")
+    assert model_config(words).model == "minimind_104m"
+
+
 def test_the_files_that_it_links_exist():
-    assert all((ROOT / link).exists() for link in re.findall(r"\]\((?!http)([^)]+)\)", README))
+    assert all((ROOT / link).exists() for link in re.findall(r"\]\((?!http|#)([^)]+)\)", README))
 
 
 def test_the_quickstart_ends_with_a_table_curves_and_an_answer(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.babilong_files import records, write_records
+from tests.document_texts import random_words, write_texts
 from tests.ranks import run_ranks
 from tests.stock_verl import train_with_stock_verl
 from tests.tiny_model import VOCABULARY
@@ -24,6 +25,15 @@ def test_verls_own_trainer_trains_on_our_packs(tiny_model, tmp_path, output):
     overrides.append("trainer.total_epochs=3")
     losses, _ = run_ranks(train_with_stock_verl, 2, "SFTDataSet", str(tiny_model), output, overrides)
     assert len(losses) >= 6
+    assert losses[-1] < losses[0]
+
+
+def test_verls_own_trainer_takes_samples_of_a_stream(tiny_model, tmp_path, output):
+    texts = write_texts(tmp_path / "texts", random_words([40] * 8))
+    overrides = [f"data.train_files={texts}", "+data.seq_len=32", f"+data.cache_dir={output}/cache"]
+    overrides += ["+data.sampling=document_stream", "data.micro_batch_size_per_gpu=2", "trainer.total_epochs=2"]
+    (losses,) = run_ranks(train_with_stock_verl, 1, "MultiDocDataset", str(tiny_model), output, overrides)
+    assert len(losses) == 4
     assert losses[-1] < losses[0]
 
 

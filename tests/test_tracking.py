@@ -1,6 +1,5 @@
 """Tracked runs: one id from the first step to the last, whatever was resumed between, and never a question asked."""
 
-import importlib.util
 import json
 import os
 import pty
@@ -15,8 +14,7 @@ from verl_ext.trainer.checkpoints import clear_output
 from verl_ext.trainer.run_ids import RUN_IDS, going_on_with, keep_run_ids, read_run_ids
 from verl_ext.trainer.tracking import open_tracking
 
-needs_swanlab = pytest.mark.skipif(importlib.util.find_spec("swanlab") is None, reason="swanlab is not installed")
-TRACKERS = ["wandb", pytest.param("swanlab", marks=needs_swanlab)]
+TRACKERS = ["wandb", "swanlab"]
 
 
 def _alone(folder: Path, **more: str) -> None:

@@ -19,14 +19,14 @@ import torch
 
 from verl_ext.data.babilong_cache import tokenised_folder
 from verl_ext.data.babilong_files import find_files
-from verl_ext.data.babilong_options import SPLITS, BABILongOptions
+from verl_ext.data.babilong_options import BABILongOptions
 from verl_ext.data.babilong_samples import BABILongSample, SampleFacts
-from verl_ext.data.babilong_split import split_rows
 from verl_ext.data.category_numbers import CategoryNumbers
+from verl_ext.data.document_split import split_rows
 from verl_ext.data.over_length_report import OverLengthRow
 from verl_ext.data.scan import DocumentScan
 from verl_ext.data.sft_dataset import SFTDataSet
-from verl_ext.packing import Spans, check_choice, plan_packs
+from verl_ext.packing import Spans, plan_packs
 
 IGNORED = -100  # the label that Hugging Face losses leave out
 
@@ -84,7 +84,7 @@ class BABILongDataset(SFTDataSet):
             "cache_dir": cache_dir,
         }
         self.babilong = BABILongOptions.from_config(config or {}, given)
-        self.split = None if split is None else check_choice("split", split, SPLITS)
+        self.split = split
         padding = _padding_value(tokenizer)
         files = find_files(parquet_files if path is None else path, key)
         self.files = tuple(file.path for file in files)

@@ -1,15 +1,15 @@
 """BABILongOptions: how a BABILong record becomes a row, from arguments or from a config's data node, checked."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from verl_ext.data.cached_folder import check_cache_dir
+from verl_ext.data.document_split import check_train_ratio
 from verl_ext.packing import check_choice, whole_number
 from verl_ext.packing.strategies import MOST_TOKENS
 
 TRUNCATE = ("context", "right")
-SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,9 @@ class BABILongOptions:
         check_choice("data.truncate", self.truncate, TRUNCATE)
         if not isinstance(self.append_eos, bool):
             raise ValueError(f"data.append_eos must be true or false; got {self.append_eos!r}")
-        ratio = self.train_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"data.train_ratio must be a number above 0 and at most 1; got {ratio!r}")
+        check_train_ratio(self.train_ratio)
         whole_number("data.seed", self.seed, least=0)
-        if self.cache_dir is not None and not (isinstance(self.cache_dir, (str, os.PathLike)) and str(self.cache_dir)):
-            raise ValueError(f"data.cache_dir must be a folder or null; got {self.cache_dir!r}")
+        check_cache_dir(self.cache_dir)
 
     @property
     def prompt_tokens(self) -> int:

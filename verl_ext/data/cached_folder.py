@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 CONTENTS = "contents.json"
 
@@ -28,6 +29,12 @@ def default_root(name: str, cache_dir: str | None) -> Path:
     from datasets.config import HF_DATASETS_CACHE  # here, because importing it takes a second
 
     return Path(HF_DATASETS_CACHE) / name
+
+
+def check_cache_dir(cache_dir: Any) -> None:
+    """ValueError for a data.cache_dir that is neither null nor a path."""
+    if cache_dir is not None and not (isinstance(cache_dir, (str, os.PathLike)) and str(cache_dir)):
+        raise ValueError(f"data.cache_dir must be a folder or null; got {cache_dir!r}")
 
 
 def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: str = "data.cache_dir") -> Path:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl_ext.data.babilong_split import split_rows
 from verl_ext.data.cached_folder import default_root
 from verl_ext.data.categories import CategoryTable
+from verl_ext.data.document_split import split_rows
 from verl_ext.data.multidoc_options import MultiDocOptions
 from verl_ext.data.multidoc_plan import LABEL_TOKENS, SamplePlan, StreamPlan, WindowPlan, source_tokens
 from verl_ext.data.multidoc_sources import Source, SourceFinder

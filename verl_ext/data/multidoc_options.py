@@ -8,13 +8,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_ext.data.cached_folder import check_cache_dir
+from verl_ext.data.document_split import check_train_ratio
 from verl_ext.data.megatron import BLEND_RULES
 from verl_ext.packing import check_choice, whole_number
 from verl_ext.packing.strategies import MOST_TOKENS
+from verl_ext.tokenize.bad_record import ON_BAD_RECORD
 
 SAMPLINGS = ("random_starts", "document_stream", "in_order")
 VAL_SAMPLINGS = ("in_order", "random_starts")
-ON_BAD_RECORD = ("error", "skip")
 # What packs of whole documents can have, and samples of a stream cannot.
 _FIXED = {"strategy": ("none",), "mixture": (None,), "balance": ("none",), "pad_mode": ("no_padding",)}
 
@@ -58,14 +60,11 @@ class MultiDocOptions:
         for name in ("attend_across_documents", "add_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"data.{name} must be true or false; got {getattr(self, name)!r}")
-        ratio = self.train_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"data.train_ratio must be a number above 0 and at most 1; got {ratio!r}")
+        check_train_ratio(self.train_ratio)
         keys = (self.text_key,) if isinstance(self.text_key, str) else self.text_key
         if not keys or not all(isinstance(name, str) and name for name in keys):
             raise ValueError(f"data.text_key must name a field of a record, or several; got {self.text_key!r}")
-        if self.cache_dir is not None and not (isinstance(self.cache_dir, (str, os.PathLike)) and str(self.cache_dir)):
-            raise ValueError(f"data.cache_dir must be a folder or null; got {self.cache_dir!r}")
+        check_cache_dir(self.cache_dir)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], given: Mapping[str, Any]) -> "MultiDocOptions":

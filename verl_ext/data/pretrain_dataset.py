@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ext.data.babilong_split import split_rows
 from verl_ext.data.category_numbers import CategoryNumbers
+from verl_ext.data.document_split import split_rows
 from verl_ext.data.over_length_counts import OverLengthDocuments
 from verl_ext.data.over_length_report import OverLengthRow, over_length_report
 from verl_ext.data.pretrain_cache import tokenised_folder
 from verl_ext.data.pretrain_documents import DocumentFacts
 from verl_ext.data.pretrain_files import find_files
-from verl_ext.data.pretrain_options import SPLITS, PreTrainOptions
+from verl_ext.data.pretrain_options import PreTrainOptions
 from verl_ext.data.pretrain_summary import Summary
 from verl_ext.data.scan import DocumentScan
 from verl_ext.data.sft_dataset import SFTDataSet
-from verl_ext.packing import Spans, check_choice, cut_spans, plan_packs
+from verl_ext.packing import Spans, cut_spans, plan_packs
 
 IGNORED = -100  # the label that Hugging Face losses leave out
 
@@ -99,7 +99,7 @@ class PreTrainDataset(SFTDataSet):
             "pad_mode": pad_mode,
         }
         self.text = PreTrainOptions.from_config(config or {}, given)
-        self.split = None if split is None else check_choice("split", split, SPLITS)
+        self.split = split
         self.has_bos = tokenizer.bos_token_id is not None
         files, names = find_files(parquet_files if datapath is None else datapath, key)
         self.files = tuple(file.path for file in files)

@@ -1,16 +1,16 @@
 """PreTrainOptions: how text becomes rows, from arguments or from a config's data node, checked."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from verl_ext.data.cached_folder import check_cache_dir
+from verl_ext.data.document_split import check_train_ratio
 from verl_ext.packing import check_choice, whole_number
 from verl_ext.packing.strategies import MOST_TOKENS
+from verl_ext.tokenize.bad_record import ON_BAD_RECORD
 
 ROWS = ("packed", "padded")
-ON_BAD_RECORD = ("error", "skip")
-SPLITS = ("train", "val")
 ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 
 
@@ -42,12 +42,9 @@ class PreTrainOptions:
             raise ValueError(f"data.text_key must name a field of the records; got {self.text_key!r}")
         check_choice("data.rows", self.rows, ROWS)
         check_choice("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
-        ratio = self.train_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"data.train_ratio must be a number above 0 and at most 1; got {ratio!r}")
+        check_train_ratio(self.train_ratio)
         whole_number("data.seed", self.seed, least=0)
-        if self.cache_dir is not None and not (isinstance(self.cache_dir, (str, os.PathLike)) and str(self.cache_dir)):
-            raise ValueError(f"data.cache_dir must be a folder or null; got {self.cache_dir!r}")
+        check_cache_dir(self.cache_dir)
 
     @property
     def text_tokens(self) -> int:

@@ -1,5 +1,7 @@
 """A record that cannot be used."""
 
+ON_BAD_RECORD = ("error", "skip")  # what may be done about one
+
 
 class BadRecord(ValueError):
     """Ends the run under `on_bad_record=error`, and is counted under `skip`.
