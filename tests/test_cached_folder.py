@@ -1,7 +1,9 @@
 """cached_folder: made once, whole or not at all, by one of many processes; damage is seen and told."""
 
+import errno
 import logging
 import multiprocessing
+import re
 from pathlib import Path
 
 import filelock
@@ -168,6 +170,45 @@ def test_what_cannot_be_written_is_one_line_with_the_key(tmp_path):
         cached_folder(tmp_path / "file" / "cache", "abc", write_two_files)
     with pytest.raises(ValueError, match=r"^index\.cache must be"):
         cached_folder(tmp_path / "file" / "cache", "abc", write_two_files, key="index.cache")
+
+
+def test_a_file_that_make_cannot_read_is_named_and_the_cache_is_not(tmp_path):
+    def reads(folder):
+        (folder / "half").write_text("half")
+        (tmp_path / "none.jsonl").read_text()
+
+    told = f"{tmp_path / 'none.jsonl'}: No such file or directory"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+            cached_folder(tmp_path / "root", "abc", reads)
+    assert _with_one_that_waits(tmp_path / "root", reads, _never) == (f"ValueError: {told}",) * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "{root}/abc cannot be made: Input/output error"),
+        (OSError("broken\nmore of it"), "{root}/abc cannot be made: broken"),
+        (PermissionError(errno.EACCES, "Permission denied", "/b.txt"), "/b.txt: Permission denied"),
+        (OSError(errno.ENOSPC, "Full", "/tmp/b"), "/tmp/b: Full"),
+        (OSError(errno.ENOSPC, "Full"), "data.cache_dir must be a folder that can be written; got {root}: Full"),
+    ],
+)
+def test_an_os_error_of_make_is_told_as_what_it_is(tmp_path, error, told):
+    def fails(folder):
+        raise error
+
+    told = told.format(root=tmp_path / "root")
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        cached_folder(tmp_path / "root", "abc", fails)
+
+
+def test_an_error_of_make_in_its_own_folder_is_the_caches(tmp_path):
+    def writes(folder):
+        (folder / "none" / "file").write_text("")
+
+    with pytest.raises(ValueError, match=r"^data\.cache_dir must be a folder that can be written; got \S+/root: No"):
+        cached_folder(tmp_path / "root", "abc", writes)
 
 
 def test_the_root_is_the_folder_given_or_one_in_the_cache_of_datasets(tmp_path, monkeypatch):

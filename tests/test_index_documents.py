@@ -45,7 +45,7 @@ def test_a_document_is_its_tokens_between_the_tokens_asked_for(add_bos: bool, ad
     texts = ["the cat", "sat on the mat", "a<|im_end|>"]
     result = tokenise(*({"text": text} for text in texts), add_bos=add_bos, add_eos=add_eos)
     assert documents(result) == [[BOS] * add_bos + ids(text) + [EOS] * add_eos for text in texts]
-    assert (result.tokens.dtype, result.lengths.dtype) == (np.uint16, np.int32)
+    assert (result.tokens.dtype, result.lengths.dtype) == (np.uint16, np.int64)
 
 
 def test_fields_of_a_record_are_joined_by_newlines() -> None:
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_read_ends_its_source_after_the_documents_before_i
 class RecordedWriter:
     """Keeps what is written."""
 
-    def __init__(self, prefix: Path, dtype: np.dtype) -> None:
+    def __init__(self, prefix: Path, dtype: np.dtype, key: str) -> None:
         self.tokens: list[int] = []
         self.lengths: list[int] = []
 
@@ -262,3 +262,33 @@ def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
             files[:1], TOKENIZER, tmp_path / "none", TextOptions("body", on_bad_record="skip"), progress=False
         )
     assert not list(tmp_path.glob("none*"))
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('{"text": "the cat"}\n{"text": 3}\n', "a.jsonl:2: text must be a string"),
+        ("", "a.jsonl must hold at least one document; got none"),
+    ],
+)
+def test_a_mistake_at_the_start_is_told_without_a_bar(
+    content: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    files = find_source_files({"a": [str(tmp_path / "a.jsonl")]})
+    with pytest.raises(DataError, match=line):
+        write_text_index(files, TOKENIZER, tmp_path / "out", TextOptions())
+    assert capfd.readouterr().err == ""
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n' * 9)
+    write_text_index(files, TOKENIZER, tmp_path / "out", TextOptions())
+    assert "9 records" in capfd.readouterr().err
+
+
+def test_a_document_too_long_for_the_format_names_the_key_of_its_text(tmp_path: Path) -> None:
+    tokens = np.broadcast_to(np.uint16(0), 2**31)  # one element in memory
+    with (
+        pytest.raises(ValueError, match=r"^data\.val_dir must give documents of at most 2147483647 tokens"),
+        TextIndex(tmp_path / "out", np.dtype(np.uint16), key="data.val_dir") as index,
+    ):
+        index.add(Documents(1, 9, tokens, np.array([2**31]), [], None))
+    assert list(tmp_path.iterdir()) == []

@@ -177,6 +177,7 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
         (["sources={a/b:in.txt}"], "sources.a/b must be a file's name"),
         (["sources={.a:in.txt}"], "sources..a must be a file's name"),
         (["sources={a:[]}"], "sources.a must be a path, a glob or a list of them; got []"),
+        (["sources={a:x.txt, b:y.txt, a:z.txt}"], "sources must have each name once, several values of it as a list;"),
         (["text_key=[]"], "text_key must be a field or a list of fields; got []"),
         (["max_corpus_tokens=0"], "max_corpus_tokens must be at least 1; got 0"),
         (["num_workers=0"], "num_workers must be at least 1; got 0"),
@@ -194,6 +195,17 @@ def test_mistakes_are_told_in_one_line_each(tmp_path: Path, overrides: list[str]
         load_config([*base, *overrides])
     assert line in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_a_folder_without_a_tokenizer_is_not_taken_for_one_of_a_single_token(tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "qwen3"}')
+    texts = write_texts(tmp_path / "a", TEXTS[:2])
+    with pytest.raises(UsageError, match=r"^model\.path must hold a tokenizer; got .*bare, which has none: only "):
+        index({"a": texts}, tmp_path / "out", tmp_path / "bare")
+    with pytest.raises(UsageError, match=r"^model\.tokenizer_path must hold a tokenizer; got .*bare, which has none"):
+        index({"a": texts}, tmp_path / "out", tmp_path, f"model.tokenizer_path={tmp_path / 'bare'}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) -> None:

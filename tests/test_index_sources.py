@@ -7,7 +7,7 @@ import pytest
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.errors import DataError
+from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chunks import Chunk, read_chunks
 from verl_ext.tokenize.config import load_config
@@ -63,6 +63,15 @@ def test_a_folder_of_text_files_is_read_in_the_order_of_names(tmp_path: Path) ->
         (tmp_path / name).write_text(name)
     found = [Path(file.path).name for file in find_source_files({"a": [str(tmp_path)]})]
     assert found == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_an_error_names_the_key_that_the_paths_came_from(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("x")
+    for path, told in ((tmp_path / "none.txt", "must name files that exist"), (tmp_path / "a.md", "must be jsonl")):
+        with pytest.raises(UsageError, match=rf"^sources\.books {told}"):
+            find_source_files({"books": [str(path)]})
+        with pytest.raises(UsageError, match=rf"^data\.train_dir {told}"):
+            find_source_files({"sources.books": [str(path)]}, "data.train_dir")
 
 
 def test_text_files_beside_records_are_notes_unless_named(tmp_path: Path) -> None:

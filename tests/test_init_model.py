@@ -184,6 +184,9 @@ def test_exactly_one_source_of_the_tokenizer_is_given(made, text, tmp_path):
     (tmp_path / "empty").mkdir()
     line = refused(tmp_path / "out", "model=tiny", f"tokenizer.path={tmp_path / 'empty'}")
     assert line.startswith(f"tokenizer.path must hold a tokenizer; got {tmp_path / 'empty'}")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3"}')
+    line = refused(tmp_path / "out", "model=tiny", f"tokenizer.path={tmp_path / 'empty'}")
+    assert line.endswith("empty, which has none: only tokens that are no text, <|endoftext|>")
 
 
 def test_a_run_that_is_interrupted_leaves_the_folder_as_it_was(made, tmp_path, monkeypatch):
@@ -223,5 +226,5 @@ def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_
     command = [sys.executable, "-m", "verl_ext.init_model", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr.count("Traceback")) == (1, "", 0), done.stderr
-    assert done.stderr.splitlines()[-1] == "error: bad.txt: text must be UTF-8; byte 5 is not"
+    assert done.stderr == "error: bad.txt: text must be UTF-8; byte 5 is not\n"
     assert [path.name for path in tmp_path.iterdir()] == ["bad.txt"]

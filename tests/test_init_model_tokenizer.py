@@ -1,13 +1,17 @@
 """Tokenizers that `verl_ext.init_model` trains: from which text, with which tokens, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.commands.tokenizer import check_tokenizer, read_tokenizer
 from verl_ext.init_model import training_text
 from verl_ext.init_model.chat_template import CHATML_TEMPLATE
 from verl_ext.init_model.config import load_config
@@ -151,3 +155,93 @@ def test_a_mistake_in_the_training_is_one_line(options, line, tmp_path):
         init_model(load_config([*given_options, *options]))
     assert str(error.value).startswith(line)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def added(text: str, special: bool) -> dict[str, object]:
+    return {
+        "content": text,
+        "special": special,
+        **dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False),
+    }
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_neox", "gemma2", "t5", "bert", "cohere", "llama"])
+def test_a_folder_with_only_a_config_has_no_tokenizer(model_type, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(UsageError, match=rf"^tokenizer\.path must hold a tokenizer; got {tmp_path}[^\n]*$"):
+        read_tokenizer(str(tmp_path), "tokenizer.path")
+
+
+def test_added_tokens_alone_are_no_tokenizer(tmp_path):
+    tokens = {"0": added("<|endoftext|>", True), "1": added("begin", True), "2": added("<think>", False)}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": tokens, "eos_token": "<|endoftext|>"}
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match=re.escape("which has none: only tokens that are no text, <think>, <|end")):
+        read_tokenizer(str(tmp_path), "tokenizer.path")
+
+
+class CharTokenizer(PreTrainedTokenizer):
+    """A slow tokenizer, of a few characters."""
+
+    def __init__(self, **options: object) -> None:
+        self._ids = {"[UNK]": 0, " ": 1, "a": 2}
+        super().__init__(unk_token="[UNK]", **options)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {**self._ids, **self.added_tokens_encoder}
+
+    def _tokenize(self, text: str, **options: object) -> list[str]:
+        return list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self._ids.get(token, 0)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return list(self._ids)[index]
+
+
+class Tiktokens:
+    """The vocabulary as bytes, as first tiktoken tokenizers of models have it; and no list of added tokens."""
+
+    all_special_tokens = ("<|endoftext|>",)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, object]:
+        raise NotImplementedError
+
+    def get_vocab(self) -> dict[bytes, int]:
+        return {b"<|endoftext|>": 0, b"\xff": 1}
+
+
+def words_added_to_nothing() -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="<e>")
+    tokenizer.add_tokens(["cat", "漢"])
+    return tokenizer
+
+
+def fast(model: object, **tokens: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **tokens)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: trained_tokenizer([], TokenizerConfig(vocab_size=300)),
+        lambda: fast(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁a", -2.0)], unk_id=0), unk_token="<unk>"),
+        lambda: fast(models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"), unk_token="[UNK]"),
+        lambda: fast(models.WordLevel({"[UNK]": 0, "[C]": 1, "[=O]": 2}, unk_token="[UNK]"), unk_token="[UNK]"),
+        lambda: fast(models.WordLevel({"<note_60>": 0}, unk_token="<note_60>")),
+        words_added_to_nothing,
+        ByT5Tokenizer,
+        CharTokenizer,
+        Tiktokens,
+    ],
+    ids=["bytes", "sentencepiece", "words", "molecules", "notes", "added", "ByT5", "characters", "tiktoken"],
+)
+def test_no_tokenizer_with_tokens_of_text_is_refused(make):
+    check_tokenizer(make(), "folder")

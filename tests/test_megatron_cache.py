@@ -112,7 +112,7 @@ def test_an_array_of_another_shape_or_dtype_is_refused_in_one_line(tmp_path, ind
 
 
 def test_a_corpus_shorter_than_a_sample_is_refused_before_anything_is_written(tmp_path, index):
-    with pytest.raises(ValueError, match=r"^data\.val_dir must have the tokens of one sample, 48 .*; got 47 tokens$"):
+    with pytest.raises(ValueError, match=r"^data\.val_dir must have the 48 tokens .*; got 47 tokens$"):
         cached_sample_indices(tmp_path / "cache", index, None, 47, None, seed=1)
     assert not (tmp_path / "cache").exists()
 

@@ -139,9 +139,9 @@ def test_the_writer_refuses_tokens_that_the_dtype_cannot_hold(tmp_path):
 
 
 def test_the_writer_refuses_documents_beyond_int32(tmp_path):
-    writer = IndexWriter(tmp_path / "corpus", np.uint16)
+    writer = IndexWriter(tmp_path / "corpus", np.uint16, key="sources.a")
     tokens = np.broadcast_to(np.uint16(0), 2**31 + 1)  # one element in memory
-    with pytest.raises(ValueError, match=r"at most 2147483647 tokens.*got 2147483648 in document 1"):
+    with pytest.raises(ValueError, match=r"^sources\.a .* at most 2147483647 tokens.*got 2147483648 in document 1"):
         writer.add(tokens, np.array([1, 2**31]))
     writer.abandon()
 

@@ -45,6 +45,7 @@ def opened(tokenizer, texts, tmp_path_factory):
 
 def write_index(prefix, documents):
     """An index of these lists of token ids."""
+    prefix.parent.mkdir(exist_ok=True)
     writer = IndexWriter(prefix, np.uint16)
     writer.add(np.concatenate([np.asarray(d, np.uint16) for d in documents]), np.array([len(d) for d in documents]))
     writer.close()
@@ -199,6 +200,45 @@ def test_several_sources_without_weights_give_all_their_samples(opened, tmp_path
     dataset = opened([a, b])
     assert Counter(int(dataset[k]["input_ids"][0]) for k in range(len(dataset))) == {5: 5, 6: 2}
     assert opened(str(tmp_path)).categories.names == ("a", "b")
+
+
+def test_a_limit_of_samples_is_shared_by_the_sources(opened, tmp_path):
+    a, b = write_index(tmp_path / "a", [[5] * 320]), write_index(tmp_path / "b", [[6] * 160])
+    for options in ({"sampling": "random_starts"}, {"validates": True}, {"blend": [[2, a], [1, b]]}):
+        dataset = opened(None if "blend" in options else [a, b], max_samples=6, **options)
+        assert Counter(int(dataset[k]["input_ids"][0]) for k in range(len(dataset))) == {5: 4, 6: 2}
+
+
+def test_a_digest_is_of_everything_that_decides_the_samples(opened, tmp_path):
+    paths = [write_index(tmp_path / name, [[number + 5] * 40] * 6) for number, name in enumerate("abc")]
+    shuffled = write_index(tmp_path / "other" / "a", [[9] * 40] * 6)
+    blend = [[0.7, paths[0]], [0.2, paths[1]], [0.1, paths[2]]]
+    others = [
+        opened(None, blend=blend),
+        opened(None, blend=blend, config={"blend_rule": "megatron"}),
+        opened(None, blend=[[0.6, paths[0]], [0.3, paths[1]], [0.1, paths[2]]]),
+        opened(None, blend=[[0.7, shuffled], *blend[1:]]),
+        opened(None, blend=blend, max_samples=10),
+        opened(None, blend=blend, max_samples=10, epochs=3),
+        opened(None, blend=blend, seed=7),
+        opened(None, blend=blend, attend_across_documents=False),
+        opened(None, blend=blend, seq_len=8),
+        opened(None, blend=blend, split="train", train_ratio=0.5),
+    ]
+    assert len({dataset.digest for dataset in others}) == len(others)
+    assert opened(None, blend=[[7, paths[0]], [2, paths[1]], [1, paths[2]]]).plan_options() != others[0].plan_options()
+
+
+def test_sources_are_named_by_their_paths(opened, texts, tmp_path):
+    for folder in ("web.v1", "web.v2"):
+        write_index(tmp_path / folder / "train", [[5] * 40])
+    indices = [f"{tmp_path}/web.v1/train.bin", f"{tmp_path}/web.v2/train"]
+    assert opened(indices).categories.names == ("web.v1_train", "web.v2_train")
+    assert opened({"x": indices[0], "y": indices[1]}).categories.names == ("x", "y")
+    assert opened(None, blend=[[1, path] for path in indices]).categories.names == ("web.v1_train", "web.v2_train")
+    assert opened(f"{texts}/*.txt").categories.names == ("scenes",)
+    path = write_jsonl(tmp_path / "web.v1.jsonl", TEXTS)
+    assert opened(path).categories.names == ("web.v1",)
 
 
 def test_epochs_say_how_often_the_tokens_are_seen(opened, tmp_path):

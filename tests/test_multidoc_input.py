@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from tests.document_texts import random_words, write_jsonl, write_texts
@@ -51,7 +52,10 @@ def refused(tokenizer, tmp_path):
         ([], r"data\.blend must be pairs of a weight and a path"),
         ([[True, "{p}"]], r"data\.blend must be pairs of a weight and a path"),
         ([[1, "{p}"], [2, "{p}"]], r"data\.blend must name each path once; got .*corpus twice"),
-        ([[1, "{p}"], [2, "{p}.bin"]], r"data\.blend must have sources of different names; got corpus twice"),
+        (
+            [[1, "{p}"], [2, "{p}.bin"]],
+            r"data\.blend must have sources of different names; got .*_corpus twice: rename /",
+        ),
     ],
 )
 def test_a_blend_that_cannot_be_drawn(blend, match, prefix, refused):
@@ -99,7 +103,7 @@ def test_a_seq_len_that_is_not_the_packs_budget(prefix, tokenizer):
 def test_a_corpus_shorter_than_one_sample(sampling, prefix, refused):
     refused(
         prefix,
-        r"data\.train_dir: corpus must have the tokens of one sample.*got 90 tokens",
+        r"data\.train_dir: corpus must have the .* tokens that a sample of data\.seq_len needs; got 90 tokens",
         seq_len=91,
         sampling=sampling,
     )
@@ -156,8 +160,21 @@ def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
     assert (row.reason, row.documents) == ("bad record: empty", 1)
 
 
-def test_a_split_that_leaves_a_part_without_documents(prefix, refused):
-    refused(prefix, r"data\.train_ratio must leave .*; got 0.1 of 4", split="train", train_ratio=0.1)
+def test_a_split_that_leaves_a_part_without_documents_names_the_source(prefix, refused):
+    match = r"data\.train_dir: corpus: data\.train_ratio must leave .*; got 0.1 of 4"
+    refused(prefix, match, split="train", train_ratio=0.1)
+
+
+def test_a_number_of_samples_is_of_a_document_stream(prefix, refused):
+    match = r"data\.num_samples must be null with data\.sampling=in_order; got 3"
+    refused(prefix, match, sampling="in_order", config={"num_samples": 3})
+
+
+def test_a_folder_of_an_index_and_of_texts(tmp_path, prefix, refused):
+    (tmp_path / "report.json").write_text("{}")  # as the index command leaves one
+    refused(str(tmp_path), r"data\.train_dir: corpus must have", seq_len=1000)
+    (tmp_path / "more.txt").write_text("w1")
+    refused(str(tmp_path), r"data\.train_dir must name a folder of indices or of texts; .* holds more\.txt as well")
 
 
 def test_a_damaged_cache_is_told_and_made_anew(tmp_path, tokenizer, caplog):
@@ -179,7 +196,13 @@ def test_a_damaged_cache_is_told_and_made_anew(tmp_path, tokenizer, caplog):
 
 
 def test_its_options_are_refused_where_nothing_reads_them(tiny_model, tmp_path):
-    for override in ("data.blend=[[1,a]]", "data.seq_len=8", "data.sampling=in_order", "data.add_eos=true"):
+    for override in (
+        "data.add_eos=false",
+        "data.blend=[[1,a]]",
+        "data.seq_len=8",
+        "data.sampling=in_order",
+        "data.add_eos=true",
+    ):
         config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", override])
         key = override.partition("=")[0]
         with pytest.raises(ValueError, match=rf"{key} is an option of data=multidoc; got .* without it"):
@@ -189,5 +212,11 @@ def test_its_options_are_refused_where_nothing_reads_them(tiny_model, tmp_path):
 def test_a_blend_stands_in_for_train_dir(tiny_model):
     config = compose([f"model.path={tiny_model}", "data=multidoc", "data.blend=[[1,a]]", "trainer.device=cpu"])
     check_run(config, world_size=1)
-    with pytest.raises(ValueError, match=r"data\.train_dir is required"):
+    named = compose([f"model.path={tiny_model}", "data=multidoc", "data.train_dir={a: x, b: [y, z]}"])
+    assert OmegaConf.to_container(named.data.train_dir) == {"a": "x", "b": ["y", "z"]}
+    with pytest.raises(ValueError, match=r"data\.train_dir must have each name once; got a twice"):
+        compose(["data=multidoc", "data.train_dir={a: x, a: y}"])
+    with pytest.raises(
+        ValueError, match=r"data\.train_dir is required: texts or an index, or data\.blend in its place"
+    ):
         check_run(compose([f"model.path={tiny_model}", "data=multidoc", "trainer.device=cpu"]), world_size=1)

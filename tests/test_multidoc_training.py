@@ -1,5 +1,6 @@
 """Streams of documents through the trainer, against plain Hugging Face sample by sample."""
 
+import json
 from itertools import pairwise
 from math import exp
 
@@ -10,8 +11,11 @@ import torch
 from tests.document_texts import random_words, write_jsonl
 from tests.ranks import run_ranks
 from tests.reference import load_eager
-from tests.training import metrics, train, train_alone
+from tests.training import SMALL, metrics, train, train_alone
+from verl_ext.config import compose
 from verl_ext.data.megatron import IndexWriter
+from verl_ext.trainer.preparation import prepare
+from verl_ext.trainer.sft_trainer import SFTTrainer
 
 SEQ_LEN = 16
 LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "2 ranks share a sample": (2, 2)}
@@ -124,8 +128,17 @@ def test_a_resume_on_other_samples_is_refused(tiny_model, sources, tmp_path):
     run_ranks(train_alone, 1, asked)
     with pytest.raises(AssertionError, match=r"attend_across_documents is False, but the run in .* was trained with"):
         run_ranks(train_alone, 1, [*asked, "data.attend_across_documents=false"])
-    with pytest.raises(AssertionError, match="was trained with"):
+    with pytest.raises(AssertionError, match=r"number of samples of the run \(.*\) is 12, but .* with 8"):
         run_ranks(train_alone, 1, [*asked, "trainer.total_training_steps=3"])
+    a, b = sources
+    with pytest.raises(AssertionError, match=r"data\.blend_rule is megatron, but the run in .* with tijdeman"):
+        run_ranks(train_alone, 1, [*asked, "data.blend_rule=megatron"])
+    with pytest.raises(
+        AssertionError, match=r"the weights of data\.blend is \[0\.5, 0\.5\], but .* with \[0\.7, 0\.3\]"
+    ):
+        run_ranks(train_alone, 1, [*asked, f"data.blend=[[0.5,{a}],[0.5,{b}]]"])
+    moved = [a.replace("/a.jsonl", "/./a.jsonl"), b]  # the same documents by another path
+    run_ranks(train_alone, 1, [*asked, f"data.blend=[[0.7,{moved[0]}],[0.3,{moved[1]}]]"])
 
 
 def test_tokens_beyond_the_models_vocabulary_are_refused_before_it_is_loaded(tiny_model, tmp_path):
@@ -154,3 +167,47 @@ def test_an_epoch_of_a_stream_is_as_many_tokens_as_it_has(tiny_model, sources, t
     last = max(step for step, _ in said)
     assert said[last, "train/epoch"] == pytest.approx(2, rel=0.2)
     assert len([step for step, name in said if name == "val/loss"]) >= 2
+
+
+def test_an_index_is_trained_on_where_the_cache_cannot_be_written(tiny_model, tmp_path):
+    documents = [token for number in range(20) for token in ([5 + number] * 9)]
+    writer = IndexWriter(tmp_path / "corpus", np.uint16)
+    writer.add(np.array(documents, np.uint16), np.full(20, 9))
+    writer.close()
+    (tmp_path / "file").write_text("")
+    asked = ["data=multidoc", f"data.train_dir={{words: {tmp_path}/corpus}}", "data.sampling=in_order"]
+    asked += [
+        f"data.cache_dir={tmp_path}/file/cache",
+        f"model.path={tiny_model}",
+        "data.seq_len=16",
+        "data.max_tokens=16",
+    ]
+    asked += [f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=1", "trainer.save_freq=-1"]
+    run_ranks(train_alone, 2, asked)
+    assert metrics(tmp_path / "run")[1, "train/words_tokens"] > 0
+
+
+def test_evaluation_alone_measures_a_split_blend_and_a_set_shorter_than_a_sample(tiny_model, sources, tmp_path):
+    asked = options(tiny_model, sources, tmp_path, "trainer.eval_only=true")
+    run_ranks(_evaluate, 1, asked)
+    told = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert told["data.train_ratio"] == 0.8
+    assert [weight for weight, _ in told["data.blend"]] == [0.7, 0.3]
+    assert told["val/a_tokens"] > 0
+    short = write_jsonl(tmp_path / "short.jsonl", random_words((5,)))
+    alone = [word for word in asked if not word.startswith(("data.blend", "data.train_ratio", "trainer.default"))]
+    folder = f"trainer.default_local_dir={tmp_path}/short"
+    run_ranks(_evaluate, 1, [*alone, f"data.val_dir={{short: {short}}}", folder])
+    told = json.loads((tmp_path / "short" / "evaluation.json").read_text())
+    assert told["data.val_dir"] == {"short": short}
+    assert told["val/short_tokens"] == 5
+
+
+def _evaluate(overrides):
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = SFTTrainer(prepare(compose([*SMALL, *overrides])))
+        trainer.resume()
+        trainer.evaluate_only()

@@ -284,6 +284,11 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
         (["num_workers=0"], "num_workers must be at least 1; got 0"),
         (["model.path=/no/such/folder"], "model.path must be a folder that exists; got /no/such/folder"),
         (["apply_chat_template_kwargs={tokenize:true}"], "must not set tokenize"),
+        (
+            ["sources={b:x.jsonl,b:y.jsonl}"],
+            "sources must have each name once, several values",
+        ),
+        (["sources={b:'x{c:1,c:2}.jsonl',c:[{d:1,d:2}]}"], "got d more than once"),
         (["sources.a=3"], "sources.a must be a path"),
         (["sources={}"], "sources must name at least one category"),
         (["nonsense"], "an override must be key=value"),

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.commands.errors import UsageError, first_line
 from verl_ext.config.nearest import nearest_key
+from verl_ext.config.repeated_keys import repeated_keys
 
 
 class Options(Protocol):
@@ -83,6 +84,9 @@ def _checked_override(text: str, known: Sequence[str], open_nodes: Sequence[str]
     except HydraException as error:
         hint = "key=value, with quotes around a value that holds spaces or '='"
         raise UsageError(f"an override must be {hint}; got {text!r}") from error
+    if repeated := repeated_keys(text):
+        names = ", ".join(repeated)
+        raise UsageError(f"{key} must have each name once, several values of it as a list; got {names} more than once")
     if key.partition(".")[0] in open_nodes:
         return text if text.startswith(("+", "~")) else f"++{text}"
     if key not in known and not key.startswith("hydra."):

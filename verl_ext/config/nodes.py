@@ -18,6 +18,7 @@ from verl.base_config import BaseConfig
 from verl_ext.attention import BACKENDS
 from verl_ext.config.fields import simple_fields, type_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
+from verl_ext.config.own_data import TOKENISED, train_dir_is
 from verl_ext.data.mixture_options import MixtureOptions
 from verl_ext.data.pack_options import PAD_MODES
 from verl_ext.losses import MODES
@@ -87,11 +88,11 @@ class DataConfig:
     num_workers: int = 2
     prefetch_factor: int = 2
     pin_memory: bool | None = None
-    needs_train_dir: InitVar[bool] = True
+    train_dir_is: InitVar[str | None] = TOKENISED
 
-    def __post_init__(self, needs_train_dir: bool) -> None:
+    def __post_init__(self, train_dir_is: str | None) -> None:
         problems: list[str | None] = [*type_problems(DataConfig, vars(self), "data")]
-        problems += self._folder_problems() if needs_train_dir else []
+        problems += [] if train_dir_is is None else self._folder_problems(train_dir_is)
         problems += [
             _at_least(self, "data", "max_tokens", 2),
             _at_least(self, "data", "train_batch_size", 1),
@@ -121,7 +122,7 @@ class DataConfig:
             return "data.balance must be none with data.shuffle=false, which keeps the plan's order; got sorted"
         return None
 
-    def _folder_problems(self) -> list[str | None]:
+    def _folder_problems(self, train_dir_is: str) -> list[str | None]:
         """data.train_dir, which a mixture whose sources all name their own folders does without, and the mixture."""
         if self.mixture is not None:
             try:
@@ -129,7 +130,7 @@ class DataConfig:
                     return []
             except ValueError as error:
                 return [*str(error).splitlines()]
-        return [_required("data.train_dir", self.train_dir, "the folder that `python -m verl_ext.tokenize` wrote")]
+        return [_required("data.train_dir", self.train_dir, train_dir_is)]
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def attention_config(config: DictConfig) -> AttentionConfig:
 
 def data_config(config: DictConfig) -> DataConfig:
     """The typed view of the data node; raises ValueError with a line for each value that cannot be."""
-    return _view(DataConfig, config.data, "data", needs_train_dir=config.data.get("blend") is None)
+    return _view(DataConfig, config.data, "data", train_dir_is=train_dir_is(config))
 
 
 def trainer_config(config: DictConfig) -> TrainerConfig:

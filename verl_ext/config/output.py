@@ -165,6 +165,8 @@ def _check_replaceable(config: DictConfig, folder: Path) -> None:
 
 
 def _listed(value: Any) -> list[str]:
-    """The paths of a value: none, one or a list."""
+    """The paths of a value: none, one, a list, or {name: path}."""
+    if isinstance(value, DictConfig):
+        return [path for held in value.values() for path in _listed(held)]
     values = value if isinstance(value, ListConfig) else [value]
     return [str(path) for path in values if path]

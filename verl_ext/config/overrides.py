@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from verl_ext.config import schema
 from verl_ext.config.legacy import Item, names_own_class, translate
 from verl_ext.config.nearest import show
+from verl_ext.config.repeated_keys import repeated_keys
 
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
 # Hydra's flags that take the next argument as their value.
@@ -42,7 +43,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     items, notices = translate(parsed, packed=_data_choice(parsed, folders) == "packed")
     own_class = names_own_class(items)
     overrides: list[str] = []
-    mistakes: list[str] = []
+    mistakes = [f"{item.key} must have each name once; got {name} twice" for item in items for name in _repeated(item)]
     for item in items:
         try:
             known, notice = _known(item, own_class, folders)
@@ -95,6 +96,11 @@ def _parse(word: str) -> Item:
         raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
     name = key.lstrip("+~")
     return Item(key[: len(key) - len(name)], name, value if equals else None)
+
+
+def _repeated(item: Item) -> list[str]:
+    """Names that a mapping has twice, of which Hydra would keep the last."""
+    return repeated_keys(str(item)) if item.value and "{" in item.value else []
 
 
 def _parsed(word: str) -> Override | None:

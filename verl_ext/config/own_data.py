@@ -25,6 +25,20 @@ OWN_KEYS = tuple(dict.fromkeys(f"data.{name}" for _, names in OWN_CLASSES.values
 # Values of data.custom_cls.name that mean a class of this package, or none: packs.
 NOT_USERS_CLASS = (None, "", "null", PACKS, *OWN_CLASSES)
 
+TOKENISED = "the folder that `python -m verl_ext.tokenize` wrote"
+_TRAIN_DIR_IS = {
+    BABILONG: "BABILong's JSON files",
+    PRETRAIN: "files of text records",
+    MULTIDOC: "texts or an index, or data.blend in its place",
+}
+
+
+def train_dir_is(config: DictConfig) -> str | None:
+    """What data.train_dir must name; None where a blend stands in for it."""
+    if config.data.get("blend") is not None:
+        return None
+    return _TRAIN_DIR_IS.get(config.data.custom_cls.name, TOKENISED)
+
 
 def splits_validation(config: DictConfig) -> bool:
     """Whether the validation set is a part of the training data."""
@@ -44,6 +58,7 @@ def own_option_problems(config: DictConfig) -> list[str]:
         name = key.removeprefix("data.")
         groups = [f"data={group}" for cls, (group, names) in OWN_CLASSES.items() if name in names and cls != chosen]
         reads = chosen in OWN_CLASSES and name in OWN_CLASSES[chosen][1]
-        if not reads and (value := OmegaConf.select(config, key)):
+        value = OmegaConf.select(config, key)
+        if not reads and value is not None:
             problems.append(f"{key} is an option of {', '.join(groups)}; got {show(value)} without it")
     return problems

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config.nearest import choice_problem
-from verl_ext.config.own_data import PACKS, PRETRAIN
+from verl_ext.config.own_data import PACKS, PRETRAIN, splits_validation
 from verl_ext.config.titans_options import ATTENTION, is_titans
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -35,7 +35,8 @@ def resolve_config(config: DictConfig) -> list[str]:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
-    if config.trainer.eval_only and not config.data.get("train_dir"):
+    splits_blend = config.data.get("blend") is not None and splits_validation(config)
+    if config.trainer.eval_only and not config.data.get("train_dir") and not splits_blend:
         if not config.data.val_dir:
             raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
         config.data.train_dir = config.data.val_dir  # nothing is trained on

@@ -26,6 +26,8 @@ UPSTREAM_PRIMARY = "sft_trainer_engine"
 FREE_FORM = (
     "data.apply_chat_template_kwargs",
     "data.mixture",
+    "data.train_dir",
+    "data.val_dir",
     "engine.turbo_config",
     "engine.wrap_policy",
     "hydra",

@@ -10,12 +10,15 @@ should be a digest of everything that the content follows from, so that nothing 
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from verl_ext.commands.errors import first_line
 
 CONTENTS = "contents.json"
 
@@ -44,19 +47,19 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
     next that waits. Nothing is written where the folder is complete.
 
     Raises:
-        ValueError: what `make` raises; a root that cannot be written (as any OSError of `make` is taken to mean), in
-            one line that names `key`.
+        ValueError: what `make` raises, an OSError as one line with the file and the reason; a root that cannot be
+            written, also where only `make` finds that out or fills the disk, in one line that names `key`.
     """
     folder = root / name
     wrong = damage(folder)
     if wrong is None:
         return folder
-    if folder.exists():  # told by all that see it: of a run's ranks, only the first is heard
-        _logger.warning("%s is made anew: %s", folder, wrong)
     from filelock import FileLock
 
     failed = _Failure(root / f"{name}.failed")
     try:
+        if folder.exists():  # told by all that see it: of a run's ranks, only the first is heard
+            _logger.warning("%s is made anew: %s", folder, wrong)
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
             if damage(folder) is not None:
@@ -64,8 +67,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
                 with failed.noted():
                     _make(folder, make)
     except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
-        raise ValueError(f"{key} must be a folder that can be written; got {root}: {reason}") from error
+        raise ValueError(f"{key} must be a folder that can be written; got {root}: {_reason(error)}") from error
     return folder
 
 
@@ -92,11 +94,32 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
     from verl_ext.commands.output_folder import OutputFolder
 
     with OutputFolder(str(folder), overwrite=True) as staging:
-        make(staging.path)
+        try:
+            make(staging.path)
+        except OSError as error:
+            if _is_of_the_cache(error, staging.path):
+                raise
+            raise ValueError(f"{_file(error) or f'{folder} cannot be made'}: {_reason(error)}") from error
         files = sorted(entry for entry in staging.path.rglob("*") if entry.is_file())
         sizes = {entry.relative_to(staging.path).as_posix(): entry.stat().st_size for entry in files}
         (staging.path / CONTENTS).write_text(json.dumps({"sizes": sizes}, indent=2), encoding="utf-8")
         staging.publish()
+
+
+def _is_of_the_cache(error: OSError, folder: Path) -> bool:
+    """Whether an error of `make` is of what it writes in `folder`, or of the disk: a write that fails names no file."""
+    file = _file(error)
+    if file is not None:
+        return Path(file).is_relative_to(folder)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _file(error: OSError) -> str | None:
+    return os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or first_line(error)
 
 
 class _Failure:

@@ -10,7 +10,7 @@ loss_mask                 0 1 1 1 1 1          0 1 1 0 1 1
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from verl_ext.data.cached_folder import default_root
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.document_split import split_rows
 from verl_ext.data.multidoc_options import MultiDocOptions
-from verl_ext.data.multidoc_plan import LABEL_TOKENS, SamplePlan, StreamPlan, WindowPlan, source_tokens
+from verl_ext.data.multidoc_plan import LABEL_TOKENS, SamplePlan, StreamPlan, WindowPlan, source_table
 from verl_ext.data.multidoc_sources import Source, SourceFinder
 from verl_ext.data.multidoc_tokens import cached_range, keep_range, range_part
 from verl_ext.data.over_length_report import OverLengthRow
@@ -102,23 +102,20 @@ class MultiDocDataset(PackDataset):
         self.key = "data.blend" if uses_blend else key
         finder = SourceFinder(tokenizer, options, self._root, self.key)
         self.sources: list[Source] = finder.blended(blend) if uses_blend else finder.listed(paths)
-        self._documents = [
-            None if split is None else split_rows(source.index.num_documents, split, options.train_ratio, options.seed)
-            for source in self.sources
-        ]
+        self._documents = [self._part(source, split) for source in self.sources]
         self.max_tokens = options.seq_len
-        self.sampling = self._sampling(validates)
+        self.sampling = self._sampling(validates, config.get("num_samples"))
         self.last_is_label = LABEL_TOKENS[self.sampling] == 1
         self.is_ordered = self.sampling == "document_stream"
         self._seed = options.seed
         if validates:
             self._seed = options.seed + 1 if options.val_seed is None else options.val_seed
-        self._plan = self._planned(epochs)
+        self._plan = self._planned(epochs, max_samples)
         self._num = min(len(self._plan), max_samples) if max_samples > 0 else len(self._plan)
         self.epochs = self._plan.epochs * self._num / len(self._plan) if self.is_ordered else 1.0
         self._token_range: tuple[int, int] | None = None
 
-    def _sampling(self, validates: bool) -> str:
+    def _sampling(self, validates: bool, num_samples: int | None) -> str:
         if validates:
             return self.options.val_sampling
         blends = any(source.weight is not None for source in self.sources)
@@ -126,15 +123,27 @@ class MultiDocDataset(PackDataset):
         chosen = self.options.sampling or ("random_starts" if is_text else "document_stream")
         if chosen != "document_stream" and blends:
             raise ValueError(f"data.sampling must be document_stream with data.blend; got {chosen}")
+        if chosen != "document_stream" and num_samples is not None:
+            raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {num_samples}")
         return chosen
 
-    def _planned(self, epochs: int) -> SamplePlan:
+    def _part(self, source: Source, split: str | None) -> NDArray[np.int64] | None:
+        """The documents of a part of the split; None for all."""
+        options = self.options
+        if split is None:
+            return None
+        try:
+            return split_rows(source.index.num_documents, split, options.train_ratio, options.seed)
+        except ValueError as error:
+            raise ValueError(f"{self.key}: {source.name}: {error}") from error
+
+    def _planned(self, epochs: int, max_samples: int) -> SamplePlan:
         options, parts = self.options, (self.sources, self._documents)
         if self.is_ordered:
             return StreamPlan(
                 *parts, options.seq_len, self._seed, options.num_samples, epochs, self._root, options.blend_rule
             )
-        return WindowPlan(self.sampling, *parts, options.seq_len, self._seed)
+        return WindowPlan(self.sampling, *parts, options.seq_len, self._seed, max_samples)
 
     def __len__(self) -> int:
         return self._num
@@ -172,7 +181,8 @@ class MultiDocDataset(PackDataset):
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits of the documents' lengths and of all that decides which sample has which tokens."""
+        """16 hex digits of the documents' lengths, their token ids' range, and all that decides which sample has which
+        tokens."""
         parts = [
             [
                 source.index.digest,
@@ -181,9 +191,23 @@ class MultiDocDataset(PackDataset):
             ]
             for source, documents in zip(self.sources, self._documents, strict=True)
         ]
-        options = self.options
-        facts = [parts, self.sampling, options.seq_len, self._seed, options.attend_across_documents, self._num]
+        facts = [parts, self.token_range, self.options.seq_len, self._seed, self._num, self.plan_options()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def plan_options(self) -> dict[str, Any]:
+        """How documents become samples."""
+        options = self.options
+        facts: dict[str, Any] = {
+            "data.sampling": self.sampling,
+            "data.attend_across_documents": options.attend_across_documents,
+        }
+        if len(self.sources) > 1 and self.is_ordered:
+            facts |= {"the weights of data.blend": [source.weight for source in self.sources]}
+            facts |= {"data.blend_rule": options.blend_rule}
+        if self.is_ordered:
+            decided_by = "data.num_samples, trainer.total_training_steps, trainer.total_epochs"
+            facts[f"the number of samples of the run ({decided_by})"] = len(self._plan)
+        return facts
 
     @property
     def token_range(self) -> tuple[int, int]:
@@ -249,20 +273,11 @@ class MultiDocDataset(PackDataset):
 
     def facts(self) -> dict[str, Any]:
         """How it is sampled, and its sources: documents, tokens, samples and epochs of each."""
-        return {"sampling": self.sampling, "sources": [*self._source_facts()]}
-
-    def _source_facts(self) -> Iterator[dict[str, Any]]:
-        counts = self._plan.source_counts(self._num).tolist()
-        tokens = source_tokens(self.sources, self._documents)
-        for source, part, total, count in zip(self.sources, self._documents, tokens, counts, strict=True):
-            yield {
-                "source": source.name,
-                "documents": source.index.num_documents if part is None else len(part),
-                "tokens": total,
-                "samples": count,
-                "epochs": round(count * self.options.seq_len / max(total, 1), 3),
-                **({} if source.weight is None else {"weight": source.weight}),
-            }
+        counts = self._plan.source_counts(self._num)
+        return {
+            "sampling": self.sampling,
+            "sources": source_table(self.sources, self._documents, counts, self.options.seq_len),
+        }
 
 
 def _each(function: Callable[[NDArray[np.int64]], NDArray[Number]], values: NDArray[np.int64]) -> NDArray[Number]:

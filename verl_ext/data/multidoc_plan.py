@@ -11,7 +11,7 @@ them, sample by sample, in proportion to their weights, or to their samples wher
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from verl_ext.data.megatron import (
     cached_blend,
     cached_sample_indices,
     count_tokens,
+    in_order_starts,
     random_starts,
 )
 from verl_ext.data.megatron.windows import check_has_sample
@@ -73,11 +74,10 @@ class StreamPlan:
     ) -> None:
         tokens = np.array(source_tokens(sources, documents))
         for source, count in zip(sources, tokens.tolist(), strict=True):
-            if source.weight != 0:
-                check_has_sample(count, seq_len + 1, f"{source.index.key}: {source.name}")
-        whole = np.maximum(epochs * tokens - 1, 0) // seq_len
+            check_has_sample(count, seq_len + 1, f"{source.index.key}: {source.name}")
+        whole = (epochs * tokens - 1) // seq_len
         self._num, self._seq_len = int(num_samples or whole.sum()), seq_len
-        self.epochs = self._num * seq_len / max(int(tokens.sum()), 1)
+        self.epochs = self._num * seq_len / int(tokens.sum())
         self._order: tuple[NDArray[np.int16], NDArray[np.int64]] | None = None  # (source, its sample)
         counts = np.array([self._num])
         if len(sources) > 1:
@@ -121,13 +121,21 @@ class StreamPlan:
 
 
 class WindowPlan:
-    """The windows of every source, one source after the other."""
+    """The windows of every source, one source after the other; the first of each, in proportion, where there may be
+    no more than max_samples together (0: all)."""
 
     epochs = 1.0
 
-    def __init__(self, sampling: str, sources: Sequence[Source], documents: Documents, seq_len: int, seed: int) -> None:
-        parts = zip(sources, documents, strict=True)
-        self._windows = [
+    def __init__(
+        self,
+        sampling: str,
+        sources: Sequence[Source],
+        documents: Documents,
+        seq_len: int,
+        seed: int,
+        max_samples: int = 0,
+    ) -> None:
+        windows = [
             _windows(
                 sampling,
                 TokenStream(source.index.lengths, part),
@@ -135,9 +143,17 @@ class WindowPlan:
                 seed,
                 f"{source.index.key}: {source.name}",
             )
-            for source, part in parts
+            for source, part in zip(sources, documents, strict=True)
         ]
-        self._ends = np.cumsum([len(windows) for windows in self._windows])
+        ends = np.cumsum([len(of_source) for of_source in windows])
+        if 0 < max_samples < ends[-1]:
+            counts = np.diff(ends * max_samples // ends[-1], prepend=0).tolist()
+            windows = [
+                Windows(part.stream, part.starts[:count], part.seq_len)
+                for part, count in zip(windows, counts, strict=True)
+            ]
+        self._windows = windows
+        self._ends = np.cumsum([len(of_source) for of_source in windows])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -165,8 +181,26 @@ def source_tokens(sources: Sequence[Source], documents: Documents) -> list[int]:
     ]
 
 
+def source_table(
+    sources: Sequence[Source], documents: Documents, samples: NDArray[np.int64], seq_len: int
+) -> list[dict[str, Any]]:
+    """Documents, tokens, samples and epochs of each source, and its weight in a blend."""
+    tokens = source_tokens(sources, documents)
+    return [
+        {
+            "source": source.name,
+            "documents": source.index.num_documents if part is None else len(part),
+            "tokens": total,
+            "samples": count,
+            "epochs": round(count * seq_len / max(total, 1), 3),
+            **({} if source.weight is None else {"weight": source.weight}),
+        }
+        for source, part, total, count in zip(sources, documents, tokens, samples.tolist(), strict=True)
+    ]
+
+
 def _windows(sampling: str, stream: TokenStream, seq_len: int, seed: int, key: str) -> Windows:
     if sampling == "random_starts":
         return Windows(stream, random_starts(stream.num_tokens, seq_len, seed, key), seq_len)
     check_has_sample(stream.num_tokens, 2, key)
-    return Windows(stream, np.arange(0, stream.num_tokens - 1, seq_len), seq_len + 1)
+    return Windows(stream, in_order_starts(stream.num_tokens - 1, seq_len), seq_len + 1)

@@ -5,6 +5,7 @@ a/  with .idx files  a folder of indices              a source for each
 scenes/*.txt         texts: files, folders, globs     one index in the cache, source scenes
 """
 
+import glob
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,12 @@ from verl_ext.data.cached_folder import cached_folder
 from verl_ext.data.fingerprint import digest, file_facts, tokenizer_facts
 from verl_ext.data.megatron import TokenIndex
 from verl_ext.data.multidoc_options import MultiDocOptions, read_blend
+from verl_ext.tokenize.source_files import SUFFIXES, find_source_files
 
 FORMAT = 1  # to be raised when the same text is tokenised into something else
 _INDEX = (".idx", ".bin")
 _BAD_RECORDS = "bad_records.json"
+_REPORT = "report.json"  # of the index command
 
 
 @dataclass(frozen=True)
@@ -44,36 +47,60 @@ class SourceFinder:
         self._tokenizer, self._options, self._root, self._key = tokenizer, options, root, key
 
     def blended(self, blend: Any) -> list[Source]:
-        """A source for each path of a blend."""
-        weights, paths = read_blend(blend)
-        found = [self._one(None, path, weight) for weight, path in zip(weights, paths, strict=True)]
-        return self._distinct(found)
+        """A source for each path of a blend whose weight is above 0."""
+        pairs = [(weight, self._paths(path)[0]) for weight, path in zip(*read_blend(blend), strict=True) if weight]
+        names = self._names([path for _, path in pairs])
+        return [self._one(name, [path], weight) for name, (weight, path) in zip(names, pairs, strict=True)]
 
     def listed(self, paths: Any) -> list[Source]:
         """The sources of a path, of a list of paths, or of {name: path}; texts that have no name of their own are one
         source."""
         plain = OmegaConf.to_container(paths, resolve=True) if OmegaConf.is_config(paths) else paths
         if isinstance(plain, Mapping):
-            return self._distinct([self._one(str(name), given) for name, given in plain.items()])
-        found: list[Source] = []
-        texts: list[str] = []
-        for path in self._paths(plain):
-            prefixes = _prefixes(path)
-            found += [Source(_name(prefix), TokenIndex(prefix, self._key), None, False) for prefix in prefixes]
-            texts += [] if prefixes else [path]
-        if texts:
-            found.append(self._text(_text_name(texts), texts, None))
-        return self._distinct(found)
+            return [self._one(str(name), self._paths(given), None) for name, given in plain.items()]
+        found = [(path, self._prefixes(path)) for path in self._paths(plain)]
+        prefixes = [prefix for _, held in found for prefix in held]
+        texts = [path for path, held in found if not held]
+        names = self._names([*prefixes, *([_together(texts)] if texts else [])])
+        sources = [self._index(name, prefix, None) for name, prefix in zip(names, prefixes, strict=False)]
+        return [*sources, self._text(names[-1], texts, None)] if texts else sources
 
-    def _one(self, name: str | None, given: Any, weight: float | None = None) -> Source:
+    def _one(self, name: str, paths: list[str], weight: float | None) -> Source:
         """The one source of a path, or of a list of texts."""
-        paths = self._paths(given)
-        prefixes = [prefix for path in paths for prefix in _prefixes(path)]
+        prefixes = [prefix for path in paths for prefix in self._prefixes(path)]
         if not prefixes:
-            return self._text(name or _text_name(paths), paths, weight)
+            return self._text(name, paths, weight)
         if len(prefixes) > 1 or len(paths) > 1:
             raise ValueError(f"{self._key} must name one index, or texts, for a source; got {', '.join(prefixes)}")
-        return Source(name or _name(prefixes[0]), TokenIndex(prefixes[0], self._key), weight, False)
+        return self._index(name, prefixes[0], weight)
+
+    def _index(self, name: str, prefix: str, weight: float | None) -> Source:
+        return Source(name, TokenIndex(prefix, self._key), weight, False)
+
+    def _names(self, paths: Sequence[str]) -> list[str]:
+        """A name for each path: its last part, and with it its folder's where two would be alike."""
+        names = [_name(path) for path in paths]
+        names = [
+            f"{_name(os.path.dirname(path))}_{name}" if names.count(name) > 1 else name
+            for path, name in zip(paths, names, strict=True)
+        ]
+        for path, name in zip(paths, names, strict=True):
+            if names.count(name) > 1:
+                raise ValueError(f"{self._key} must have sources of different names; got {name} twice: rename {path}")
+        return names
+
+    def _prefixes(self, path: str) -> list[str]:
+        """The prefixes of the indices that a path means: itself, or those of a folder; [] where it means texts."""
+        if path.endswith(_INDEX):
+            return [path[:-4]]
+        if any(os.path.isfile(path + ending) for ending in _INDEX):
+            return [path]
+        held = sorted(os.listdir(path)) if os.path.isdir(path) else []
+        prefixes = [os.path.join(path, name[:-4]) for name in held if name.endswith(".idx")]
+        texts = [name for name in held if Path(name).suffix in SUFFIXES and name != _REPORT]
+        if prefixes and texts:
+            raise ValueError(f"{self._key} must name a folder of indices or of texts; {path} holds {texts[0]} as well")
+        return prefixes
 
     def _paths(self, given: Any) -> list[str]:
         paths = [given] if isinstance(given, (str, os.PathLike)) else given
@@ -82,24 +109,10 @@ class SourceFinder:
             raise ValueError(f"{self._key} must name texts or an index (PREFIX of PREFIX.bin, .idx); got {given!r}")
         return [os.path.abspath(os.path.expanduser(path)) for path in paths]
 
-    def _distinct(self, sources: list[Source]) -> list[Source]:
-        names = [source.name for source in sources]
-        for name in names:
-            if names.count(name) > 1:
-                hint = "write {NAME: PATH, …} in data.train_dir, or rename a file"
-                raise ValueError(f"{self._key} must have sources of different names; got {name} twice: {hint}")
-        return sources
-
     def _text(self, name: str, paths: Sequence[str], weight: float | None) -> Source:
-        from verl_ext.commands.errors import UsageError
-        from verl_ext.tokenize.source_files import find_source_files
-
         if self._tokenizer is None:
             raise ValueError(f"{self._key} names texts, which need a tokenizer (model.path's); got none for {paths[0]}")
-        try:
-            files = find_source_files({name: list(paths)})
-        except UsageError as error:
-            raise ValueError(str(error).replace(f"sources.{name}", self._key, 1)) from error
+        files = find_source_files({name: list(paths)}, self._key)
         made_of = self._fingerprint(files)
         folder = cached_folder(self._root, f"text-{made_of}", lambda to: self._write(files, to))
         if self._fingerprint(files) != made_of:
@@ -114,7 +127,8 @@ class SourceFinder:
 
         given = self._options
         options = TextOptions(given.text_key, given.add_eos, False, given.on_bad_record, "data.")
-        tally = write_text_index(files, self._tokenizer, folder / "text", options, max_tokens=given.max_corpus_tokens)
+        limit = given.max_corpus_tokens
+        tally = write_text_index(files, self._tokenizer, folder / "text", options, max_tokens=limit, key=self._key)
         (folder / _BAD_RECORDS).write_text(json.dumps(tally.bad), encoding="utf-8")
 
     def _fingerprint(self, files: Sequence[Any]) -> str:
@@ -131,24 +145,18 @@ class SourceFinder:
         )
 
 
-def _prefixes(path: str) -> list[str]:
-    """The prefixes of the indices that a path means: itself, or those of a folder; [] where it means texts."""
-    if path.endswith(_INDEX):
-        return [path[:-4]]
-    if any(os.path.isfile(path + ending) for ending in _INDEX):
-        return [path]
-    if os.path.isdir(path):
-        return sorted(os.path.join(path, name[:-4]) for name in os.listdir(path) if name.endswith(".idx"))
-    return []
+def _name(path: str) -> str:
+    """The last part of a path, or of the folder that a glob begins in, without the endings of its formats."""
+    parts = Path(path).parts
+    plain = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    name = parts[plain - 1]
+    for ending in (".gz", *_INDEX, *SUFFIXES):
+        name = name.removesuffix(ending)
+    return name
 
 
-def _name(prefix: str) -> str:
-    return os.path.basename(prefix)
-
-
-def _text_name(paths: Sequence[str]) -> str:
-    """The name of texts without one: of the only file or folder, else of the folder that holds them all."""
-    if len(paths) == 1 and os.path.exists(paths[0]):
-        return Path(paths[0]).name.split(".")[0] or "text"
-    folders = [path if os.path.isdir(path) else os.path.dirname(path) for path in paths]
-    return os.path.basename(os.path.commonpath(folders)) or "text"
+def _together(paths: Sequence[str]) -> str:
+    """What texts are named by: the only path, else the folder that holds them all."""
+    if len(paths) == 1:
+        return paths[0]
+    return os.path.commonpath([path if os.path.isdir(path) else os.path.dirname(path) for path in paths])

@@ -1,5 +1,6 @@
 """The lowest and the highest token id of indices, read in shares and kept in the cache."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,8 +45,9 @@ def cached_range(root: Path, indices: Sequence[TokenIndex]) -> tuple[int, int] |
 
 
 def keep_range(root: Path, indices: Sequence[TokenIndex], token_range: tuple[int, int]) -> None:
-    """Keep it for the next start."""
-    cached_folder(root, _name(indices), lambda to: _write(to / _FILE, token_range))
+    """Keep it for the next start, where the cache can be written."""
+    with contextlib.suppress(ValueError):
+        cached_folder(root, _name(indices), lambda to: _write(to / _FILE, token_range))
 
 
 def _write(path: Path, token_range: tuple[int, int]) -> None:

@@ -80,6 +80,10 @@ class PackDataset(torch.utils.data.Dataset):
     def pack_targets(self) -> NDArray[np.int64]:
         """int64[P]: target tokens of each pack."""
 
+    def plan_options(self) -> dict[str, Any]:
+        """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
+        return {}
+
     def not_as_they_stand(self) -> list[OverLengthRow]:
         """Documents that are not trained on as they stand, by category and reason."""
         return []

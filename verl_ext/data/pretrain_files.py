@@ -23,17 +23,13 @@ def find_files(given: Any, key: str) -> tuple[list["SourceFile"], dict[int, str]
         ValueError: no file, a file of no known format, one that cannot be read; `key` is named.
     """
     # Here, because the tokenise command's modules import config and transformers' template tools.
-    from verl_ext.commands.errors import UsageError
     from verl_ext.tokenize.source_files import find_source_files
 
     paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
         raise ValueError(f"{key} must name files of records with a text; got {given!r}")
     absolute = [os.path.abspath(os.path.expanduser(path)) for path in paths]
-    try:
-        found = find_source_files({"text": absolute})
-    except UsageError as error:
-        raise ValueError(str(error).replace("sources.text", key, 1)) from error
+    found = find_source_files({"text": absolute}, key)
     return _by_category(found)
 
 

@@ -10,11 +10,12 @@ import transformers
 
 from verl_ext.commands.errors import DataError
 from verl_ext.commands.output_folder import OutputFolder
+from verl_ext.commands.tokenizer import read_tokenizer
 from verl_ext.config.model_support import model_support_problems
 from verl_ext.init_model.architecture import TOKEN_IDS, changed, fitted, read_architecture
 from verl_ext.init_model.config import MARKER, InitModelConfig
 from verl_ext.init_model.hf_config import hf_config
-from verl_ext.init_model.tokenizer import copied_tokenizer, trained_tokenizer
+from verl_ext.init_model.tokenizer import trained_tokenizer
 from verl_ext.init_model.training_text import TrainingText, find_training_files
 from verl_ext.init_model.weights import count_parameters, random_model, save_model
 
@@ -47,7 +48,7 @@ def init_model(config: InitModelConfig) -> str:
 def _tokenizer(config: InitModelConfig, text: TrainingText | None) -> Any:
     if text is None:
         assert config.tokenizer.path is not None, "problems() is empty"
-        return copied_tokenizer(config.tokenizer.path)
+        return read_tokenizer(config.tokenizer.path, "tokenizer.path")
     tokenizer = trained_tokenizer(text, config.tokenizer)
     if not text.characters:
         patterns = ", ".join(config.tokenizer.train_patterns())

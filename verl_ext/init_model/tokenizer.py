@@ -1,24 +1,10 @@
-"""The tokenizer of a new model: a byte-level BPE trained on text, or a copy."""
+"""The tokenizer of a new model, trained on text: a byte-level BPE."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from verl_ext.commands.errors import UsageError, first_line
 from verl_ext.init_model.chat_template import read_chat_template
 from verl_ext.init_model.tokenizer_config import TokenizerConfig
-
-
-def copied_tokenizer(path: str) -> Any:
-    """The tokenizer of `tokenizer.path`; `UsageError` where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # files that are no tokenizer fail in many ways
-        raise UsageError(f"tokenizer.path must hold a tokenizer; got {path}: {first_line(error)}") from error
-    if not len(tokenizer):  # what transformers makes of a folder without a tokenizer's files
-        raise UsageError(f"tokenizer.path must hold a tokenizer; got {path}, which has none")
-    return tokenizer
 
 
 def trained_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> Any:

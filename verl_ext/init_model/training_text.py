@@ -2,9 +2,10 @@
 
 import codecs
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
-from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.commands.errors import DataError
 from verl_ext.commands.progress import progress_bar
 from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chunks import parse_line, read_chunks
@@ -16,10 +17,7 @@ BLOCK = 1 << 20  # bytes of a text file that are taken at once
 
 def find_training_files(patterns: Sequence[str]) -> list[SourceFile]:
     """The files of `tokenizer.train_on`; `UsageError` for one that is missing or of no known format."""
-    try:
-        return find_source_files({"train_on": list(patterns)})
-    except UsageError as error:
-        raise UsageError(str(error).replace("sources.train_on", "tokenizer.train_on")) from error
+    return find_source_files({"train_on": list(patterns)}, "tokenizer.train_on")
 
 
 class TrainingText:
@@ -36,14 +34,20 @@ class TrainingText:
     def __iter__(self) -> Iterator[str]:
         self.characters = 0
         total = sum(file.num_bytes for file in self.files)
+        texts = self._texts()
+        first = list(islice(texts, 1))  # before the bar: files with a mistake at their start show none
         with progress_bar("training text", total, unit="B", unit_scale=True) as bar:
-            for file in self.files:
-                for text, num_bytes in _blocks(file.path) if file.kind == "text" else self._records(file):
-                    self.characters += len(text)
-                    if text:
-                        yield text
-                    bar.update(min(num_bytes, total - bar.n))
+            for text, num_bytes in chain(first, texts):
+                self.characters += len(text)
+                if text:
+                    yield text
+                bar.update(min(num_bytes, total - bar.n))
             bar.update(total - bar.n)
+
+    def _texts(self) -> Iterator[tuple[str, int]]:
+        """Every file's texts, and the bytes of the file that were read for each."""
+        for file in self.files:
+            yield from _blocks(file.path) if file.kind == "text" else self._records(file)
 
     def _records(self, file: SourceFile) -> Iterator[tuple[str, int]]:
         """Every text of every record, and the bytes of the file that were read for it."""

@@ -30,15 +30,16 @@ class SourceFile:
     num_bytes: int
 
 
-def find_source_files(patterns: dict[str, list[str]]) -> list[SourceFile]:
+def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
     """Every file of every category, categories and patterns in the order given, files of a pattern sorted by name.
 
-    Raises `UsageError` naming `sources.<category>` for a path that is missing or of no known format.
+    Raises `UsageError` for a path that is missing or of no known format, naming `key`, by default
+    `sources.<category>`; `DataError` for a file that cannot be read.
     """
     files: list[SourceFile] = []
     for category_id, (name, category_patterns) in enumerate(patterns.items(), start=1):
         for pattern in category_patterns:
-            found = _expand(pattern, f"sources.{name}")
+            found = _expand(pattern, key or f"sources.{name}")
             files += [SourceFile(category_id, str(path), kind, _size(path)) for path, kind in found]
     return files
 

@@ -19,6 +19,7 @@ def dataset_class(config: DictConfig) -> type[PackDataset]:
     named = load_extern_object(custom.path, custom.name)
     if not (isinstance(named, type) and issubclass(named, PackDataset)):
         raise ValueError(
-            f"data.custom_cls.name must name a subclass of verl_ext.data.SFTDataSet; got {custom.name} of {custom.path}"
+            "data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got "
+            f"{custom.name} of {custom.path}"
         )
     return named

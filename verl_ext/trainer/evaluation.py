@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from tqdm import tqdm
 
@@ -74,11 +74,12 @@ class Evaluation:
 def write_evaluation(metrics: dict[str, float], step: int, config: DictConfig) -> Path:
     """The metrics of `trainer.eval_only` as evaluation.json in the run's folder, in place of an earlier one's."""
     path = Path(config.trainer.default_local_dir) / EVALUATION
-    val_dir = config.data.val_dir if isinstance(config.data.val_dir, str | None) else list(config.data.val_dir)
+    data: Any = OmegaConf.to_container(config.data, resolve=True, throw_on_missing=False)
+    measured = ("val_dir",) if data["val_dir"] is not None else ("train_dir", "blend", "train_ratio")
     facts: dict[str, Any] = {
         "model.path": config.model.path,
         "global_step": step,
-        "data.val_dir": val_dir,
+        **{f"data.{name}": data[name] for name in measured if data.get(name) is not None},
         "data.max_tokens": config.data.max_tokens,
         **metrics,
     }

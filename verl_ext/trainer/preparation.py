@@ -1,7 +1,8 @@
 """Everything that is settled before a model is loaded: configuration, data, packs, steps.
 
 A mistake found here is told in one line that names the requirement, the dotted key and the value; no device has been
-touched, and nothing has been written but the memo of the scan beside the data.
+touched, and nothing has been written but what the next start need not do again: the memo of the scan beside the data,
+tokenised texts and indices in data.cache_dir.
 """
 
 import math
@@ -36,7 +37,7 @@ from verl_ext.trainer.step_plan import StepPlan
 # Keys below data that decide which packs a step has.
 _OF_THE_PLAN = (
     *("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance", "cost"),
-    *("mixture", "blend", "sampling", "attend_across_documents", "num_samples", "train_ratio"),
+    *("mixture", "train_ratio"),
 )
 
 
@@ -88,6 +89,7 @@ class Run:
         given: Any = OmegaConf.to_container(self.config.data, resolve=True, throw_on_missing=False)
         return {
             **{f"data.{key}": given[key] for key in _OF_THE_PLAN if key in given},
+            **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
             "the digest of the documents in data.train_dir": self.train_set.digest,
             **model,

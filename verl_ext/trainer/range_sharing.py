@@ -13,9 +13,11 @@ def share_token_range(dataset: MultiDocDataset) -> None:
 
     All ranks call it together; a mistake in the data is told once and ends all of them.
     """
+    leads = dist.get_rank() == 0
     remembered: list[Any] = [None]
-    if dist.get_rank() == 0:
-        remembered = [dataset.cached_token_range()]
+    with errors_told_once():
+        if leads:
+            remembered = [dataset.cached_token_range()]
     dist.broadcast_object_list(remembered)
     if remembered[0] is not None:
         dataset.token_range = remembered[0]
@@ -26,5 +28,6 @@ def share_token_range(dataset: MultiDocDataset) -> None:
     dist.all_gather_object(parts, part)
     lowest, highest = zip(*filter(None, parts), strict=True)
     dataset.token_range = min(lowest), max(highest)
-    if dist.get_rank() == 0:
-        dataset.cache_token_range()
+    with errors_told_once():
+        if leads:
+            dataset.cache_token_range()

@@ -27,6 +27,9 @@ def open_sets(config: DictConfig) -> tuple[PackDataset, PackDataset | None]:
     of_run, of_validation = _run_options(config) if issubclass(cls, MultiDocDataset) else ({}, {})
     train, val = OmegaConf.select(data, "train_dir"), data.val_dir
     train_limit, val_limit = data.train_max_samples, data.val_max_samples
+    if config.trainer.eval_only and val is not None and train == val:
+        measured = opened("val_dir", val, val_limit, **of_validation)  # it stands in for data.train_dir
+        return measured, measured
     if splits_validation(config):
         part = opened("train_dir", train, train_limit, split="train", **of_run)
         return part, opened("train_dir", train, val_limit, split="val", **of_validation)
@@ -52,8 +55,14 @@ def _run_options(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 def _tokenizer(config: DictConfig) -> Any:
     from verl.utils import hf_tokenizer
 
+    from verl_ext.commands.tokenizer import check_tokenizer
+
     model = config.model
+    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    path = model.tokenizer_path or model.path
     try:
-        return hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=bool(model.trust_remote_code))
+        tokenizer = hf_tokenizer(path, trust_remote_code=bool(model.trust_remote_code))
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path must hold a tokenizer; got {model.path} ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"{key} must hold a tokenizer; got {path} ({str(error).splitlines()[0]})") from None
+    check_tokenizer(tokenizer, path, key)
+    return tokenizer

@@ -1,19 +1,19 @@
 """The index run: find the files, tokenise their records, write one index a source, publish."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from verl_ext.commands.output_folder import OutputFolder
-from verl_ext.commands.progress import Progress
 from verl_ext.commands.tokenizer import TOKENIZER_MODULE, ModelConfig, load_tokenizer
 from verl_ext.commands.worker_pool import available_cpus, ordered_results
 from verl_ext.data.index.config import IndexConfig
 from verl_ext.data.index.parcels import read_parcels
 from verl_ext.data.index.report import Report
 from verl_ext.data.index.text_documents import Documents, TextOptions, TextTokenizer
-from verl_ext.data.index.text_index import TextIndex, Written, no_document_error
+from verl_ext.data.index.text_index import TextIndex, Written, no_document_error, show_progress
 from verl_ext.tokenize.source_files import SourceFile, find_source_files
 from verl_ext.tokenize.tally import Tally
 
@@ -48,23 +48,30 @@ def _options(config: IndexConfig) -> TextOptions:
 def _write_indices(
     config: IndexConfig, files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, report: Report
 ) -> None:
+    with closing(_written(config, files, tokenizer, folder, report)) as work:
+        show_progress(work, sum(file.num_bytes for file in files))
+
+
+def _written(
+    config: IndexConfig, files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, report: Report
+) -> Generator[Written, None, None]:
+    """What is written of each parcel, and a source's bytes that are left unread, as it is done."""
     names = list(config.sources)
     full: set[int] = set()
-    with Progress(sum(file.num_bytes for file in files), "index") as progress:
-        for source, results in groupby(_documents(config, files, tokenizer, full), key=lambda result: result.source):
-            name = names[source - 1]
-            with TextIndex(folder / name, tokenizer.dtype, config.max_corpus_tokens) as index:
-                unread = sum(file.num_bytes for file in files if file.category_id == source)
-                report.tallies[name] = index.tally
-                for result in results:
-                    written = index.add(result)
-                    if index.is_full:
-                        full.add(source)
-                    unread -= written.num_bytes
-                    progress.add(written)
-                progress.add(Written(unread, 0, 0))
-                _refuse_nothing(config, name, index.tally)
-                index.close()
+    for source, results in groupby(_documents(config, files, tokenizer, full), key=lambda result: result.source):
+        name = names[source - 1]
+        with TextIndex(folder / name, tokenizer.dtype, config.max_corpus_tokens, f"sources.{name}") as index:
+            unread = sum(file.num_bytes for file in files if file.category_id == source)
+            report.tallies[name] = index.tally
+            for result in results:
+                written = index.add(result)
+                if index.is_full:
+                    full.add(source)
+                unread -= written.num_bytes
+                yield written
+            yield Written(unread, 0, 0)
+            _refuse_nothing(config, name, index.tally)
+            index.close()
     for name in names:
         _refuse_nothing(config, name, report.tallies[name])
 

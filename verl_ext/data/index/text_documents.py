@@ -48,7 +48,7 @@ class BadText:
 
 @dataclass
 class Documents:
-    """tokens[ΣT] of the index's dtype and lengths[D] int32 of one parcel.
+    """tokens[ΣT] of the index's dtype and lengths[D] int64 of one parcel.
 
     `bad` holds the unusable records in order; `failure` is what ends the run once the documents here are written.
     """
@@ -97,7 +97,7 @@ class TextTokenizer:
             if self.options.on_bad_record == "error":
                 failure = self._failure(bad[-1])
                 break
-        lengths = np.array([len(document) for document in ids], dtype=np.int32)
+        lengths = np.array([len(document) for document in ids], dtype=np.int64)
         lengths += len(self.first) + len(self.last)
         return Documents(parcel.source, parcel.num_bytes, self._joined(ids, lengths), lengths, bad, failure)
 

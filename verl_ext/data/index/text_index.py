@@ -1,8 +1,10 @@
 """One source's documents written as `.bin` and `.idx`: cut after so many tokens, and counted."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,10 +38,13 @@ class TextIndex:
     document is counted or can end the run.
     """
 
-    def __init__(self, prefix: Path, dtype: np.dtype, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, prefix: Path, dtype: np.dtype, max_tokens: int | None = None, key: str = "data.train_dir"
+    ) -> None:
+        """`key`: the config key of the texts, which an error of a document too long for the format names."""
         self.max_tokens = max_tokens
         self.tally = Tally()
-        self._writer = IndexWriter(prefix, dtype)
+        self._writer = IndexWriter(prefix, dtype, key)
 
     def __enter__(self) -> "TextIndex":
         return self
@@ -102,24 +107,44 @@ def write_text_index(
     *,
     max_tokens: int | None = None,
     progress: bool = True,
+    key: str = "data.train_dir",
 ) -> Tally:
     """Tokenise files in this process, with the tokenizer's own threads, into `prefix.bin` and `prefix.idx`.
 
-    The bytes are those that the command writes of the same files. Raises `DataError` for a bad record under
-    `on_bad_record=error`, a file that cannot be read, and files that hold no document; `UsageError` where the
-    tokenizer lacks a token that is to be added.
+    The bytes are those that the command writes of the same files. `key`: see `TextIndex`. Raises `DataError` for a bad
+    record under `on_bad_record=error`, a file that cannot be read, and files that hold no document; `UsageError` where
+    the tokenizer lacks a token that is to be added.
     """
     worker = TextTokenizer(tokenizer, options)
-    bar = Progress(sum(file.num_bytes for file in files), "index") if progress else nullcontext()
-    with TextIndex(prefix, worker.dtype, max_tokens) as index, bar as shown:
-        for parcel in read_parcels(files, lambda source: index.is_full, BATCH_BYTES):
-            written = index.add(worker.tokenise(parcel))
-            if shown is not None:
-                shown.add(written)
-        if not index.tally.documents:
-            raise no_document_error(", ".join(file.path for file in files[:3]), index.tally)
+    with TextIndex(prefix, worker.dtype, max_tokens, key) as index:
+        work = _add_all(index, worker, files)
+        if progress:
+            show_progress(work, sum(file.num_bytes for file in files))
+        else:
+            deque(work, maxlen=0)
         index.close()
     return index.tally
+
+
+def _add_all(index: TextIndex, worker: TextTokenizer, files: Sequence[SourceFile]) -> Iterator[Written]:
+    for parcel in read_parcels(files, lambda source: index.is_full, BATCH_BYTES):
+        yield index.add(worker.tokenise(parcel))
+    if not index.tally.documents:
+        raise no_document_error(", ".join(file.path for file in files[:3]), index.tally)
+
+
+def show_progress(work: Iterator[Written], total_bytes: int) -> None:
+    """Do all the work, with a bar from the first document on: a mistake before it is told without one."""
+    begun = time.monotonic()
+    before = []
+    for written in work:
+        before.append(written)
+        if written.tokens:
+            break
+    with Progress(total_bytes, "index") as bar:
+        bar.started = begun
+        for written in chain(before, work):
+            bar.add(written)
 
 
 def no_document_error(where: str, tally: Tally) -> DataError:

@@ -88,7 +88,7 @@ class IndexWriter:
         if len(lengths) and lengths.max() > MAX_LENGTH:
             at = int(lengths.argmax())
             raise ValueError(
-                f"sources must have documents of at most {MAX_LENGTH} tokens, what an .idx can count; got "
+                f"{self.key} must give documents of at most {MAX_LENGTH} tokens, what an .idx can count; got "
                 f"{lengths[at]} in document {self.num_documents + at} of {self.files[0]}"
             )
 

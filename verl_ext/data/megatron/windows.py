@@ -2,6 +2,7 @@
 
 stream      a a a b b b b b c c         seq_len 4
 in order    [a a a b][b b b b][c c]     every token once, the last window partial
+followed    [a a a b b][b b b b c][c c]  with the token after each: windows of 5, starts 4 apart
 random      ⌊10/4⌋ = 2 of the starts 0..6, all different, any order
 """
 
@@ -67,4 +68,6 @@ def in_order_starts(num_tokens: int, seq_len: int) -> NDArray[np.int64]:
 def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
     """ValueError where a corpus has fewer tokens than one sample needs."""
     if num_tokens < needed:
-        raise ValueError(f"{key} must have the tokens of one sample, {needed} (data.seq_len); got {num_tokens} tokens")
+        raise ValueError(
+            f"{key} must have the {needed} tokens that a sample of data.seq_len needs; got {num_tokens} tokens"
+        )
