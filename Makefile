@@ -23,7 +23,7 @@ quickstart: .venv/.installed-test
 	recipes/quickstart/run.sh quickstart_run
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
