@@ -51,6 +51,7 @@ def step_facts(
     left_out = plan.left_out(0)
     return {
         "steps_per_epoch": plan.steps_per_epoch,
+        "epochs_of_plan": dataset.epochs,
         "packs_per_step": plan.batch_size,
         "packs_in_last_step": plan.batch_size if plan.drop_last else (plan.num_packs - 1) % plan.batch_size + 1,
         "data_parallel_ranks": ranks,
@@ -95,7 +96,9 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
 def _step_lines(facts: Facts) -> Iterator[str]:
     last = facts["packs_in_last_step"]
     shorter = "" if last == facts["packs_per_step"] else f" (the last {last})"
-    line = f"steps: {facts['steps_per_epoch']:,} an epoch of {facts['packs_per_step']} packs{shorter}"
+    whole = facts["epochs_of_plan"]
+    of = "an epoch" if whole == 1 else f"in {whole:,.3g} epochs"
+    line = f"steps: {facts['steps_per_epoch']:,} {of} of {facts['packs_per_step']} packs{shorter}"
     if facts["data_parallel_ranks"] > 1:
         line += (
             f"; by cost, {facts['data_parallel_ranks']} data-parallel ranks are busy {facts['busy']:.1%} of the time "
