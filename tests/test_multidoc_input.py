@@ -44,9 +44,12 @@ def refused(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("blend", "match"),
     [
-        ([[0.7, "{p}"], [-0.3, "b"]], r"data\.blend must have finite weights of at least 0; got -0.3 for b"),
-        ([[0, "{p}"], [0.0, "b"]], r"data\.blend must have a weight above 0; got 0 for every path"),
-        ([[float("nan"), "{p}"]], r"data\.blend must have finite weights"),
+        (
+            [[0.7, "{p}"], [-0.3, "b"]],
+            r"data\.blend must have weights that are finite and at least 0; got \[0\.7, -0\.3\]",
+        ),
+        ([[0, "{p}"], [0.0, "b"]], r"data\.blend must have a weight above 0; got \[0\.0, 0\.0\]"),
+        ([[float("nan"), "{p}"]], r"data\.blend must have weights that are finite and at least 0; got \[nan\]"),
         ([["{p}", 0.7]], r"data\.blend must be pairs of a weight and a path"),
         ([0.7, "{p}"], r"data\.blend must be pairs of a weight and a path"),
         ([], r"data\.blend must be pairs of a weight and a path"),

@@ -9,7 +9,6 @@ loss_mask                 0 1 1 1 1 1          0 1 1 0 1 1
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from verl_ext.data.cached_folder import default_root
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.document_split import split_rows
+from verl_ext.data.fingerprint import digest
 from verl_ext.data.multidoc_options import MultiDocOptions
 from verl_ext.data.multidoc_plan import LABEL_TOKENS, SamplePlan, StreamPlan, WindowPlan, source_table
 from verl_ext.data.multidoc_sources import Source, SourceFinder
@@ -192,7 +192,7 @@ class MultiDocDataset(PackDataset):
             for source, documents in zip(self.sources, self._documents, strict=True)
         ]
         facts = [parts, self.token_range, self.options.seq_len, self._seed, self._num, self.plan_options()]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        return digest(facts)[:16]
 
     def plan_options(self) -> dict[str, Any]:
         """How documents become samples."""
@@ -254,6 +254,10 @@ class MultiDocDataset(PackDataset):
         """int64[P]: documents, or pieces of them, of each sample; 1 where attention spans all."""
         if self.options.attend_across_documents:
             return np.broadcast_to(np.int64(1), self._num)
+        return self._piece_counts
+
+    @cached_property
+    def _piece_counts(self) -> NDArray[np.int64]:
         return self._plan.piece_counts()[: self._num]
 
     def pack_targets(self) -> NDArray[np.int64]:

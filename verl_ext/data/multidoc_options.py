@@ -1,6 +1,5 @@
 """MultiDocOptions: how documents become samples, from arguments or from a config's data node, checked."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,7 +9,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.data.cached_folder import check_cache_dir
 from verl_ext.data.document_split import check_train_ratio
-from verl_ext.data.megatron import BLEND_RULES
+from verl_ext.data.megatron import BLEND_RULES, check_weights
 from verl_ext.packing import check_choice, whole_number
 from verl_ext.packing.strategies import MOST_TOKENS
 from verl_ext.tokenize.bad_record import ON_BAD_RECORD
@@ -97,11 +96,7 @@ def read_blend(blend: Any) -> tuple[list[float], list[str]]:
     if not is_list or not all(_is_pair(pair) for pair in plain):
         raise ValueError(f"data.blend must be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]; got {plain!r}")
     weights, paths = [float(weight) for weight, _ in plain], [str(path) for _, path in plain]
-    for weight, path in zip(weights, paths, strict=True):
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"data.blend must have finite weights of at least 0; got {weight:g} for {path}")
-    if not any(weights):
-        raise ValueError("data.blend must have a weight above 0; got 0 for every path")
+    check_weights(weights)
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
         raise ValueError(f"data.blend must name each path once; got {twice} twice")

@@ -5,6 +5,7 @@
     document_stream    seq_len + 1                            yes: seq_len targets
     in_order           seq_len + 1, a source's last fewer     yes: every token of a source but its first, once
 
+Targets are counted as where attention crosses documents; inside them, the first token of each piece is none either.
 Windows (random_starts, in_order) are those of one source after the other; a document stream of several sources mixes
 them, sample by sample, in proportion to their weights, or to their samples where they have none.
 """

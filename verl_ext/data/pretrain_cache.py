@@ -132,17 +132,13 @@ class _Maker:
 
     def _results(self) -> Iterator["ChunkResult"]:
         """A result for every batch of records of one category, whose facts and bad records are counted."""
-        from verl_ext.commands.errors import UsageError
         from verl_ext.data.index.parcels import read_parcels
         from verl_ext.tokenize.tally import Tally
         from verl_ext.tokenize.worker import ChunkResult
 
         keep = self.options.text_tokens + 1 + self.has_bos
         for parcel in read_parcels(self.files, lambda category: False, BATCH_BYTES):
-            try:
-                found = self.tokenizer.tokenise(parcel)
-            except UsageError as error:
-                raise ValueError(str(error)) from error
+            found = self.tokenizer.tokenise(parcel)
             if found.failure:
                 raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
             tally = self.tallies[parcel.source]

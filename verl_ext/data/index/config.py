@@ -11,9 +11,9 @@ from verl_ext.commands.output_check import output_problems
 from verl_ext.commands.tokenizer import ModelConfig
 from verl_ext.commands.typed_options import least_problems, load_options
 from verl_ext.config.nearest import choice_problem
+from verl_ext.tokenize.bad_record import ON_BAD_RECORD
 
 CONFIG_NAME = "index"
-ON_BAD_RECORD = ("error", "skip")
 REPORT = "report.json"
 # Nodes whose keys are the user's own.
 OPEN_NODES = ("sources",)

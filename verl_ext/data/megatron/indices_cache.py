@@ -7,8 +7,6 @@ A fingerprint is of everything that the arrays follow from; `cached_folder` keep
 """
 
 import hashlib
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.data.cached_folder import cached_folder
+from verl_ext.data.fingerprint import digest, file_facts
 from verl_ext.data.megatron.blend import Order, blend_order, check_weights, megatron_blend_order
 from verl_ext.data.megatron.sample_index import (
     SampleIndices,
@@ -64,7 +63,7 @@ def cached_sample_indices(
     num_documents = index.num_documents if documents is None else len(documents)
     num_tokens = index.num_tokens if documents is None else count_tokens(index.lengths, documents)
     plan = plan_epochs(num_tokens, seq_len, num_samples, index.key)
-    facts = [_file_facts(index), _digest(documents), seq_len, num_samples, seed]
+    facts = [file_facts(index.files), index.digest, _digest(documents), seq_len, num_samples, seed]
 
     def make(folder: Path) -> None:
         def sample_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:  # filled on disk, block by block
@@ -111,13 +110,7 @@ def cached_blend(
 
 
 def _fingerprint(facts: list[Any]) -> str:
-    return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()[:32]
-
-
-def _file_facts(index: TokenIndex) -> list[Any]:
-    """Real path, size and time of change of both files, and what the .idx says."""
-    statuses = [os.stat(path) for path in index.files]
-    return [os.path.realpath(index.prefix), index.digest, *([at.st_size, at.st_mtime_ns] for at in statuses)]
+    return digest([FORMAT, *facts])
 
 
 def _digest(documents: NDArray[Any] | None) -> str | None:
