@@ -80,3 +80,8 @@ def test_the_home_directory_is_written_out():
 
 def test_an_empty_path_is_no_path():
     assert compose(["data.val_dir="]).data.val_dir is None
+
+
+def test_padded_rows_are_packs_of_one_document_padded_to_max_length():
+    data = compose(["data=pretrain", "data.rows=padded", "data.max_length=48"]).data
+    assert (data.max_tokens, data.strategy, data.pad_mode) == (48, "none", "right")

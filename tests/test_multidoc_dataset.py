@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -17,6 +18,8 @@ from tests.megatron_peer import open_gpt_dataset
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import IndexWriter
 from verl_ext.packing import TOKENS
+from verl_ext.trainer.data_report import data_facts, report_lines, step_facts
+from verl_ext.trainer.step_plan import StepPlan
 
 LENGTHS = (7, 1, 30, 12, 15, 16, 2, 40, 9, 25)  # with EOS some are of 16 tokens and of 2
 TEXTS = random_words(LENGTHS)
@@ -115,6 +118,24 @@ def test_counts_of_all_samples_are_those_of_the_rows(opened):
             assert dataset.pack_documents().tolist() == [int((row["position_ids"] == 0).sum()) for row in rows]
             assert dataset.pack_costs(TOKENS).tolist() == read
             assert dataset.longest_document >= max(int(row["position_ids"][: read[0]].max()) + 1 for row in rows)
+
+
+@pytest.mark.parametrize(("sampling", "label"), [("random_starts", 0), ("document_stream", 1), ("in_order", 1)])
+def test_a_label_is_no_token_that_a_model_reads(opened, sampling, label):
+    dataset = opened(sampling=sampling)
+    assert dataset.last_is_label == bool(label)
+    assert len(dataset[0]["input_ids"]) == 16 + label
+    assert dataset.pack_tokens()[0] == 16
+
+
+def test_the_report_names_the_sources_and_the_epochs_of_the_steps(opened, tmp_path):
+    dataset = opened({"web": write_index(tmp_path / "corpus", [[5] * 81])}, epochs=3)
+    plan = StepPlan(len(dataset), 1, seed=0, shuffle=False)
+    steps = step_facts(dataset, plan, dataset.pack_costs(TOKENS), ranks=1, micro_batch_size=1)
+    lines = "\n".join(report_lines({"train": data_facts(dataset), "steps": steps}))
+    assert "train: its sources:" in lines
+    assert re.search(r"^ *web +1 +81 +15 +2\.963$", lines, re.MULTILINE)
+    assert "steps: 15 in 2.96 epochs of 1 packs" in lines
 
 
 def test_eos_stands_between_documents_on_request_alone(opened):

@@ -13,8 +13,10 @@ from tests.ranks import run_ranks
 from tests.reference import load_eager
 from tests.training import SMALL, metrics, train, train_alone
 from verl_ext.config import compose
+from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import IndexWriter
 from verl_ext.trainer.preparation import prepare
+from verl_ext.trainer.range_sharing import share_token_range
 from verl_ext.trainer.sft_trainer import SFTTrainer
 
 SEQ_LEN = 16
@@ -211,3 +213,18 @@ def _evaluate(overrides):
         trainer = SFTTrainer(prepare(compose([*SMALL, *overrides])))
         trainer.resume()
         trainer.evaluate_only()
+
+
+def _range_and_memo(prefix, cache):
+    dataset = MultiDocDataset(prefix, None, 16, cache_dir=cache)
+    share_token_range(dataset)
+    return dataset.token_range, dataset.cached_token_range()
+
+
+def test_the_token_range_is_of_all_ranks_and_is_kept(tmp_path):
+    writer = IndexWriter(tmp_path / "corpus", np.uint16)
+    writer.add(np.array([50] * 80 + [5] * 79 + [90], np.uint16), np.full(16, 10))
+    writer.close()
+    said = run_ranks(_range_and_memo, 2, str(tmp_path / "corpus"), str(tmp_path / "cache"))
+    assert [found for found, _ in said] == [(5, 90)] * 2
+    assert said[0][1] == (5, 90)  # rank 0 writes it
