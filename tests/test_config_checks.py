@@ -58,6 +58,37 @@ def test_a_good_config_passes_and_gives_the_models_config(good):
     check_run(changed(good, engine__strategy="fsdp", trainer__device="cuda"), 8, "cuda")
 
 
+def overridden(good, **values):
+    return check_run(changed(good, **{f"model__override_config__{key}": value for key, value in values.items()}), 1)
+
+
+def test_what_overrides_a_models_config_is_what_is_checked_and_trained(good):
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 512}
+    config = overridden(good, max_position_embeddings=2048, rope_parameters=yarn, rms_norm_eps=1)
+    assert (config.max_position_embeddings, config.rope_parameters) == (2048, rope)
+    assert (config.rms_norm_eps, type(config.rms_norm_eps)) == (1.0, float)
+    assert overridden(good, rope_scaling=yarn).rope_parameters == rope
+    assert overridden(good, rope_theta=5e5).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"rope_thetta": 5}, "unknown key model.override_config.rope_thetta of Qwen3Config"),
+        ({"hidden_sizes": 5}, "hidden_sizes of Qwen3Config; nearest: model.override_config.hidden_size"),
+        ({"output_router_logits": True}, "unknown key model.override_config.output_router_logits of Qwen3Config"),
+        ({"max_position_embeddings": "many"}, "model.override_config.max_position_embeddings must be one of a Qwen3Co"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "model.override_config.rope_parameters must be one of a Qwen3Config"),
+    ],
+)
+def test_an_override_that_a_model_cannot_have_is_told_in_one_line(good, values, line):
+    with pytest.raises(ValueError, match=r"model\.override_config") as raised:
+        overridden(good, **values)
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
 TABLE = [
     # (updates, ranks, accelerator, line)
     ({"model__lora_adapter_path": "/tmp"}, 1, None, "model.lora_rank must be at least 1 with model.lora_adapter_path"),

@@ -1,10 +1,10 @@
-"""A small Qwen3 from random weights and a word-level tokenizer with a chat template, as a folder."""
+"""A small Qwen3 or relative of it from random weights, and a word-level tokenizer with a chat template, as a folder."""
 
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 VOCABULARY = 128
 _CHAT = (
@@ -13,8 +13,10 @@ _CHAT = (
 )
 
 
-def write_tiny_model(folder: Path, seed: int = 0, **config: object) -> Path:
-    """Save model and tokenizer; ``config`` overrides fields of the Qwen3 configuration."""
+def write_tiny_model(
+    folder: Path, seed: int = 0, config_class: type[PreTrainedConfig] = Qwen3Config, **config: object
+) -> Path:
+    """Save model and tokenizer; ``config`` overrides fields of the configuration."""
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
     words = special + [f"w{i}" for i in range(VOCABULARY - len(special))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
@@ -37,5 +39,5 @@ def write_tiny_model(folder: Path, seed: int = 0, **config: object) -> Path:
         "initializer_range": 0.2,
     }
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**{**fields, **config})).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_class(**{**fields, **config})).save_pretrained(folder)
     return folder

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl_ext.attention import BACKENDS, choose_backend
 from verl_ext.config import nodes
 from verl_ext.config.fields import type_problems
+from verl_ext.config.model_node import override
 from verl_ext.config.model_support import model_support_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
 from verl_ext.config.own_data import BABILONG, MULTIDOC, PRETRAIN, own_option_problems, splits_validation
@@ -22,6 +23,7 @@ from verl_ext.config.titans_checks import check_titans_model, titans_problems
 from verl_ext.config.titans_options import is_titans
 from verl_ext.config.topology import batch_problems, head_problems
 from verl_ext.config.weights import weight_problems
+from verl_ext.engines.router_loss import asks_for_router_loss
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -57,6 +59,12 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
         problems += unfit
     elif hf_config is not None:
         problems += head_problems(config, hf_config) + model_support_problems(hf_config)
+        coefficient = config.model.override_config.get("router_aux_loss_coef")
+        if coefficient and not asks_for_router_loss(hf_config):
+            problems.append(
+                "model.override_config.router_aux_loss_coef needs model.override_config.output_router_logits=true; "
+                f"got {coefficient} without it"
+            )
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     return hf_config
@@ -246,7 +254,12 @@ def _read_hf_config(config: DictConfig) -> tuple[Any, list[str]]:
     if not path or "://" in path or (_is_local(path) and not os.path.isdir(folder)):
         return None, []  # required or missing: told by path_problems; remote: read by verl
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=bool(config.model.trust_remote_code)), []
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=bool(config.model.trust_remote_code))
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return None, [f"model.path must hold a model's config.json; got {path} ({reason})"]
+    try:
+        override(hf_config, config.model.override_config)
+    except ValueError as error:
+        return None, [str(error)]
+    return hf_config, []

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from verl_ext.engines.router_loss import asks_for_router_loss, has_router_loss
+
 _APART = {"full_attention", "sliding_attention"}
 _ELSEWHERE = {  # what these keep outside query, key and value, where a packed attention does not see it
     "gpt_oss": "attention sinks",
@@ -47,7 +49,23 @@ def model_support_problems(hf_config: Any) -> list[str]:
         problems.append(
             f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
         )
+    if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
+        problems.append(
+            f"model.override_config.output_router_logits must be false for {type(hf_config).__name__}, of which "
+            "transformers computes no router loss that can be taken over packs; got true"
+        )
     return problems
+
+
+def router_notices(hf_config: Any) -> list[str]:
+    """That a mixture of experts trains without its router loss, which published configs leave off."""
+    text = hf_config.get_text_config()
+    if asks_for_router_loss(hf_config) or not has_router_loss(_model_class(hf_config), text):
+        return []
+    return [
+        f"{type(hf_config).__name__} is trained without a router loss; model.override_config.output_router_logits=true "
+        f"adds it with router_aux_loss_coef={text.router_aux_loss_coef}"
+    ]
 
 
 def _model_class(hf_config: Any) -> type | None:

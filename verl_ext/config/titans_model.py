@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
-from verl.workers.config import HFModelConfig
 
+from verl_ext.config.model_node import ModelConfig
 from verl_ext.models.qwen_titans import QwenTitansConfig
 
 
 @dataclass
-class QwenTitansModelConfig(HFModelConfig):
-    """verl's model configuration for a Qwen with long-term memory: `hf_config` becomes a :class:`QwenTitansConfig`."""
+class QwenTitansModelConfig(ModelConfig):
+    """The model node for a Qwen with long-term memory: `hf_config` becomes a :class:`QwenTitansConfig`."""
 
     train: str = "all"
     memory_checkpoint: str | None = None

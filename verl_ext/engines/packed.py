@@ -5,7 +5,7 @@ Registered beside verl's own under vendor ``verl_ext``.
 Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_ext.attention import document_layout
 from verl_ext.attention.packed import require_layout
-from verl_ext.engines.step import StepEngine
+from verl_ext.engines.router_loss import RouterLoss, RoutingSums, asks_for_router_loss
+from verl_ext.engines.step import StepEngine, on_device
 from verl_ext.losses import token_nll
 
 # What only verl's reinforcement learning asks of prepare_model_outputs; its own code answers there.
@@ -35,29 +36,102 @@ class PackedEngine(StepEngine):
         super().__init__(model_config, *args, **kwargs)
         require_layout()
 
-    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """verl's inputs ``[1, T/n]`` plus the layout of all T tokens, for every attention layer to read."""
-        model_inputs, output_args = super().prepare_model_inputs(micro_batch)
+    def initialize(self) -> None:
+        """As the parent; a mixture of experts whose config asks for it has a router loss."""
+        super().initialize()
+        hf_config = self.model_config.hf_config.get_text_config()
+        if asks_for_router_loss(hf_config):
+            self.router_loss = RouterLoss(self.module, hf_config)
+
+    def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
+        """As the parent. A router loss is of the whole step: with several micro-batches each is read once before, to
+        count its choices of experts; one alone is counted on the way."""
+        if self.router_loss is not None:
+            self.router_loss.begin_step()
+            if len(micro_batches) > 1:
+                self.router_loss.measure(self._routing(micro_batches))
+        super().accumulate(micro_batches, loss_function)
+
+    @torch.no_grad()
+    def _routing(self, micro_batches: Sequence[TensorDict]) -> list[RoutingSums]:
+        """What each micro-batch adds to the step's routing; leaves the random numbers of dropout as they were."""
+        assert self.router_loss is not None
         device: Any = get_device_id()
+        sums = []
+        with torch.random.fork_rng([device] if isinstance(device, int) else []):
+            for micro_batch in micro_batches:
+                model_inputs, _, _ = self.laid_out(micro_batch, device)
+                with self._autocast(), self.router_loss.recording() as logits:
+                    self.module(**model_inputs, use_cache=False, logits_to_keep=1)
+                sums.append(self.router_loss.sums(logits, self._real_tokens(micro_batch)))
+        return sums
+
+    def training_loss(self, micro_batch: TensorDict, loss_function: Callable) -> torch.Tensor:
+        """The micro-batch's share of the loss and of the router loss."""
+        if self.router_loss is None:
+            return super().training_loss(micro_batch, loss_function)
+        with self.router_loss.recording() as logits:
+            loss = super().training_loss(micro_batch, loss_function)
+        return loss + self.router_loss.share(logits, self._real_tokens(micro_batch))
+
+    def laid_out(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
+        """The inputs ``[1, T/n]`` and the layout of all T tokens, for every attention layer to read."""
         layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
+        micro_batch = on_device(micro_batch, device)
+        model_inputs, output_args = self.prepare_model_inputs(micro_batch)
         model_inputs["document_layout"] = layout.padded(output_args["pad_size"])
-        if "next_ids" in micro_batch:
-            next_ids = micro_batch["next_ids"].values()
-            output_args["input_ids_rmpad_rolled"] = self._share_of_tokens(next_ids, output_args["pad_size"])
-        return model_inputs, output_args
+        return model_inputs, output_args, micro_batch
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
+        """verl's inputs ``[1, T/n]`` of a micro-batch on the device, by shapes alone: nothing waits for the device."""
+        if _asks_upstream(micro_batch):
+            return super().prepare_model_inputs(micro_batch)
+        ids, positions = micro_batch["input_ids"].values(), micro_batch["position_ids"].values()
+        following = micro_batch["next_ids"].values() if "next_ids" in micro_batch else ids.roll(-1)
+        pad = self._pad_size(len(ids))
+        model_inputs: dict[str, Any] = {
+            "input_ids": self._share_of_tokens(ids, pad).unsqueeze(0),
+            "attention_mask": None,
+            "position_ids": self._share_of_tokens(positions, pad).unsqueeze(0),
+        }
+        if hasattr(self.model_config.hf_config, "output_router_logits"):
+            model_inputs["output_router_logits"] = False  # transformers would compute its own loss of this batch
+        return model_inputs, {"pad_size": pad, "labels": self._share_of_tokens(following, pad)}
+
+    def _pad_size(self, tokens: int) -> int:
+        """Padding after all tokens: to verl's bucket (`engine.pad_to_length`), then to a multiple of n."""
+        bucket = self._get_packed_pad_size(tokens)
+        return bucket + -(tokens + bucket) % self.ulysses_sequence_parallel_size
 
     def _share_of_tokens(self, values: torch.Tensor, pad_size: int) -> torch.Tensor:
-        """``[T/n]``: what this sequence-parallel rank holds of ``[T - pad_size]``, padded as verl pads the inputs."""
+        """``[T/n]``: what this sequence-parallel rank holds of ``[T - pad_size]`` and the padding after it."""
         padded = torch.nn.functional.pad(values, (0, pad_size))
         return slice_input_tensor(padded, dim=0, padding=False) if self.use_ulysses_sp else padded
+
+    def _real_tokens(self, micro_batch: TensorDict) -> torch.Tensor:
+        """bool``[T/n]`` on the device: which tokens of this sequence-parallel rank are no padding."""
+        device: Any = get_device_id()
+        if "is_real" in micro_batch:
+            is_real = micro_batch["is_real"].values().to(device, non_blocking=True)
+        else:
+            is_real = torch.ones_like(micro_batch["input_ids"].values(), dtype=torch.bool, device=device)
+        return self._share_of_tokens(is_real, self._pad_size(len(is_real)))
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
         """``log_probs`` of the next token for every position, jagged as ``input_ids``, gathered over the SP ranks."""
-        if any(tu.get_non_tensor_data(micro_batch, key, default=False) for key in _UPSTREAM_OUTPUTS):
+        if _asks_upstream(micro_batch):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         logits = output.logits.squeeze(0)  # [T/n, V]
-        nll = token_nll(logits, output_args["input_ids_rmpad_rolled"], inplace_backward=True)
+        nll = token_nll(logits, output_args["labels"], inplace_backward=True)
         nll = self._gather_and_unpad_packed(nll, output_args["pad_size"])
         return {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, micro_batch["input_ids"].offsets())}
+
+
+def _asks_upstream(micro_batch: TensorDict) -> bool:
+    """Whether verl's reinforcement learning asks for what its own code alone gives."""
+    if any(tu.get_non_tensor_data(micro_batch, key, default=False) for key in _UPSTREAM_OUTPUTS):
+        return True
+    temperature = tu.get_non_tensor_data(micro_batch, "temperature", default=1.0)
+    return isinstance(temperature, torch.Tensor) or temperature != 1.0

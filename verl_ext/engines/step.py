@@ -20,6 +20,7 @@ from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from verl_ext.engines.router_loss import RouterLoss
 from verl_ext.lora_export import export_merged
 
 SCALER = "gradient_scaler.pt"  # in a checkpoint of an fp16 run
@@ -32,6 +33,7 @@ class StepEngine(FSDPEngineWithLMHead):
     """Runs the micro-batches of a step."""
 
     scaler: Any  # a ShardedGradScaler with fp16, else None
+    router_loss: RouterLoss | None = None
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
@@ -58,8 +60,12 @@ class StepEngine(FSDPEngineWithLMHead):
         """
         for index, micro_batch in enumerate(micro_batches):
             with self._gradient_sync_context(is_last_micro_batch=index == len(micro_batches) - 1):
-                loss, _ = self.forward_step(micro_batch, loss_function, forward_only=False)
+                loss = self.training_loss(micro_batch, loss_function)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def training_loss(self, micro_batch: TensorDict, loss_function: Callable) -> torch.Tensor:
+        """What a micro-batch adds to the step's loss, a scalar on the device."""
+        return self.forward_step(micro_batch, loss_function, forward_only=False)[0]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
@@ -70,13 +76,10 @@ class StepEngine(FSDPEngineWithLMHead):
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """verl's forward step, with its inputs laid out on the host and without its ``loss.item()``.
-
-        On a device verl's layout repeats a tensor by lengths that lie there, which waits for it in every micro-batch.
-        """
+        """verl's forward step, without its waits for the device: for a layout of lengths that lie there, and for
+        ``loss.item()``."""
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
-        model_inputs, output_args = (_moved(part, device) for part in self.prepare_model_inputs(micro_batch))
-        micro_batch = micro_batch.to(device, non_blocking=True)
+        model_inputs, output_args, micro_batch = self.laid_out(micro_batch, device)
         with self._autocast():
             raw_output = self.module(**model_inputs, use_cache=False)
             model_output = self.prepare_model_outputs(raw_output, output_args, micro_batch, loss_function)
@@ -88,6 +91,11 @@ class StepEngine(FSDPEngineWithLMHead):
                     model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
                 )
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
+
+    def laid_out(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
+        """What the model reads, what its outputs are made with, and a micro-batch of the host, all on the device."""
+        model_inputs, output_args = (_moved(part, device) for part in self.prepare_model_inputs(micro_batch))
+        return model_inputs, output_args, on_device(micro_batch, device)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, with the scaler's state; ``hf_model`` of a LoRA run has its adapters merged."""
@@ -135,6 +143,33 @@ def _moved(part: dict[str, Any], device: Any) -> dict[str, Any]:
         key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for key, value in part.items()
     }
+
+
+def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
+    """A micro-batch of jagged tensors on the device, copied without waiting for it.
+
+    ``TensorDict.to`` waits for the offsets of each tensor. Here the values travel as the flat tensors that the loader
+    page-locked, and the offsets, which all share, once.
+    """
+    moved = micro_batch.copy()
+    offsets: dict[int, torch.Tensor] = {}
+    for key, value in micro_batch.items():
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            shared: Any = value.offsets()  # type: ignore[attr-defined]
+            if id(shared) not in offsets:
+                offsets[id(shared)] = to_device(shared, device)
+            flat = value.values().to(device, non_blocking=True)
+            moved[key] = torch.nested.nested_tensor_from_jagged(flat, offsets[id(shared)])
+        elif isinstance(value, torch.Tensor):
+            moved[key] = to_device(value, device)
+    return moved
+
+
+def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """A small tensor of the host on the device, page-locked on the way, without which a copy to CUDA waits."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def gradient_scaler(dtype: torch.dtype) -> ShardedGradScaler | None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config.checks import check_categories, check_run
+from verl_ext.config.model_support import router_notices
 from verl_ext.config.nodes import loss_config
 from verl_ext.config.output import OutputAction, check_output
 from verl_ext.config.resolution import resolve_config, resolve_device, resolve_logging
@@ -177,7 +178,7 @@ def prepare(config: DictConfig) -> Run:
             save_freq=_frequency(config.trainer.save_freq, plan, train_set),
             test_freq=_frequency(config.trainer.test_freq, plan, train_set),
             clear_output=output.action is OutputAction.REPLACE,
-            notices=(*notices, *_notices(config, train_set, plan)),
+            notices=(*notices, *router_notices(hf_config), *_notices(config, train_set, plan)),
             memory=_memory(hf_config) if is_titans(config) else None,
         )
         if output.checkpoint is not None and not config.trainer.plan_only:

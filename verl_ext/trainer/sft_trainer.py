@@ -183,6 +183,8 @@ class SFTTrainer:
         metrics["train/lr"] = outcome.lr
         if self.engine.scaler is not None:
             metrics["train/loss_scale"] = self.engine.scaler.get_scale()
+        if self.engine.router_loss is not None:
+            metrics["train/router_loss"] = self.engine.router_loss.value.item()
         metrics["train/epoch"] = step / self.run.steps_per_epoch
         metrics["train/skipped_steps"] = self.skipped_steps
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()

@@ -5,6 +5,7 @@ packs            |  doc A  | doc B |      doc C      | idle |
 input_ids        a0 a1 a2   b0 b1    c0 c1 c2 c3       0
 position_ids      0  1  2    0  1     0  1  2  3       0
 coefficients      0  x  0    y  0     0  0  z  0       0       a of the token that each position predicts
+is_real           1  1  1    1  1     1  1  1  1       0       0 in padding as well
 pack_lengths            5                4             1
 ```
 
@@ -42,6 +43,7 @@ class StepBatch:
         input_ids, position_ids: int64[N].
         coefficients: float32[N], a_t before normalising, of the token that each position predicts.
         category_index: int64[N], the dense category of that token, 0 for a target of none; -1 where it is no target.
+        is_real: bool[N], False for padding and idle tokens.
         pack_lengths: tokens of each pack slot, idle ones included.
         counts: float64[4 + C + 1]: normaliser, tokens, target tokens, packs, target tokens by category slot.
         next_ids: int64[N], the token after each position, where that is not always the next of input_ids; else None.
@@ -51,6 +53,7 @@ class StepBatch:
     position_ids: torch.Tensor
     coefficients: torch.Tensor
     category_index: torch.Tensor
+    is_real: torch.Tensor
     pack_lengths: list[int]
     counts: torch.Tensor
     next_ids: torch.Tensor | None = None
@@ -78,6 +81,7 @@ class StepBatch:
             "position_ids": self.position_ids,
             "loss_coefficients": self.coefficients,
             "category_index": self.category_index,
+            "is_real": self.is_real,
         }
         if self.next_ids is not None:
             columns["next_ids"] = self.next_ids
@@ -91,7 +95,7 @@ class StepBatch:
             yield tu.get_tensordict(tensors, dict(_ENGINE_FLAGS))
 
 
-_COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index")
+_COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index", "is_real")
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ class StepCollator:
             columns["position_ids"],
             shift_left(share.coefficients.astype(np.float32), offsets),
             shift_left(np.where(columns["loss_mask"] == 1, category + 1, 0), offsets) - 1,
+            np.arange(len(ids)) < tokens,
         )
         return (*(column[:-1] for column in laid_out), ids[1:]) if self.last_is_label else laid_out
 
@@ -160,7 +165,7 @@ class StepCollator:
         """Tokens that predict nothing: what a rank without a pack runs, so that the others' collectives complete."""
         zeros = np.zeros(self.idle_tokens, dtype=np.int64)
         positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
-        return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros)[: len(self._names)]
+        return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros > 0, zeros)[: len(self._names)]
 
 
 def _joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -1,0 +1,209 @@
+"""The router loss of a mixture of experts: that of all real tokens of a step, whatever packs, ranks and accumulation.
+
+The reference is plain Hugging Face: one forward of all documents, padded, whose ``aux_loss`` transformers computes.
+"""
+
+import itertools
+from math import ceil
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
+
+from tests.ranks import run_ranks
+from tests.reference import Reference, load_eager, pack_row
+from tests.test_parity import CATEGORIES, DOCUMENTS, GROUPS, MAX_TOKENS
+from tests.tiny_model import VOCABULARY, write_tiny_model
+from tests.tokenised_data import random_documents, write_tokenised
+from tests.training import build, metrics, train_alone
+from verl_ext.config import compose
+from verl_ext.config.checks import check_run
+from verl_ext.config.model_support import model_support_problems
+from verl_ext.engines.router_loss import RouterLoss
+from verl_ext.losses.router import RoutingSums, router_loss
+
+COEFFICIENT = 0.7
+MOE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+MODELS = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        # The second layer has no router.
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
+    ),
+}
+CASES = list(itertools.product(("packed", "padded", "labelled"), (1, 4)))
+LAYOUTS = {  # ranks, of which so many share a sequence: overrides
+    (1, 1): (),
+    (2, 1): (),
+    (4, 2): ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false"),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def moe_model(request, tmp_path_factory):
+    config_class, fields = MODELS[request.param]
+    return str(write_tiny_model(tmp_path_factory.mktemp("moe"), 0, config_class, **MOE, **fields))
+
+
+def _train(model: str, sequence_parallel: int, overrides: tuple[str, ...]) -> dict:
+    """By case: the step's router loss, as its rank sees it, and on rank 0 the gradients of loss and router loss."""
+    import torch.distributed as dist
+
+    from tests.packed_engine import build_worker
+    from verl_ext.data import CategoryTable
+    from verl_ext.losses import LossSpec, category_weight_table
+    from verl_ext.trainer.step_batch import StepCollator
+    from verl_ext.trainer.step_loss import StepLoss
+    from verl_ext.trainer.step_plan import StepPlan
+
+    engine = build_worker(model, sequence_parallel, overrides).engine
+    rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    categories = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
+    spec = LossSpec("token", category_weight_table({}, categories.names))
+    answers = {}
+    for packing, accumulation in CASES:
+        packs = [
+            pack_row([DOCUMENTS[i] for i in group], MAX_TOKENS if packing == "padded" else None)
+            for group in GROUPS[packing]
+        ]
+        mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
+        collate = StepCollator(spec, categories, last_is_label=packing == "labelled")
+        batch = collate([None if index is None else packs[index] for index in mine])
+        normaliser = batch.normaliser.clone()
+        dist.all_reduce(normaliser, group=engine.get_data_parallel_group())
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            micro_batches = list(batch.micro_batches(ceil(len(mine) / accumulation)))
+            engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, None))
+            gradients = {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()}
+        value = engine.router_loss.value.item()
+        answers[packing, accumulation] = value, gradients if dist.get_rank() == 0 else {}
+    return answers
+
+
+def _reference(model: str, packing: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The router loss of the tokens that are read, and the gradients of loss and router loss together."""
+    plain = load_eager(model)
+    packs = [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
+    step = Reference(plain, DOCUMENTS).step(packs, "token", {})
+    texts = []
+    for pack in packs:
+        ids = [torch.tensor(document.input_ids) for document in pack]
+        texts += [*ids[:-1], ids[-1][:-1] if packing == "labelled" else ids[-1]]
+    texts = [text for text in texts if len(text)]
+    mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+    ids = pad_sequence(texts, batch_first=True)
+    value = plain(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True).aux_loss
+    value.mul(COEFFICIENT).backward()
+    return value.item(), {
+        name: gradient if plain.get_parameter(name).grad is None else gradient + plain.get_parameter(name).grad
+        for name, gradient in step.gradients.items()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(moe_model, layout):
+    ranks, sequence_parallel = layout
+    answers = run_ranks(_train, ranks, moe_model, sequence_parallel, LAYOUTS[layout])
+    for packing, accumulation in CASES:
+        value, gradients = _reference(moe_model, packing)
+        for rank in answers:
+            assert rank[packing, accumulation][0] == pytest.approx(value, rel=1e-5)
+        found = answers[0][packing, accumulation][1]
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            off = (found[name].double() - gradient).norm() / gradient.norm()
+            assert off < 1e-5, f"{name} is off by {off:.1e} with {packing} packs and {accumulation} micro-batches"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Overrides of a run of three steps over a mixture of experts whose config leaves its router loss off."""
+    config_class, fields = MODELS["mixtral"]
+    model = write_tiny_model(tmp_path / "model", 0, config_class, **{**MOE, "output_router_logits": False}, **fields)
+    documents = random_documents(np.random.default_rng(0), [20] * 12, VOCABULARY, 1)
+    return [
+        *(f"data.train_dir={write_tokenised(tmp_path / 'data', documents)}", f"model.path={model}", "optim.lr=1e-6"),
+        *(f"trainer.default_local_dir={tmp_path / 'run'}", "data.strategy=none", "trainer.log_freq=1"),
+    ]
+
+
+def _notices(options):
+    return build(options).run.notices
+
+
+def test_a_run_reports_the_router_loss_that_is_asked_for_and_says_where_there_is_none(run, tmp_path):
+    asked = ["model.override_config.output_router_logits=true", "model.override_config.router_aux_loss_coef=10"]
+    (notices,) = run_ranks(_notices, 1, run)
+    assert any("is trained without a router loss" in notice for notice in notices)
+    run_ranks(train_alone, 2, [*run, *asked, "checkpoint.save_contents=[hf_model]"])
+    seen = metrics(tmp_path / "run")
+    assert all(2 <= seen[step, "train/router_loss"] < 3 for step in (1, 2, 3))  # two choices; 2 where balanced
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef needs model\.override_config\.output_router"):
+        check_run(compose([*run, asked[1]]), 1)
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_num_experts": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = (
+    *("ernie4_5_moe", "flex_olmo", "laguna", "mellum", "minimax_m2"),
+    *("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+)
+
+
+def _config(family: str, **fields):
+    default = AutoConfig.for_model(family)
+    known = {name: value for name, value in SIZES.items() if hasattr(default, name)}
+    return AutoConfig.for_model(family, **known, **fields)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_router_loss_that_transformers_computes(family):
+    torch.manual_seed(0)
+    config = _config(family, output_router_logits=True, router_aux_loss_coef=0.5)
+    assert model_support_problems(config) == []
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 64, (1, 17))
+    losses = RouterLoss(model, config)
+    with torch.no_grad(), losses.recording() as logits:
+        model(input_ids=ids, output_router_logits=False)
+    sums = losses.sums(logits, torch.ones(17, dtype=torch.bool))
+    with torch.no_grad():
+        expected = model(input_ids=ids, output_router_logits=True).aux_loss
+    assert float(router_loss(sums, sums.probabilities)) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "dbrx", "deepseek_v3", "afmoe", "qwen3"])
+def test_a_model_without_a_router_loss_that_is_asked_for_one_is_refused(family):
+    config = AutoConfig.for_model(family)
+    assert model_support_problems(config) == []
+    config.output_router_logits = True
+    (problem,) = model_support_problems(config)
+    assert problem.startswith("model.override_config.output_router_logits must be false for ")
+    config.router_aux_loss_coef = 0.0
+    assert model_support_problems(config) == []
+
+
+def test_balanced_routing_has_the_least_loss_which_is_the_number_of_choices():
+    even = RoutingSums(torch.full((4,), 5.0), torch.full((4,), 2.5), torch.tensor([10.0]))
+    one = RoutingSums(torch.tensor([10.0, 10.0, 0, 0]), torch.tensor([5.0, 5.0, 0, 0]), torch.tensor([10.0]))
+    assert float(router_loss(even, even.probabilities)) == 2
+    assert float(router_loss(one, one.probabilities)) == 4

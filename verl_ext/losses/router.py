@@ -1,0 +1,58 @@
+"""The load-balancing loss of mixture-of-experts routers, over all real tokens of an optimizer step.
+
+    L_router = E · Σ_e f_e · p_e     f_e = (1/N) Σ_n Σ_k [expert e is choice k of n]     p_e = (1/N) Σ_n softmax(z_n)_e
+
+n runs over the real tokens of the step in each layer that has a router, N of them in all; z are the router logits.
+These are equations 4 to 6 of Switch Transformers (https://arxiv.org/abs/2101.03961) for several choices a token, as
+transformers' ``load_balancing_loss_func`` computes them for one batch. f has no gradient.
+
+f and p are those of the whole step. Taken over each micro-batch instead, the loss would depend on packing, ranks and
+accumulation, and would ask every micro-batch, often one document, to use all experts alike
+(https://arxiv.org/abs/2501.11873).
+
+Legend: T tokens, E experts.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class RoutingSums(NamedTuple):
+    """What tokens add to the sums of a step, in float64.
+
+    Attributes:
+        choices: ``[E]``, how often each expert was chosen.
+        probabilities: ``[E]``, the sum of its probabilities; has a gradient.
+        tokens: ``[1]``, the tokens times the layers with a router.
+    """
+
+    choices: torch.Tensor
+    probabilities: torch.Tensor
+    tokens: torch.Tensor
+
+
+def routing_sums(logits: Sequence[torch.Tensor], is_real: torch.Tensor, top_k: int) -> RoutingSums:
+    """The sums of one batch.
+
+    Args:
+        logits: ``[T, E]`` of every layer with a router.
+        is_real: bool``[T]``, False for padding.
+        top_k: experts that a token is sent to.
+    """
+    device, experts = logits[0].device, logits[0].shape[-1]
+    choices = torch.zeros(experts, dtype=torch.float64, device=device)
+    probabilities = torch.zeros(experts, dtype=torch.float64, device=device)
+    weight = is_real.double().unsqueeze(-1)
+    for layer in logits:
+        probability = layer.float().softmax(-1)
+        chosen = probability.detach().topk(top_k, dim=-1).indices
+        choices.index_add_(0, chosen.flatten(), weight.expand_as(chosen).flatten())
+        probabilities = probabilities + (probability * weight).sum(0)
+    return RoutingSums(choices, probabilities, weight.sum(0) * len(logits))
+
+
+def router_loss(step: RoutingSums, probabilities: torch.Tensor) -> torch.Tensor:
+    """The share ``[]`` of a step's L_router that tokens with these ``probabilities`` have; of all its own, L_router."""
+    return len(step.choices) * (step.choices * probabilities).sum() / step.tokens.squeeze() ** 2
