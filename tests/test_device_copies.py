@@ -1,0 +1,82 @@
+"""What travels to the device for a micro-batch: flat tensors as the loader page-locked them, without a wait.
+
+The device is torch's ``meta``, which holds no values: whatever would wait to read one raises.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ranks import run_ranks
+from tests.test_attention import LENGTHS, _pack
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.metrics import StepSums
+from verl_ext.trainer.step_batch import StepBatch, StepCollator
+from verl_ext.trainer.step_loss import StepLoss
+
+META = torch.device("meta")
+
+
+class Copies(TorchDispatchMode):
+    """Records every copy between devices: whether it may overlap with what the host does next, and its source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+        self.sources: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[0] if function is torch.ops.aten._to_copy.default else args[1]
+            target = kwargs.get("device", args[0].device)
+            if source.device.type != torch.device(target).type:
+                self.non_blocking.append(bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
+                self.sources.append(source.untyped_storage().data_ptr())
+        return function(*args, **kwargs)
+
+
+def _batch() -> StepBatch:
+    """Two packs, each of several documents."""
+    ids, positions = _pack(LENGTHS)
+    zeros = torch.zeros_like(ids)
+    pack = {"input_ids": ids, "position_ids": positions, "loss_mask": (positions > 0).long(), "category_ids": zeros}
+    return StepCollator(LossSpec(), CategoryTable((), ()))([pack, pack])
+
+
+def _copies(model: str, sequence_parallel: int) -> dict:
+    from tests.packed_engine import build_worker
+
+    engine = build_worker(model, sequence_parallel).engine
+    batch = _batch()
+    columns = {column.untyped_storage().data_ptr() for column in vars(batch).values() if torch.is_tensor(column)}
+    (micro_batch,) = batch.micro_batches(2)
+    with Copies() as seen:
+        inputs, outputs, moved = engine.laid_out(micro_batch, META)
+        nll = torch.zeros(len(batch.input_ids), device=META)
+        sums = StepSums.zeros(0, META)
+        StepLoss(1.0, 1, sums)(
+            {"log_probs": torch.nested.nested_tensor_from_jagged(nll, moved["input_ids"].offsets())}, moved
+        )
+    return {
+        "non_blocking": seen.non_blocking,
+        "flat": sum(source in columns for source in seen.sources),
+        "shapes": [
+            tuple(inputs["input_ids"].shape),
+            tuple(inputs["position_ids"].shape),
+            tuple(outputs["labels"].shape),
+        ],
+        "devices": {tensor.device.type for tensor in (inputs["input_ids"], outputs["labels"], moved["input_ids"])},
+    }
+
+
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_a_micro_batch_travels_in_flat_copies_that_nothing_waits_for(tiny_model, sequence_parallel):
+    tokens = 2 * sum(LENGTHS)
+    for seen in run_ranks(_copies, sequence_parallel, str(tiny_model), sequence_parallel):
+        assert all(seen["non_blocking"])
+        assert seen["flat"] == 5  # each column of the batch, once
+        assert len(seen["non_blocking"]) == 5 + 2  # and the offsets of packs and of documents
+        assert seen["shapes"] == [(1, tokens // sequence_parallel)] * 2 + [(tokens // sequence_parallel,)]
+        assert seen["devices"] == {"meta"}
