@@ -3,15 +3,17 @@
 import pytest
 
 from verl_ext.config.model_support import model_support_problems
+from verl_ext.engines.router_loss import asks_for_router_loss
 from verl_ext.init_model.architecture import PRESETS, changed, fitted, read_architecture
 from verl_ext.init_model.hf_config import hf_config, meta_model
-from verl_ext.init_model.weights import count_parameters
+from verl_ext.init_model.weights import count_parameters, random_model
 
 # Parameters in all and without embeddings, at MiniMind's vocabulary of 6,400 where the preset names none.
 COUNTS = {
     "tiny": (2_557_536, 1_328_736),
     "small_10m": (9_425_440, 7_377_440),
     "minimind_104m": (104_030_976, 99_115_776),
+    "minimind_moe_145m": (145_034_880, 140_938_880),
     "qwen3_0.6b": (596_049_920, 440_467_456),
     "gpt2_124m": (124_439_808, 85_056_000),
 }
@@ -38,6 +40,20 @@ def test_minimind_is_as_wide_and_deep_as_minimind():
 def test_gpt2_has_learned_positions_and_dropout():
     config = hf_config(fitted(read_architecture("gpt2_124m"), 6400, {}))
     assert (config.n_positions, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (1024, 0.1, 0.1, 0.1)
+
+
+def test_gpt2s_residual_outputs_start_smaller_by_the_root_of_their_number():
+    config = hf_config(fitted(changed(read_architecture("gpt2_124m"), {"n_embd": 192, "n_layer": 8}), 300, {}))
+    spread = {name: float(weight.std()) for name, weight in random_model(config, 0, "float32").named_parameters()}
+    for layer in range(8):
+        for name, size in {"attn.c_attn": 1, "attn.c_proj": 4, "mlp.c_fc": 1, "mlp.c_proj": 4}.items():  # √(2·8)
+            assert spread[f"transformer.h.{layer}.{name}.weight"] == pytest.approx(0.02 / size, rel=0.03)
+
+
+def test_the_mixture_of_experts_is_minimind_s_and_has_its_router_loss():
+    config = hf_config(fitted(read_architecture("minimind_moe_145m"), 6400, {}))
+    assert (config.num_experts, config.num_experts_per_tok, config.shared_expert_intermediate_size) == (4, 2, 1728)
+    assert asks_for_router_loss(config)
 
 
 def test_head_size_and_layer_types_follow_where_they_followed():

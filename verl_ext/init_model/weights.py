@@ -1,5 +1,6 @@
 """Random weights, drawn once and saved."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,23 @@ def random_model(config: Any, seed: int, dtype: str) -> Any:
         torch.manual_seed(seed)
         with _DrawnNumbers(bar):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            _draw_residual_outputs(model)
         bar.update(drawn - bar.n)
     return model.to(getattr(torch, dtype))
+
+
+def _draw_residual_outputs(model: Any) -> None:
+    """GPT-2's layers write to the residual stream with a spread of ``initializer_range / √(2·layers)``, so that its
+    own does not grow with depth (https://openai.com/blog/better-language-models).
+
+    transformers means to do so and looks for parameters named ``c_proj.weight``, which from where it looks none is.
+    """
+    config = model.config
+    if config.model_type != "gpt2":
+        return
+    for name, weight in model.named_parameters():
+        if name.endswith("c_proj.weight"):
+            torch.nn.init.normal_(weight, std=config.initializer_range / math.sqrt(2 * config.n_layer))
 
 
 class _DrawnNumbers(TorchFunctionMode):
