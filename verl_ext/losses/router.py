@@ -44,13 +44,13 @@ def routing_sums(logits: Sequence[torch.Tensor], is_real: torch.Tensor, top_k: i
     device, experts = logits[0].device, logits[0].shape[-1]
     choices = torch.zeros(experts, dtype=torch.float64, device=device)
     probabilities = torch.zeros(experts, dtype=torch.float64, device=device)
-    weight = is_real.double().unsqueeze(-1)
+    is_real = is_real.unsqueeze(-1)
     for layer in logits:
         probability = layer.float().softmax(-1)
         chosen = probability.detach().topk(top_k, dim=-1).indices
-        choices.index_add_(0, chosen.flatten(), weight.expand_as(chosen).flatten())
-        probabilities = probabilities + (probability * weight).sum(0)
-    return RoutingSums(choices, probabilities, weight.sum(0) * len(logits))
+        choices.index_add_(0, chosen.flatten(), is_real.expand_as(chosen).flatten().double())
+        probabilities = probabilities + probability.masked_fill(~is_real, 0).sum(0, dtype=torch.float64)
+    return RoutingSums(choices, probabilities, is_real.sum(0, dtype=torch.float64) * len(logits))
 
 
 def router_loss(step: RoutingSums, probabilities: torch.Tensor) -> torch.Tensor:
