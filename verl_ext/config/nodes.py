@@ -174,6 +174,7 @@ class TrainerConfig:
             _frequency_problem("trainer.save_freq", self.save_freq),
             _frequency_problem("trainer.test_freq", self.test_freq),
             _interval_problem(self.profile_interval),
+            _at_least(self, "trainer", "seed", 0),
             _at_least(self, "trainer", "max_skipped_steps", 0),
             _at_least(self, "trainer", "answer_tokens", 0),
         ]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_id
@@ -86,7 +87,7 @@ class SFTTrainer:
         """verl's worker around the engine of the model."""
         select_engine(CHUNKED if is_titans(self.config) else PACKED)
         set_backend(self.config.attention.backend)
-        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it
+        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
             return training_worker(self.config, self.run.total_steps)
 
@@ -107,6 +108,7 @@ class SFTTrainer:
         batches = self.share.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
+            self._seed_step(step)
             logged = step == self.run.total_steps or self._is_due(step, self.config.trainer.log_freq)
             outcome = self.train_step(batch, logged)
             self._profile(step, "stop")
@@ -129,6 +131,16 @@ class SFTTrainer:
             self.progress.say(f"packs stay grouped as the run began: {grouping[0]['group_size']} of like cost")
         self.plan_state.grouping = grouping[0]
         self.run = self.run.grouped(grouping[0])
+
+    def _seed_step(self, step: int) -> None:
+        """Seed dropout for one step, from `trainer.seed`, the step and this rank.
+
+        A resumed run draws the masks that it would have drawn, whatever was drawn before. No two ranks draw the same
+        ones: data-parallel ranks hold different documents; the ranks of a sequence-parallel group hold different tokens
+        of one pack outside attention, and different heads inside it.
+        """
+        seed = np.random.SeedSequence([self.config.trainer.seed, step, dist.get_rank()])
+        torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
     def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
         """One optimizer step over this rank's share of the packs."""
