@@ -1,4 +1,4 @@
-"""The ranks of a run: their process group, who may speak, and how they leave together.
+"""The ranks of a run: their process group, who may speak, and how they leave, together or when torchrun is gone.
 
 The group comes first, before any configuration is read, so that a user's mistake is told by one rank in one line while
 the others leave with the same exit code, instead of each rank printing its own traceback.
@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
+_WATCH_SECONDS = 1.0
 _TIMEOUT = timedelta(hours=10)  # verl's own: rank 0 may write a large checkpoint while the others wait
 
 
@@ -37,6 +40,8 @@ def process_group() -> Iterator[None]:
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
     _default_to_one_rank()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_torchrun()
     _silence_upstream()
     # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
@@ -85,12 +90,29 @@ def leave_together(message: str, code: int) -> NoReturn:
 
 def leave_alone(message: str, code: int) -> NoReturn:
     """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
-    print(f"\nerror: rank {dist.get_rank()}: {message}", file=sys.stderr)  # below a progress bar
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    with suppress(OSError):  # a terminal or a pipe that is gone
+        print(f"\nerror: rank {os.environ['RANK']}: {message}", file=sys.stderr)  # below a progress bar
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)  # leaving the process group in order would wait for the others
+
+
+def _end_with_torchrun() -> None:
+    """Leave when torchrun, which started this rank, has been killed and could not stop it.
+
+    The rank would train on, and write, beside the run that takes its place. Only a parent that is torchrun means that:
+    under Ray, srun or a notebook a run may outlive its parent.
+    """
+    torchrun = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == torchrun:
+            time.sleep(_WATCH_SECONDS)
+        leave_alone(f"torchrun (process {torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
+
+    threading.Thread(target=watch, name="torchrun-watch", daemon=True).start()
 
 
 def _default_to_one_rank() -> None:

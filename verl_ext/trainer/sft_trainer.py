@@ -28,6 +28,7 @@ from verl_ext.trainer.preparation import Run
 from verl_ext.trainer.process_group import errors_told_once
 from verl_ext.trainer.progress import Progress
 from verl_ext.trainer.rank_share import RankShare
+from verl_ext.trainer.run_lock import hold
 from verl_ext.trainer.step_batch import StepBatch
 from verl_ext.trainer.step_loss import StepLoss
 from verl_ext.trainer.tracking import open_tracking
@@ -65,6 +66,9 @@ class SFTTrainer:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
+        self.leads = dist.get_rank() == 0
+        with errors_told_once():  # before the weights are read; a measurement alone may go on beside a run
+            self._lock = hold(run.output) if self.leads and not self.config.trainer.eval_only else None
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
@@ -72,7 +76,6 @@ class SFTTrainer:
         self.evaluation = None
         if run.validation is not None:
             self.evaluation = Evaluation(run, run.validation, self.engine, self.share)
-        self.leads = dist.get_rank() == 0
         with _upstream_quiet():
             self.client.reset()
         if run.clear_output and self.leads:
