@@ -51,6 +51,8 @@ from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, Train
         (lambda: TrainerConfig(), "trainer.default_local_dir is required"),
         (lambda: TrainerConfig("d", log_freq=0), "trainer.log_freq must be at least 1; got 0"),
         (lambda: TrainerConfig("d", max_skipped_steps=-1), "trainer.max_skipped_steps must be at least 0; got -1"),
+        (lambda: TrainerConfig("d", nccl_timeout=0), "trainer.nccl_timeout must be at least 1; got 0"),
+        (lambda: TrainerConfig("d", nccl_timeout=0.5), "trainer.nccl_timeout must be a whole number; got 0.5"),
         (lambda: TrainerConfig("d", seed=-1), "trainer.seed must be at least 0; got -1"),
         (lambda: TrainerConfig("d", total_epochs=0), "trainer.total_epochs must be at least 1; got 0"),
         (lambda: TrainerConfig("d", total_training_steps=0), "trainer.total_training_steps must be at least 1; got 0"),

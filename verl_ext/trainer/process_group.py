@@ -12,18 +12,19 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
 _WATCH_SECONDS = 1.0
-_TIMEOUT = timedelta(hours=10)  # verl's own: rank 0 may write a large checkpoint while the others wait
+_TIMEOUT = timedelta(hours=10)  # verl's own: ranks wait for one that tokenises, reads weights or writes files
 
 
 def accelerator() -> str | None:
@@ -58,6 +59,20 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
+    """Let a collective on the device take so long at most, from now on: one of all ranks, or of a group of `meshes`.
+
+    On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
+    tokenises, and that may take hours. On a CPU it is all gloo, and one limit.
+    """
+    from verl.utils.device import get_device_name  # not before VERL_PLATFORM is settled
+
+    device = torch.device(get_device_name())
+    for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
+        assert group is not None
+        group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from verl_ext.plugin import CHUNKED, PACKED, select_engine
 from verl_ext.trainer.checkpoints import Checkpoints, clear_output, save_final_memory
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.preparation import Run
-from verl_ext.trainer.process_group import errors_told_once
+from verl_ext.trainer.process_group import errors_told_once, limit_collectives
 from verl_ext.trainer.progress import Progress
 from verl_ext.trainer.rank_share import RankShare
 from verl_ext.trainer.run_lock import hold
@@ -84,7 +84,8 @@ class SFTTrainer:
         self.plan_state = run.plan_state()
         self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.lora_metadata)
         self.first_step = 0
-        self.skipped_steps = self.skipped_in_a_row = 0
+        meshes = filter(None, (self.engine.device_mesh, self.engine.ulysses_device_mesh))
+        limit_collectives(self.config.trainer.nccl_timeout, meshes)
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
@@ -103,7 +104,7 @@ class SFTTrainer:
         with errors_told_once():  # a tracker without a login ends every rank
             self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
         self.progress = Progress(self.first_step, self.run.total_steps, self.leads)
-        self._keep_grouping()
+        self._share_plan_state()
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
@@ -126,14 +127,15 @@ class SFTTrainer:
         if self.tracking is not None:
             self.tracking.finish()
 
-    def _keep_grouping(self) -> None:
-        """Go on with the groups of packs that the resumed run began with, whatever the layout of ranks is now."""
-        grouping: list[Any] = [self.plan_state.grouping]
-        dist.broadcast_object_list(grouping)  # it was saved by data-parallel rank; there may be more of them now
-        if grouping[0] != self.run.grouping:
-            self.progress.say(f"packs stay grouped as the run began: {grouping[0]['group_size']} of like cost")
-        self.plan_state.grouping = grouping[0]
-        self.run = self.run.grouped(grouping[0])
+    def _share_plan_state(self) -> None:
+        """Go on with a resumed run's groups of packs and skipped steps, whatever the layout of ranks is now."""
+        state: list[Any] = [self.plan_state.state_dict()]
+        dist.broadcast_object_list(state)  # it was saved by data-parallel rank; there may be more of them now
+        self.plan_state.load_state_dict(state[0])
+        grouping = self.plan_state.grouping
+        if grouping != self.run.grouping:
+            self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
+        self.run = self.run.grouped(grouping)
 
     def _seed_step(self, step: int) -> None:
         """Seed dropout for one step, from `trainer.seed`, the step and this rank.
@@ -199,7 +201,7 @@ class SFTTrainer:
         if self.engine.scaler is not None:
             metrics["train/loss_scale"] = self.engine.scaler.get_scale()
         metrics["train/epoch"] = step / self.run.steps_per_epoch
-        metrics["train/skipped_steps"] = self.skipped_steps
+        metrics["train/skipped_steps"] = self.plan_state.skipped_steps
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
         self.progress.show(metrics)
         self._track(metrics, step)
@@ -210,18 +212,19 @@ class SFTTrainer:
                 self.tracking.log(metrics, step)
 
     def _count_skipped(self, step: int, outcome: StepOutcome) -> None:
+        state = self.plan_state
         if not outcome.skipped:
-            self.skipped_in_a_row = 0
+            state.skipped_in_a_row = 0
             return
-        self.skipped_steps += 1
-        self.skipped_in_a_row += 1
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
         self.progress.say(
-            f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({self.skipped_steps} so far)"
+            f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({state.skipped_steps} so far)"
         )
         limit = self.config.trainer.max_skipped_steps
-        if self.skipped_in_a_row > limit:
+        if state.skipped_in_a_row > limit:
             raise TooManySkippedSteps(
-                f"{self.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
+                f"{state.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
                 f"gradient or of a target of a weight above 0; trainer.max_skipped_steps allows {limit}"
             )
 
