@@ -85,6 +85,12 @@ def test_prefetch_and_pinned_memory_are_torchs(folder, monkeypatch):
     assert (given["prefetch_factor"], given["pin_memory"]) == (None, torch.cuda.is_available())
 
 
+def test_a_loader_draws_nothing_from_the_generator_of_dropout(folder):
+    before = torch.get_rng_state()
+    list(loader_of(SFTDataSet(folder, 64, strategy="none"), num_workers=0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_in_a_pack_is_one_line_with_its_number(broken, num_workers, monkeypatch):
     monkeypatch.setenv("VERL_EXT_TEST_FATE", "raise")

@@ -1,20 +1,24 @@
 """Whole runs on gloo ranks: validation, metrics, checkpoints, exports, and steps that go wrong."""
 
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenised_data import random_documents, write_tokenised
-from tests.training import SMALL, metrics, plain_losses, train, train_alone
+from tests.training import SMALL, build, metrics, plain_losses, train, train_alone
 from verl_ext.config import compose
 from verl_ext.trainer.preparation import prepare
+from verl_ext.trainer.process_group import limit_collectives
 
 NAMES = {1: "maths", 2: "code"}
 LENGTHS = (2, 3, 64, 17, 9, 30, 31, 5, 48, 12, 7, 22, 40, 11, 19, 26, 33, 8, 14, 61, 4, 27)
@@ -275,6 +279,62 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_model, tmp_path):
         run_ranks(train_alone, 2, [*overrides, *ONE_DOCUMENT_A_STEP, "data.train_batch_size=2"])
 
 
+def test_a_resumed_run_counts_the_skipped_steps_of_the_run_before(tiny_model, tmp_path):
+    model = poison_of(tiny_model, tmp_path / "model", 5)
+    folder = poisoned_data(tmp_path / "data", {1, 2, 4})
+    in_order = ("data.shuffle=false", "data.balance=none", "trainer.total_epochs=2")
+
+    def run(output: str, steps: int, *overrides: str) -> list[str]:
+        where = (f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / output}")
+        return [*where, *ONE_DOCUMENT_A_STEP, *in_order, f"trainer.total_training_steps={steps}", *overrides]
+
+    for name, steps in (("whole", 6), ("resumed", 2), ("resumed", 6)):
+        run_ranks(train_alone, 1, run(name, steps))
+    whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
+    skipped = [resumed[step, "train/skipped_steps"] for step in range(1, 7)]
+    assert skipped == [whole[step, "train/skipped_steps"] for step in range(1, 7)] == [0, 1, 2, 2, 3, 3]
+    run_ranks(train_alone, 1, run("ended", 2, "trainer.max_skipped_steps=1"))
+    with pytest.raises(AssertionError, match="2 steps in a row were skipped, up to step 3"):
+        run_ranks(train_alone, 1, run("ended", 6, "trainer.max_skipped_steps=1"))
+
+
+def test_a_checkpoint_without_a_count_of_skipped_steps_is_resumed(tiny_model, tmp_path):
+    folder = poisoned_data(tmp_path / "data", set())
+    where = (f"data.train_dir={folder}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}")
+    run_ranks(train_alone, 1, [*where, *ONE_DOCUMENT_A_STEP, "trainer.total_training_steps=1"])
+    saved = tmp_path / "run" / "global_step_1" / "data_0.pt"
+    state = torch.load(saved, weights_only=False)
+    torch.save({key: value for key, value in state.items() if not key.startswith("skipped")}, saved)
+    run_ranks(train_alone, 1, [*where, *ONE_DOCUMENT_A_STEP, "trainer.total_training_steps=2"])
+    assert metrics(tmp_path / "run")[2, "train/skipped_steps"] == 0
+
+
+def wait_alone(group: dist.ProcessGroup | None = None) -> None:
+    """Rank 0 asks for a sum that no other rank joins."""
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1), group=group)
+    signal.pause()  # until run_ranks ends this rank
+
+
+def wait_alone_in_a_run(overrides: list[str]) -> None:
+    build(overrides)
+    wait_alone()
+
+
+def wait_alone_in_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    limit_collectives(1, [mesh])
+    wait_alone(mesh["sp"].get_group())
+
+
+def test_a_rank_that_nobody_joins_gives_up_after_the_time_out_of_training(data, tiny_model, tmp_path):
+    overrides = run_of(data, tiny_model, tmp_path / "run", "trainer.nccl_timeout=1")
+    with pytest.raises(AssertionError, match=r"rank 0 failed(.|\n)*1000ms"):
+        run_ranks(wait_alone_in_a_run, 2, overrides)
+    with pytest.raises(AssertionError, match=r"rank 0 failed(.|\n)*1000ms"):
+        run_ranks(wait_alone_in_a_mesh, 4)
+
+
 def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(data, tiny_model, tmp_path):
     overrides = run_of(data, tiny_model, tmp_path / "run", "trainer.total_epochs=2", "trainer.log_freq=2")
     run_ranks(train_alone, 1, overrides)
@@ -288,8 +348,6 @@ def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(data, tin
 
 def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
     """Reductions and host reads of one training step, after the first; a counting wrapper around the real calls."""
-    import torch.distributed as dist
-
     from verl_ext.trainer.loader import pack_loader
     from verl_ext.trainer.step_batch import StepCollator
 

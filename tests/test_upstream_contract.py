@@ -60,6 +60,7 @@ CALLABLES = {
     "verl.utils.device:get_device_id": (),
     "verl.utils.device:get_device_name": (),
     "verl.utils.distributed:initialize_global_process_group": ("timeout_second",),
+    "torch.distributed.device_mesh:DeviceMesh.get_all_groups": (),
     # worker
     "verl.workers.engine_workers:TrainingWorker.__init__": ("config",),
     "verl.workers.engine_workers:TrainingWorker.reset": (),

@@ -160,6 +160,7 @@ class TrainerConfig:
     log_freq: int = 1
     log_every_batches: int | None = None
     max_skipped_steps: int = 10
+    nccl_timeout: int = 1800
     overwrite: bool = False
     plan_only: bool = False
     eval_only: bool = False
@@ -174,6 +175,7 @@ class TrainerConfig:
             _frequency_problem("trainer.save_freq", self.save_freq),
             _frequency_problem("trainer.test_freq", self.test_freq),
             _interval_problem(self.profile_interval),
+            _at_least(self, "trainer", "seed", 0),
             _at_least(self, "trainer", "max_skipped_steps", 0),
             _at_least(self, "trainer", "answer_tokens", 0),
         ]
@@ -185,6 +187,7 @@ class TrainerConfig:
             "n_gpus_per_node",
             "log_freq",
             "log_every_batches",
+            "nccl_timeout",
         )
         problems += [_at_least(self, "trainer", name, 1) for name in at_least_one]
         problems += _logger_problems(self.logger)

@@ -15,8 +15,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 REPORT = "data_report.json"
 EVALUATION = "evaluation.json"
 RUN_IDS = "run_ids.json"
+RUN_LOCK = "run.lock"
 FINAL_MEMORY = "final_memory_checkpoint.pt"
 MEMORY_SETTINGS = "final_memory_checkpoint.json"
+_NO_RUN = (REPORT, EVALUATION, RUN_IDS, RUN_LOCK)  # what may lie in a folder without a run to keep
 _SAVED = ("model", "optim", "extra_state")  # what each rank must have saved to be resumed
 
 
@@ -49,7 +51,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
         raise ValueError(f"trainer.default_local_dir must be a folder; got the file {folder}")
     if problem := writable_problem("trainer.default_local_dir", str(folder)):
         raise ValueError(problem)
-    used = folder.is_dir() and any(entry.name not in (REPORT, EVALUATION, RUN_IDS) for entry in folder.iterdir())
+    used = folder.is_dir() and any(entry.name not in _NO_RUN for entry in folder.iterdir())
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
         return _resume_named(config, folder, used, named, world_size)

@@ -118,6 +118,7 @@ def pack_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        generator=torch.Generator(),  # of its own: a loader seeds its processes, also in validation and on a resume
     )
     return PackLoader(batches)
 

@@ -33,6 +33,7 @@ from verl_ext.trainer.model_cost import cost_model
 from verl_ext.trainer.plan_state import PlanState
 from verl_ext.trainer.process_group import accelerator, errors_told_once
 from verl_ext.trainer.run_data import open_sets, read_together
+from verl_ext.trainer.run_lock import refuse_running
 from verl_ext.trainer.step_plan import StepPlan
 
 # Keys below data that decide which packs a step has.
@@ -147,6 +148,8 @@ def prepare(config: DictConfig) -> Run:
         check_keys(config)
         notices = resolve_config(config) + resolve_device(config, device) + resolve_logging(config, world_size)
         hf_config = check_run(config, world_size, device)
+        if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
+            refuse_running(Path(config.trainer.default_local_dir))
         output = check_output(config, world_size)
         train_set, val_set = open_sets(config)
     for dataset in filter(None, (train_set, val_set)):

@@ -1,4 +1,4 @@
-"""The ranks of a run: their process group, who may speak, and how they leave together.
+"""The ranks of a run: their process group, who may speak, and how they leave, together or when torchrun is gone.
 
 The group comes first, before any configuration is read, so that a user's mistake is told by one rank in one line while
 the others leave with the same exit code, instead of each rank printing its own traceback.
@@ -9,18 +9,22 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
-_TIMEOUT = timedelta(hours=10)  # verl's own: rank 0 may write a large checkpoint while the others wait
+_WATCH_SECONDS = 1.0
+_TIMEOUT = timedelta(hours=10)  # verl's own: ranks wait for one that tokenises, reads weights or writes files
 
 
 def accelerator() -> str | None:
@@ -37,6 +41,8 @@ def process_group() -> Iterator[None]:
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
     _default_to_one_rank()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_torchrun()
     _silence_upstream()
     # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
@@ -53,6 +59,20 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
+    """Let a collective on the device take so long at most, from now on: one of all ranks, or of a group of `meshes`.
+
+    On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
+    tokenises, and that may take hours. On a CPU it is all gloo, and one limit.
+    """
+    from verl.utils.device import get_device_name  # not before VERL_PLATFORM is settled
+
+    device = torch.device(get_device_name())
+    for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
+        assert group is not None
+        group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
 @contextmanager
@@ -85,12 +105,29 @@ def leave_together(message: str, code: int) -> NoReturn:
 
 def leave_alone(message: str, code: int) -> NoReturn:
     """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
-    print(f"\nerror: rank {dist.get_rank()}: {message}", file=sys.stderr)  # below a progress bar
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    with suppress(OSError):  # a terminal or a pipe that is gone
+        print(f"\nerror: rank {os.environ['RANK']}: {message}", file=sys.stderr)  # below a progress bar
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)  # leaving the process group in order would wait for the others
+
+
+def _end_with_torchrun() -> None:
+    """Leave when torchrun, which started this rank, has been killed and could not stop it.
+
+    The rank would train on, and write, beside the run that takes its place. Only a parent that is torchrun means that:
+    under Ray, srun or a notebook a run may outlive its parent.
+    """
+    torchrun = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == torchrun:
+            time.sleep(_WATCH_SECONDS)
+        leave_alone(f"torchrun (process {torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
+
+    threading.Thread(target=watch, name="torchrun-watch", daemon=True).start()
 
 
 def _default_to_one_rank() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_id
@@ -24,9 +25,10 @@ from verl_ext.plugin import CHUNKED, PACKED, select_engine
 from verl_ext.trainer.checkpoints import Checkpoints, clear_output, save_final_memory
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.preparation import Run
-from verl_ext.trainer.process_group import errors_told_once
+from verl_ext.trainer.process_group import errors_told_once, limit_collectives
 from verl_ext.trainer.progress import Progress
 from verl_ext.trainer.rank_share import RankShare
+from verl_ext.trainer.run_lock import hold
 from verl_ext.trainer.step_batch import StepBatch
 from verl_ext.trainer.step_loss import StepLoss
 from verl_ext.trainer.tracking import open_tracking
@@ -64,6 +66,9 @@ class SFTTrainer:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
+        self.leads = dist.get_rank() == 0
+        with errors_told_once():  # before the weights are read; a measurement alone may go on beside a run
+            self._lock = hold(run.output) if self.leads and not self.config.trainer.eval_only else None
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
@@ -71,7 +76,6 @@ class SFTTrainer:
         self.evaluation = None
         if run.validation is not None:
             self.evaluation = Evaluation(run, run.validation, self.engine, self.share)
-        self.leads = dist.get_rank() == 0
         with _upstream_quiet():
             self.client.reset()
         if run.clear_output and self.leads:
@@ -80,13 +84,14 @@ class SFTTrainer:
         self.plan_state = run.plan_state()
         self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.lora_metadata)
         self.first_step = 0
-        self.skipped_steps = self.skipped_in_a_row = 0
+        meshes = filter(None, (self.engine.device_mesh, self.engine.ulysses_device_mesh))
+        limit_collectives(self.config.trainer.nccl_timeout, meshes)
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
         select_engine(CHUNKED if is_titans(self.config) else PACKED)
         set_backend(self.config.attention.backend)
-        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it
+        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
             return training_worker(self.config, self.run.total_steps)
 
@@ -99,7 +104,7 @@ class SFTTrainer:
         with errors_told_once():  # a tracker without a login ends every rank
             self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
         self.progress = Progress(self.first_step, self.run.total_steps, self.leads)
-        self._keep_grouping()
+        self._share_plan_state()
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
@@ -107,6 +112,7 @@ class SFTTrainer:
         batches = self.share.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
+            self._seed_step(step)
             logged = step == self.run.total_steps or self._is_due(step, self.config.trainer.log_freq)
             outcome = self.train_step(batch, logged)
             self._profile(step, "stop")
@@ -121,14 +127,25 @@ class SFTTrainer:
         if self.tracking is not None:
             self.tracking.finish()
 
-    def _keep_grouping(self) -> None:
-        """Go on with the groups of packs that the resumed run began with, whatever the layout of ranks is now."""
-        grouping: list[Any] = [self.plan_state.grouping]
-        dist.broadcast_object_list(grouping)  # it was saved by data-parallel rank; there may be more of them now
-        if grouping[0] != self.run.grouping:
-            self.progress.say(f"packs stay grouped as the run began: {grouping[0]['group_size']} of like cost")
-        self.plan_state.grouping = grouping[0]
-        self.run = self.run.grouped(grouping[0])
+    def _share_plan_state(self) -> None:
+        """Go on with a resumed run's groups of packs and skipped steps, whatever the layout of ranks is now."""
+        state: list[Any] = [self.plan_state.state_dict()]
+        dist.broadcast_object_list(state)  # it was saved by data-parallel rank; there may be more of them now
+        self.plan_state.load_state_dict(state[0])
+        grouping = self.plan_state.grouping
+        if grouping != self.run.grouping:
+            self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
+        self.run = self.run.grouped(grouping)
+
+    def _seed_step(self, step: int) -> None:
+        """Seed dropout for one step, from `trainer.seed`, the step and this rank.
+
+        A resumed run draws the masks that it would have drawn, whatever was drawn before. No two ranks draw the same
+        ones: data-parallel ranks hold different documents; the ranks of a sequence-parallel group hold different tokens
+        of one pack outside attention, and different heads inside it.
+        """
+        seed = np.random.SeedSequence([self.config.trainer.seed, step, dist.get_rank()])
+        torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
     def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
         """One optimizer step over this rank's share of the packs."""
@@ -186,7 +203,7 @@ class SFTTrainer:
         if self.engine.router_loss is not None:
             metrics["train/router_loss"] = self.engine.router_loss.value.item()
         metrics["train/epoch"] = step / self.run.steps_per_epoch
-        metrics["train/skipped_steps"] = self.skipped_steps
+        metrics["train/skipped_steps"] = self.plan_state.skipped_steps
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
         self.progress.show(metrics)
         self._track(metrics, step)
@@ -197,18 +214,19 @@ class SFTTrainer:
                 self.tracking.log(metrics, step)
 
     def _count_skipped(self, step: int, outcome: StepOutcome) -> None:
+        state = self.plan_state
         if not outcome.skipped:
-            self.skipped_in_a_row = 0
+            state.skipped_in_a_row = 0
             return
-        self.skipped_steps += 1
-        self.skipped_in_a_row += 1
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
         self.progress.say(
-            f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({self.skipped_steps} so far)"
+            f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({state.skipped_steps} so far)"
         )
         limit = self.config.trainer.max_skipped_steps
-        if self.skipped_in_a_row > limit:
+        if state.skipped_in_a_row > limit:
             raise TooManySkippedSteps(
-                f"{self.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
+                f"{state.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
                 f"gradient or of a target of a weight above 0; trainer.max_skipped_steps allows {limit}"
             )
 

@@ -1,0 +1,108 @@
+"""Dropout: a resume goes on with the masks of an uninterrupted run, and no two ranks draw the same."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+from tests.training import build, metrics, train
+
+SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+DROPOUT = {"embd_pdrop": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Four packs of one document each, all four the same: two steps an epoch."""
+    document = random_documents(np.random.default_rng(0), [40], VOCABULARY, 1)
+    return write_tokenised(tmp_path_factory.mktemp("data") / "train", document * 4)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model, tmp_path_factory):
+    """Options of a GPT-2 whose every dropout is 0.2, and of a Qwen3 under an adapter with dropout."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    config = GPT2Config(**SIZES, **DROPOUT, initializer_range=0.2, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder / "gpt2")
+    run_ranks(write_adapter, 1, tiny_model, folder / "adapter")
+    return {
+        "gpt2": [f"model.path={folder / 'gpt2'}"],
+        "lora": [f"model.path={tiny_model}", "model=lora", f"model.lora_adapter_path={folder / 'adapter'}"],
+    }
+
+
+def write_adapter(model: Path, folder: Path) -> None:
+    """An adapter with dropout, whose weights change what the model gives; on a rank, where peft is loaded already."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
+
+
+def run_of(data: str, model: list[str], output: Path, *overrides: str) -> list[str]:
+    packs = ("data.strategy=none", "data.train_batch_size=2", "data.balance=none")
+    return [f"data.train_dir={data}", *model, f"trainer.default_local_dir={output}", *packs, *overrides]
+
+
+def exact(folder: Path) -> dict:
+    return {key: value for key, value in metrics(folder).items() if not key[1].endswith("per_second")}
+
+
+def train_one_after_the_other(runs: list[list[str]]) -> None:
+    for overrides in runs:
+        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+        train(overrides)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lora"])
+def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(name, data, models, tmp_path):
+    def run(output: str, steps: int, *overrides: str) -> list[str]:
+        measured = (f"data.val_dir={data}", "trainer.test_freq=1", f"trainer.total_training_steps={steps}")
+        return run_of(data, models[name], tmp_path / output, *measured, *overrides)
+
+    other_seed = run("other", 1, "trainer.seed=2")
+    run_ranks(train_one_after_the_other, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other_seed])
+    whole = exact(tmp_path / "whole")
+    assert exact(tmp_path / "resumed") == whole
+    assert exact(tmp_path / "other")[1, "train/loss"] != whole[1, "train/loss"]  # there is dropout
+
+
+def masks_of(runs: list[list[str]], module: str) -> list[list[torch.Tensor]]:
+    """What one dropout of this rank left out in each of these runs, call by call."""
+    masks: list[list[torch.Tensor]] = []
+    for overrides in runs:
+        trainer, of_run = build(overrides), []
+        dropout = trainer.engine.module.get_submodule(module)
+        dropout.register_forward_hook(lambda _module, _inputs, output, kept=of_run: kept.append(output == 0))
+        trainer.fit()
+        masks.append(of_run)
+    return masks
+
+
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_no_two_ranks_draw_the_same_mask_and_a_second_run_draws_the_same(sequence_parallel, data, models, tmp_path):
+    shape = (f"engine.ulysses_sequence_parallel_size={sequence_parallel}", "trainer.total_training_steps=1")
+    runs = [run_of(data, models["gpt2"], tmp_path / name, *shape) for name in ("first", "second")]
+    of_ranks = []
+    for first, second in run_ranks(masks_of, 2, runs, "transformer.drop"):
+        assert torch.equal(torch.cat(first), torch.cat(second))
+        of_ranks.append(torch.cat(first))
+    assert of_ranks[0].shape == of_ranks[1].shape
+    assert not torch.equal(*of_ranks)
+
+
+def test_a_recomputed_layer_draws_the_mask_of_its_forward(data, models, tmp_path):
+    run = run_of(data, models["gpt2"], tmp_path / "run", "model.enable_gradient_checkpointing=true")
+    ((masks,),) = run_ranks(masks_of, 1, [run], "transformer.h.0.attn.resid_dropout")
+    assert len(masks) == 8  # two steps of two micro-batches, each forward once and again for its backward
+    for forward, recomputed in zip(masks[::2], masks[1::2], strict=True):
+        assert torch.equal(forward, recomputed)
+    assert not any(torch.equal(masks[0], later) for later in masks[2::2])

@@ -1,0 +1,167 @@
+"""One run at a time in a folder: the lock, who is told of it, and the end of ranks whose torchrun was killed."""
+
+import contextlib
+import errno
+import fcntl
+import io
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+from tests.training import SMALL
+from verl_ext.config import compose
+from verl_ext.config.output import RUN_LOCK
+from verl_ext.trainer.preparation import prepare
+from verl_ext.trainer.process_group import USER_ERROR
+from verl_ext.trainer.run_lock import hold, refuse_running
+from verl_ext.trainer.sft_trainer import SFTTrainer
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 120  # in which what is waited for must come about
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model, tmp_path_factory):
+    """A run of two packs a step, but for its folder."""
+    documents = random_documents(np.random.default_rng(0), [20] * 4, VOCABULARY, 1)
+    folder = write_tokenised(tmp_path_factory.mktemp("data") / "train", documents)
+    return [f"data.train_dir={folder}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
+
+
+def hold_until_killed(folder: Path, held: Connection) -> None:
+    lock = hold(folder)
+    held.send(lock.name)
+    signal.pause()
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """(folder, process that holds it)"""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=hold_until_killed, args=(tmp_path / "run", sender))
+    process.start()
+    receiver.recv()
+    yield tmp_path / "run", process
+    process.kill()
+    process.join()
+
+
+def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process_is_killed(other_run):
+    folder, process = other_run
+    told = (
+        rf"^trainer\.default_local_dir must be a folder that no other run is writing in; got {folder}, which is held "
+        rf"by process {process.pid} on {socket.gethostname()} since \d\d\d\d-\d\d-\d\d \S+: end that run, or .*folder$"
+    )
+    for attempt in (hold, refuse_running, hold):  # an attempt leaves what the holder wrote
+        with pytest.raises(ValueError, match=told):
+            attempt(folder)
+    process.kill()
+    process.join()
+    refuse_running(folder)
+    hold(folder).close()
+
+
+def test_looking_whether_a_folder_is_in_use_makes_nothing(tmp_path):
+    refuse_running(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys):
+    def no_locks(file, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    hold(tmp_path / "run").close()
+    refuse_running(tmp_path / "run")
+    assert capsys.readouterr().err == (f"note: {tmp_path / 'run'} cannot be locked (its file system has no locks)\n")
+
+
+def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
+    """Exit code and error of each start; (None, "") where a model is built or a plan is made."""
+    ends: list[tuple[object, str]] = []
+    for overrides in runs:
+        words, code = io.StringIO(), None
+        try:
+            with contextlib.redirect_stderr(words):
+                run = prepare(compose([*SMALL, *overrides]))
+                if not run.config.trainer.plan_only:
+                    SFTTrainer(run)
+        except SystemExit as ended:
+            code = ended.code
+        errors = [line for line in words.getvalue().splitlines() if line.startswith("error: ")]
+        ends.append((code, "\n".join(errors)))
+    return ends
+
+
+def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_or_a_plan_is_not(other_run, options, tmp_path):
+    folder, process = other_run
+    val = write_tokenised(tmp_path / "val", random_documents(np.random.default_rng(1), [20], VOCABULARY, 1))
+    run = [*options, f"trainer.default_local_dir={folder}"]
+    changes = [(), ("trainer.overwrite=true",), ("trainer.plan_only=true",)]
+    changes += [("trainer.eval_only=true", f"data.val_dir={val}")]
+    *refused, planned, measured = run_ranks(starts, 2, [[*run, *change] for change in changes])[0]
+    for code, error in refused:
+        assert code == USER_ERROR
+        assert f"held by process {process.pid}" in error
+    assert planned == measured == (None, "")
+    assert [path.name for path in folder.iterdir()] == [RUN_LOCK]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also where nobody has asked for its exit code yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {SECONDS} seconds"
+        time.sleep(0.1)
+
+
+def test_ranks_and_loaders_end_when_their_torchrun_is_killed_and_leave_the_folder_free(options, tmp_path, free_port):
+    run, said = tmp_path / "run", tmp_path / "stderr"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port}"),
+        *("-m", "verl_ext.fsdp_sft_trainer", *options, f"trainer.default_local_dir={run}", "data.num_workers=1"),
+        *("data.max_tokens=64", "parallel=cpu", "trainer.logger=[file]", "trainer.total_training_steps=1000000000"),
+    ]
+    kept = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "VERL_ENGINE_VENDOR")}
+    with said.open("w") as stderr:
+        torchrun = subprocess.Popen(
+            command, cwd=ROOT, env={**kept, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=stderr
+        )
+    started: list[psutil.Process] = []
+    try:
+        metrics = run / "metrics.jsonl"
+        wait_for(lambda: torchrun.poll() is not None or (metrics.is_file() and metrics.stat().st_size))
+        started = psutil.Process(torchrun.pid).children(recursive=True)
+        assert len(started) >= 4, said.read_text()  # two ranks, a loader process each
+        with pytest.raises(ValueError, match="held by process"):
+            refuse_running(run)
+        torchrun.kill()
+        torchrun.wait()
+        wait_for(lambda: all(has_ended(process) for process in started))
+        refuse_running(run)
+        assert f"torchrun (process {torchrun.pid}) is gone, which ends its ranks" in said.read_text()
+    finally:
+        torchrun.kill()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
