@@ -18,6 +18,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_ext.attention import document_layout
 from verl_ext.attention.packed import require_layout
+from verl_ext.attention.rope import choose_rope_by_document
 from verl_ext.engines.step import StepEngine
 from verl_ext.losses import token_nll
 
@@ -34,6 +35,12 @@ class PackedEngine(StepEngine):
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
         require_layout()
+
+    def _build_module(self) -> torch.nn.Module:
+        """verl's module, with rotary frequencies by document."""
+        module = super()._build_module()
+        choose_rope_by_document(module, self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0)
+        return module
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
         """verl's inputs ``[1, T/n]`` plus the layout of all T tokens, for every attention layer to read."""
