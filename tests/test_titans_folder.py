@@ -43,7 +43,7 @@ def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
         assert own.get_text_config().vocab_size == VOCABULARY
         assert (own.chunk_size, own.memory["bptt_chunks"]) == (CHUNK, 2)
     config.eos_token_id = 4
-    assert base.eos_token_id == 4
+    assert (config.base_config.eos_token_id, base.eos_token_id) == (4, [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,11 @@ def test_a_chunk_may_not_be_so_long_that_its_length_chooses_its_rotary_frequenci
     tiny_config(tiny_base(**base))
     with pytest.raises(ValueError, match=rf"^model\.memory\.chunk_size needs {CHUNK + 2} positions .* up to {CHUNK};"):
         tiny_config(tiny_base(**base), variant="mac")
+
+
+def test_a_model_loaded_before_stays_causal_when_its_config_is_read():
+    base = AutoModelForCausalLM.from_config(tiny_base(), attn_implementation="sdpa").eval()
+    ids = random_tokens(1, 9)
+    before = base(input_ids=ids).logits
+    tiny_config(base.config)
+    assert torch.equal(base(input_ids=ids).logits, before)

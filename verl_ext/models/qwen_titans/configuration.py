@@ -1,5 +1,6 @@
 """The Hugging Face configuration: the base model's own, nested, and the memory's settings beside it."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -85,12 +86,13 @@ class QwenTitansConfig(PreTrainedConfig):
 
 
 def _base_config(value: Any) -> PreTrainedConfig:
+    """A config of this one's own: transformers sets the attention of a nested one, under a model that may use it."""
     if value is None:
         return Qwen3Config()
     model_type = value.get("model_type") if isinstance(value, Mapping) else getattr(value, "model_type", None)
     if model_type not in BASE_TYPES:
         raise ValueError(f"model.path must hold a {' or '.join(BASE_TYPES)} model for model.memory; got {model_type}")
-    return CONFIG_MAPPING[model_type](**value) if isinstance(value, Mapping) else value
+    return CONFIG_MAPPING[model_type](**value) if isinstance(value, Mapping) else copy.deepcopy(value)
 
 
 def _require_windows(base: PreTrainedConfig, settings: MemorySettings) -> None:
