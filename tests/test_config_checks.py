@@ -7,9 +7,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from transformers import LlamaConfig, Qwen3Config
+from transformers import BertGenerationConfig, DbrxConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from verl_ext.config import compose
+from verl_ext.config.attention_checks import attention_dropout, attention_notices
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.nodes import LossConfig
 from verl_ext.config.topology import check_positions, model_positions
@@ -210,3 +211,69 @@ def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     (problem,) = weight_problems(str(tmp_path))
     assert problem.startswith(f"model.path must hold weights that can be read; got {tmp_path}/model.safetensors: ")
+
+
+def _on_gpu(good, folder, model, **updates):
+    """The run on a GPU with another model config, and that config."""
+    model.save_pretrained(folder)
+    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+    return changed(good, trainer__device="cuda", model__path=str(folder), **updates), model
+
+
+def test_varlen_is_refused_before_loading_where_the_model_or_the_gpu_lacks_what_it_needs(good, tmp_path):
+    on_gpu, _ = _on_gpu(good, tmp_path, GPT2Config(), attention__backend="varlen")
+    assert lines(on_gpu, 1, "cuda") == [
+        "attention.backend=varlen needs a model without attention dropout; the model's is 0.1; "
+        "attention.backend=auto uses one that runs"
+    ]
+    check_run(changed(on_gpu, model__override_config={"attn_pdrop": 0.0}), 1, "cuda", capability=(8, 0))
+    with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a GPU .* newer; got 7\.0"):
+        check_run(changed(good, trainer__device="cuda", attention__backend="varlen"), 1, "cuda", capability=(7, 0))
+
+
+@pytest.mark.parametrize(
+    "hf_config",
+    [
+        GPT2Config(attn_pdrop=0.2),
+        Qwen3Config(attention_dropout=0.2),
+        BertGenerationConfig(attention_probs_dropout_prob=0.2),
+        DbrxConfig(attn_config={"attn_pdrop": 0.2}),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_attention_dropout_is_read_under_each_of_its_names(good, hf_config):
+    assert attention_dropout(good, hf_config) == 0.2
+
+
+_HEADS_OF_32 = {**HEADS, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("model", "updates", "capability", "told"),
+    [
+        (Qwen3Config(**_HEADS_OF_32), {}, (9, 0), None),
+        (Qwen3Config(**_HEADS_OF_32), {"attention__backend": "sdpa"}, (9, 0), None),  # its own flash kernel
+        (Qwen3Config(**_HEADS_OF_32), {}, (7, 5), "newer; got 7.5"),
+        (Qwen3Config(**{**HEADS, "head_dim": 12}), {}, (9, 0), "the model's is 12"),
+        (Qwen3Config(**HEADS), {"engine__mixed_precision": {"param_dtype": "fp32"}}, (9, 0), "half precision"),
+        (MistralConfig(**HEADS, sliding_window=64), {}, (9, 0), None),  # flash kernels have windows
+        (
+            MistralConfig(**HEADS, sliding_window=64),
+            {"attention__backend": "sdpa"},
+            (9, 0),
+            "1 layers with a sliding window of 64 tokens need a mask",
+        ),
+        (
+            MistralConfig(**HEADS, sliding_window=4096),
+            {"attention__backend": "sdpa", "data__max_tokens": 4096},
+            (9, 0),
+            None,
+        ),
+    ],
+)
+def test_sdpa_on_a_gpu_is_told_where_its_memory_may_be_quadratic(good, model, updates, capability, told):
+    on_gpu = changed(good, trainer__device="cuda", **updates)
+    notices = attention_notices(on_gpu, model, "cuda", capability)
+    assert len(notices) == (told is not None)
+    assert all("uses sdpa, whose memory may grow" in notice and told in notice for notice in notices)
+    assert attention_notices(changed(on_gpu, trainer__device="cpu"), model, None, None) == []

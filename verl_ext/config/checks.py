@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.attention import BACKENDS, choose_backend
 from verl_ext.config import nodes
+from verl_ext.config.attention_checks import attention_problems
 from verl_ext.config.fields import type_problems
 from verl_ext.config.model_support import model_support_problems
 from verl_ext.config.nearest import choice_problem, nearest_name, show
@@ -27,11 +26,18 @@ CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def check_run(config: DictConfig, world_size: int, accelerator: str | None = None, hf_config: Any = None) -> Any:
+def check_run(
+    config: DictConfig,
+    world_size: int,
+    accelerator: str | None = None,
+    hf_config: Any = None,
+    capability: tuple[int, int] | None = None,
+) -> Any:
     """Checks a composed config against the run that it is for, and returns the model's Hugging Face config.
 
-    world_size: ranks; accelerator: the one that is visible, "cuda", "npu" or None; hf_config: the model's when it is
-    loaded already (else read from model.path: json alone, no weights). Raises one ValueError with a line a mistake.
+    world_size: ranks; accelerator: the one that is visible, "cuda", "npu" or None, and the compute capability of a GPU;
+    hf_config: the model's when it is loaded already (else read from model.path: json alone, no weights). Raises one
+    ValueError with a line a mistake.
     """
     problems: list[str] = []
     for build in (nodes.data_config, nodes.loss_config, nodes.attention_config, nodes.trainer_config):
@@ -40,7 +46,6 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
     problems += batch_problems(config, world_size)
     problems += path_problems(config)
     problems += device_problems(config, accelerator)
-    problems += attention_problems(config, accelerator)
     problems += model_problems(config, accelerator)
     problems += training_problems(config)
     problems += refused_problems(config)
@@ -56,7 +61,10 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
         hf_config, unfit = _titans_config(config, hf_config)
         problems += unfit
     elif hf_config is not None:
-        problems += head_problems(config, hf_config) + model_support_problems(hf_config)
+        unsupported = model_support_problems(hf_config)
+        problems += head_problems(config, hf_config) + unsupported
+        hf_config = None if unsupported else hf_config
+    problems += attention_problems(config, hf_config, accelerator, capability)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     return hf_config
@@ -142,20 +150,6 @@ def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
     elif strategy == "fsdp" and (device == "cpu" or accelerator is None):
         problems.append("engine.strategy must be fsdp2 on CPU, where FSDP1 does not run; got fsdp")
     return problems
-
-
-def attention_problems(config: DictConfig, accelerator: str | None) -> list[str]:
-    """Whether the attention kernel that is asked for runs here."""
-    backend = config.attention.backend
-    if backend not in BACKENDS:
-        return []  # auto, or told by the attention node
-    full = OmegaConf.select(config, "engine.mixed_precision.param_dtype") == "fp32"
-    device = "cpu" if accelerator is None or config.trainer.device == "cpu" else accelerator
-    try:
-        choose_backend(backend, device, torch.float32 if full else torch.bfloat16)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def model_problems(config: DictConfig, accelerator: str | None) -> list[str]:

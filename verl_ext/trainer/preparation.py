@@ -15,6 +15,8 @@ import numpy as np
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.attention import gpu_capability
+from verl_ext.config.attention_checks import attention_notices
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.nodes import loss_config
 from verl_ext.config.output import OutputAction, check_output
@@ -145,7 +147,8 @@ def prepare(config: DictConfig) -> Run:
     with errors_told_once():
         check_keys(config)
         notices = resolve_config(config) + resolve_device(config, device) + resolve_logging(config, world_size)
-        hf_config = check_run(config, world_size, device)
+        hf_config = check_run(config, world_size, device, capability=gpu_capability())
+        notices += attention_notices(config, hf_config, device, gpu_capability())
         output = check_output(config, world_size)
         train_set, val_set = open_sets(config)
     for dataset in filter(None, (train_set, val_set)):
