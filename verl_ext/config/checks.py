@@ -62,7 +62,7 @@ def check_run(
         problems += unfit
     elif hf_config is not None:
         unsupported = model_support_problems(hf_config)
-        problems += head_problems(config, hf_config) + unsupported
+        problems += head_problems(config, hf_config) + unsupported + lora_problems(config, hf_config)
         hf_config = None if unsupported else hf_config
     problems += attention_problems(config, hf_config, accelerator, capability)
     if problems:
@@ -145,6 +145,8 @@ def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
             f"parallel=cpu (trainer.device=cpu) needs a process that sees no accelerator, since verl chooses its "
             f"platform once; got a visible {accelerator}: start it with CUDA_VISIBLE_DEVICES="
         )
+    if config.engine.offload_policy and (device == "cpu" or accelerator is None):
+        problems.append("engine.offload_policy must be false on CPU, where host memory holds everything; got true")
     if problem := choice_problem("engine.strategy", strategy, ("fsdp", "fsdp2")):
         problems.append(problem)
     elif strategy == "fsdp" and (device == "cpu" or accelerator is None):
@@ -168,6 +170,31 @@ def model_problems(config: DictConfig, accelerator: str | None) -> list[str]:
     if adapter and os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         problems.append(f"model.lora_adapter_path must hold an adapter_config.json; got {adapter}")
     return problems
+
+
+def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
+    """Adapters on the input embeddings or the head, where they cannot be sharded or exported."""
+    model, adapter = config.model, config.model.lora_adapter_path
+    tied = hf_config.get_text_config().tie_word_embeddings
+    if not model.lora_rank or not (tied or config.engine.strategy == "fsdp2"):
+        return []
+    from peft import LoraConfig  # here: takes seconds, and only such a run needs it
+    from peft.tuners.tuners_utils import check_target_module_exists as targets_module
+
+    if adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+        return []  # told with the paths, or a hub name
+    if adapter:
+        key, lora = "model.lora_adapter_path: target_modules", LoraConfig.from_pretrained(adapter)
+    else:
+        plain: Any = OmegaConf.to_container(model, resolve=True)
+        key = "model.target_modules"
+        lora = LoraConfig(target_modules=plain["target_modules"], exclude_modules=plain["exclude_modules"])
+    named = [name for name in ("lm_head", "model.embed_tokens") if lora.target_modules and targets_module(lora, name)]
+    if not named:
+        return []
+    why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
+    given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
+    return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
 
 
 def training_problems(config: DictConfig) -> list[str]:
