@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_ext.attention import choose_backend, document_layout, has_flash_attn
+from verl_ext.attention import choose_backend, document_layout, flash_limit, has_flash_attn
 from verl_ext.attention.backends import AttentionOptions, as_computed, varlen
 
 
@@ -32,13 +32,32 @@ def test_flash_attn_without_its_package_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "limit"),
-    [(torch.float32, 64, "half precision"), (torch.bfloat16, 512, "up to 256"), (torch.bfloat16, 12, "multiple of 8")],
+    ("given", "limit"),
+    [
+        ({"dtype": torch.float32}, "half precision"),
+        ({"head_size": 512}, "up to 256"),
+        ({"head_size": 12}, "multiple of 8"),
+        ({"capability": (7, 0)}, r"compute capability 8\.0 \(Ampere\) or newer; got 7\.0"),  # V100
+        ({"capability": (7, 5)}, r"got 7\.5"),  # T4
+    ],
 )
-def test_what_flash_kernels_cannot_compute_goes_to_sdpa_or_is_refused(dtype, head_size, limit):
-    assert choose_backend("auto", "cuda", dtype, head_size) == "sdpa"
+def test_what_flash_kernels_cannot_compute_goes_to_sdpa_or_is_refused(given, limit):
+    found = flash_limit(**given)
+    assert choose_backend("auto", "cuda", found) == choose_backend("sdpa", "cuda", found) == "sdpa"
     with pytest.raises(ValueError, match=rf"^attention\.backend=varlen needs .*{limit}"):
-        choose_backend("varlen", "cuda", dtype, head_size)
+        choose_backend("varlen", "cuda", found)
+
+
+def test_gpus_from_ampere_on_run_flash_kernels():
+    assert [flash_limit(capability=capability) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))] == [None] * 4
+
+
+def test_attention_dropout_goes_to_a_kernel_that_has_it_or_is_refused(monkeypatch):
+    for installed, chosen in ((True, "flash_attn"), (False, "sdpa")):
+        monkeypatch.setattr("verl_ext.attention.backends.has_flash_attn", lambda installed=installed: installed)
+        assert choose_backend("auto", "cuda", dropout=0.1) == chosen
+    with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a model without attention dropout"):
+        choose_backend("varlen", "cuda", dropout=0.1)
 
 
 def test_under_autocast_queries_keys_and_values_have_its_type():

@@ -6,10 +6,12 @@ import importlib.util
 import pytest
 import torch
 from omegaconf import OmegaConf
+from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import LlamaConfig, Qwen3Config
+from transformers import BertGenerationConfig, DbrxConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from verl_ext.config import compose
+from verl_ext.config.attention_checks import attention_dropout, attention_notices
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.nodes import LossConfig
 from verl_ext.config.topology import check_positions, model_positions
@@ -97,6 +99,19 @@ TABLE = [
     ({"engine__max_token_len_per_gpu": 5}, 1, None, "engine.max_token_len_per_gpu must be null: data.max_tokens"),
     ({"engine__fsdp_size": 3}, 2, None, "engine.fsdp_size must divide the number of ranks or be -1; got 3 with 2"),
     ({"engine__mixed_precision": {"param_dtype": "fp99"}}, 1, None, "engine.mixed_precision.param_dtype must be one"),
+    ({"engine__offload_policy": True}, 1, None, "engine.offload_policy must be false on CPU, where host memory holds"),
+    (
+        {"model__lora_rank": 4, "model__target_modules": ["q_proj", "lm_head"]},
+        1,
+        None,
+        "model.target_modules must leave out lm_head: verl 0.9.1's FSDP2 cannot shard an adapter there; got ['lm_",
+    ),
+    (
+        {"model__lora_rank": 4, "model__target_modules": ".*(proj|embed_tokens)"},
+        1,
+        None,
+        "model.target_modules must leave out model.embed_tokens: verl 0.9.1's FSDP2",
+    ),
     ({"optim__clip_grad": 0}, 1, None, "optim.clip_grad must be above 0; got 0"),
     ({"optim__betas": [0.9]}, 1, None, "optim.betas must be two numbers from 0 to below 1; got [0.9]"),
     ({"trainer__device": "auto"}, 1, "npu", "trainer.device must be cuda or cpu, where packs have an engine"),
@@ -212,14 +227,14 @@ def test_weights_of_categories_that_the_data_lacks_are_refused():
         check_categories(LossConfig(category_weights={"gsm8k": 0.0, "code": 0.0}), ("gsm8k", "code"))
 
 
-def test_a_pack_may_be_longer_than_the_models_positions_but_a_document_may_not():
+def test_a_pack_may_be_longer_than_the_models_positions_but_a_document_may_not(good):
     model = Qwen3Config(max_position_embeddings=512, **HEADS)
     check_positions(512, 4096, model)
     check_positions(4096, 512, model)
     with pytest.raises(ValueError, match=r"^data\.max_tokens must be at most the model's 512 positions.*got 4096.*513"):
         check_positions(513, 4096, model)
-    check_positions(513, 4096, model, {"max_position_embeddings": 1024})
-    check_positions(513, 4096, model, OmegaConf.create({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}))
+    check_positions(513, 4096, overridden(good, max_position_embeddings=1024))
+    check_positions(513, 4096, overridden(good, rope_parameters={"rope_type": "yarn", "factor": 2.0}))
 
 
 def test_positions_include_the_rope_scaling_however_the_model_writes_it():
@@ -241,3 +256,85 @@ def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     (problem,) = weight_problems(str(tmp_path))
     assert problem.startswith(f"model.path must hold weights that can be read; got {tmp_path}/model.safetensors: ")
+
+
+def _on_gpu(good, folder, model, **updates):
+    """The run on a GPU with another model config, and that config."""
+    model.save_pretrained(folder)
+    save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+    return changed(good, trainer__device="cuda", model__path=str(folder), **updates), model
+
+
+def test_varlen_is_refused_before_loading_where_the_model_or_the_gpu_lacks_what_it_needs(good, tmp_path):
+    on_gpu, _ = _on_gpu(good, tmp_path, GPT2Config(), attention__backend="varlen")
+    assert lines(on_gpu, 1, "cuda") == [
+        "attention.backend=varlen needs a model without attention dropout; the model's is 0.1; "
+        "attention.backend=auto uses one that runs"
+    ]
+    check_run(changed(on_gpu, model__override_config={"attn_pdrop": 0.0}), 1, "cuda", capability=(8, 0))
+    with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a GPU .* newer; got 7\.0"):
+        check_run(changed(good, trainer__device="cuda", attention__backend="varlen"), 1, "cuda", capability=(7, 0))
+
+
+@pytest.mark.parametrize(
+    "hf_config",
+    [
+        GPT2Config(attn_pdrop=0.2),
+        Qwen3Config(attention_dropout=0.2),
+        BertGenerationConfig(attention_probs_dropout_prob=0.2),
+        DbrxConfig(attn_config={"attn_pdrop": 0.2}),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_attention_dropout_is_read_under_each_of_its_names(hf_config):
+    assert attention_dropout(hf_config) == 0.2
+
+
+_HEADS_OF_32 = {**HEADS, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("model", "updates", "capability", "told"),
+    [
+        (Qwen3Config(**_HEADS_OF_32), {}, (9, 0), None),
+        (Qwen3Config(**_HEADS_OF_32), {"attention__backend": "sdpa"}, (9, 0), None),  # its own flash kernel
+        (Qwen3Config(**_HEADS_OF_32), {}, (7, 5), "newer; got 7.5"),
+        (Qwen3Config(**{**HEADS, "head_dim": 12}), {}, (9, 0), "the model's is 12"),
+        (Qwen3Config(**HEADS), {"engine__mixed_precision": {"param_dtype": "fp32"}}, (9, 0), "half precision"),
+        (MistralConfig(**HEADS, sliding_window=64), {}, (9, 0), None),  # flash kernels have windows
+        (
+            MistralConfig(**HEADS, sliding_window=64),
+            {"attention__backend": "sdpa"},
+            (9, 0),
+            "1 layers with a sliding window of 64 tokens need a mask",
+        ),
+        (
+            MistralConfig(**HEADS, sliding_window=4096),
+            {"attention__backend": "sdpa", "data__max_tokens": 4096},
+            (9, 0),
+            None,
+        ),
+    ],
+)
+def test_sdpa_on_a_gpu_is_told_where_its_memory_may_be_quadratic(good, model, updates, capability, told):
+    on_gpu = changed(good, trainer__device="cuda", **updates)
+    notices = attention_notices(on_gpu, model, "cuda", capability)
+    assert len(notices) == (told is not None)
+    assert all("uses sdpa, whose memory may grow" in notice and told in notice for notice in notices)
+    assert attention_notices(changed(on_gpu, trainer__device="cpu"), model, None, None) == []
+
+
+def test_adapters_beside_the_embeddings_and_the_head_are_accepted(good):
+    for targets in ("all-linear", ["q_proj", "v_proj"], ".*_proj"):
+        check_run(changed(good, model__lora_rank=4, model__target_modules=targets), 1)
+    ends = ["lm_head", "embed_tokens"]
+    check_run(changed(good, model__lora_rank=4, model__target_modules=".*", model__exclude_modules=ends), 1)
+
+
+def test_an_adapter_folder_and_tied_embeddings_are_checked_as_the_options_are(good, tmp_path):
+    LoraConfig(target_modules=["q_proj", "lm_head"]).save_pretrained(tmp_path)
+    found = lines(changed(good, model__lora_rank=8, model__lora_adapter_path=str(tmp_path)))
+    assert found[0].startswith("model.lora_adapter_path: target_modules must leave out lm_head: verl 0.9.1's FSDP2")
+    tied = Qwen3Config(**HEADS, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"leave out lm_head: tied weights are exported as one"):
+        check_run(changed(good, model__lora_rank=4, model__target_modules=["lm_head"]), 1, hf_config=tied)

@@ -27,3 +27,32 @@ def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):
     problems = model_support_problems(getattr(transformers, name)())
     assert any(reason in problem for problem in problems), problems
     assert all(problem.startswith(f"model.path: {name}") for problem in problems)
+
+
+def _configs_of_encoders() -> list[type]:
+    """Config classes in transformers' causal-LM mapping whose architecture can also be an encoder."""
+    classes = {cls for cls in transformers.MODEL_FOR_CAUSAL_LM_MAPPING if hasattr(cls, "is_decoder")}
+    supported = [cls for cls in classes if transformers.MODEL_FOR_CAUSAL_LM_MAPPING[cls]._supports_attention_backend]
+    return sorted(supported, key=lambda cls: cls.__name__)
+
+
+@pytest.mark.parametrize("cls", _configs_of_encoders(), ids=lambda cls: cls.__name__)
+def test_an_encoder_is_refused_from_its_config(cls):
+    problems = model_support_problems(cls(num_hidden_layers=1))
+    if cls is transformers.GPTNeoXConfig:  # has the option, and is causal whatever it says
+        assert problems == []
+    else:
+        assert problems == [f"model.path: {cls.__name__} must have causal attention; got is_decoder=false"]
+
+
+def test_an_encoder_made_causal_is_supported_where_its_positions_begin_at_0():
+    assert model_support_problems(transformers.BertConfig(num_hidden_layers=1, is_decoder=True)) == []
+    assert model_support_problems(transformers.RobertaConfig(num_hidden_layers=1, is_decoder=True)) == [
+        "model.path: RobertaConfig must count positions from 0, as packs do; RobertaForCausalLM counts from "
+        "pad_token_id + 1"
+    ]
+
+
+def test_a_decoder_set_to_look_ahead_is_refused():
+    problems = model_support_problems(transformers.Gemma3TextConfig(use_bidirectional_attention=True))
+    assert problems == ["model.path: Gemma3TextConfig must have causal attention; got use_bidirectional_attention=True"]

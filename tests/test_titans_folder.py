@@ -13,6 +13,8 @@ from verl_ext.models.qwen_titans import (
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
+_LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": CHUNK}
+
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
@@ -41,7 +43,7 @@ def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
         assert own.get_text_config().vocab_size == VOCABULARY
         assert (own.chunk_size, own.memory["bptt_chunks"]) == (CHUNK, 2)
     config.eos_token_id = 4
-    assert base.eos_token_id == 4
+    assert (config.base_config.eos_token_id, base.eos_token_id) == (4, [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,19 @@ def test_a_sliding_window_must_cover_what_a_layer_is_given(variant, seen):
     tiny_config(tiny_base(**window, sliding_window=seen), variant=variant)
     with pytest.raises(ValueError, match=rf"chunk_size needs {seen} tokens seen by layer 1, .* is {seen - 1}; got 16"):
         tiny_config(tiny_base(**window, sliding_window=seen - 1), variant=variant)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", **_LONGROPE}])
+def test_a_chunk_may_not_be_so_long_that_its_length_chooses_its_rotary_frequencies(rope):
+    base = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": CHUNK}
+    tiny_config(tiny_base(**base))
+    with pytest.raises(ValueError, match=rf"^model\.memory\.chunk_size needs {CHUNK + 2} positions .* up to {CHUNK};"):
+        tiny_config(tiny_base(**base), variant="mac")
+
+
+def test_a_model_loaded_before_stays_causal_when_its_config_is_read():
+    base = AutoModelForCausalLM.from_config(tiny_base(), attn_implementation="sdpa").eval()
+    ids = random_tokens(1, 9)
+    before = base(input_ids=ids).logits
+    tiny_config(base.config)
+    assert torch.equal(base(input_ids=ids).logits, before)

@@ -3,8 +3,10 @@
 | backend      | where                | what                                              |
 |--------------|----------------------|---------------------------------------------------|
 | `flash_attn` | CUDA, package needed | `flash_attn_varlen_func`                          |
-| `varlen`     | CUDA                 | `torch.nn.attention.varlen.varlen_attn`, built in |
+| `varlen`     | CUDA, no dropout     | `torch.nn.attention.varlen.varlen_attn`, built in |
 | `sdpa`       | anywhere             | `scaled_dot_product_attention`, per document      |
+
+The first two need an Ampere GPU or a newer one, half precision and a head size that :func:`flash_limit` admits.
 
 Legend: T tokens, H query heads, K key/value heads (H a multiple of K: grouped-query attention), E head size.
 """
@@ -86,8 +88,7 @@ def varlen(
     """torch's built-in flash attention with cumulative lengths (torch ≥ 2.11); half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if options.dropout:
-        raise ValueError(f"attention.backend=varlen has no attention dropout; the model's config asks for {options}")
+    assert not options.dropout, "choose_backend refuses it"
     groups = query.size(1) // key.size(1)
     grouped: dict[str, Any] = {}
     if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters:
@@ -137,34 +138,59 @@ def as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
-def choose_backend(requested: str, device_type: str, dtype: torch.dtype = torch.bfloat16, head_size: int = 128) -> str:
+def flash_limit(
+    dtype: torch.dtype = torch.bfloat16, head_size: int = 128, capability: tuple[int, int] | None = None
+) -> str | None:
+    """What `flash_attn` and `varlen` need that is not given here; None where both run.
+
+    capability: of the GPU, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough.
+    """
+    if capability is not None and capability < (8, 0):
+        return f"a GPU of compute capability 8.0 (Ampere) or newer; got {capability[0]}.{capability[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"half precision (engine.mixed_precision.param_dtype); got {dtype}"
+    if head_size > 256 or head_size % 8:
+        return f"a head size that is a multiple of 8 up to 256; the model's is {head_size}"
+    return None
+
+
+def choose_backend(requested: str, device_type: str, limit: str | None = None, dropout: float = 0.0) -> str:
     """The backend that `attention.backend` stands for: ``auto`` takes the fastest that runs what is asked.
+
+    limit: what :func:`flash_limit` says; dropout: of attention weights.
 
     Raises:
         ValueError: the name is none of them, or the kernel cannot run here.
     """
-    # What flash kernels cannot compute, on any GPU.
-    limit = None
-    if dtype not in (torch.bfloat16, torch.float16):
-        limit = f"half precision (engine.mixed_precision.param_dtype); got {dtype}"
-    elif head_size > 256 or head_size % 8:
-        limit = f"a head size that is a multiple of 8 up to 256; the model's is {head_size}"
     if requested == "auto":
         if device_type != "cuda" or limit:
             return "sdpa"
-        return "flash_attn" if has_flash_attn() else "varlen"
+        if has_flash_attn():
+            return "flash_attn"
+        return "sdpa" if dropout else "varlen"
     if requested not in BACKENDS:
         raise ValueError(f"attention.backend must be auto, {', '.join(BACKENDS)}; got {requested}")
     if requested != "sdpa" and device_type != "cuda":
         raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device_type}")
+    if requested == "varlen" and dropout:
+        limit = limit or f"a model without attention dropout; the model's is {dropout}"
     if requested != "sdpa" and limit:
-        raise ValueError(f"attention.backend={requested} needs {limit}; attention.backend=auto uses sdpa there")
+        raise ValueError(f"attention.backend={requested} needs {limit}; attention.backend=auto uses one that runs")
     if requested == "flash_attn" and not has_flash_attn():
         raise ValueError(
             "attention.backend=flash_attn needs the flash-attn package (pip install 'verl-ext[gpu]'); "
             "attention.backend=auto uses torch's own varlen attention without it"
         )
     return requested
+
+
+@lru_cache
+def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
+    """Compute capability of the CUDA device, by default the current one; None without CUDA.
+
+    It initialises CUDA in this process, as joining a process group on a GPU does, which also chooses the rank's device.
+    """
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,14 @@ from verl.utils.ulysses import (
 )
 
 from verl_ext.attention import PACKED_ATTENTION
-from verl_ext.attention.backends import FUNCTIONS, AttentionOptions, as_computed, choose_backend
+from verl_ext.attention.backends import (
+    FUNCTIONS,
+    AttentionOptions,
+    as_computed,
+    choose_backend,
+    flash_limit,
+    gpu_capability,
+)
 from verl_ext.attention.layout import DocumentLayout
 
 _requested = "auto"
@@ -69,7 +76,9 @@ def packed_attention(
         document_layout = _one_document_a_row(query, key, attention_mask)
     rows, length = query.shape[:2]
     query, key, value = as_computed(query, key, value)
-    attend = FUNCTIONS[choose_backend(_requested, query.device.type, query.dtype, query.size(-1))]
+    capability = gpu_capability(query.device.index) if query.is_cuda else None
+    limit = flash_limit(query.dtype, query.size(-1), capability)
+    attend = FUNCTIONS[choose_backend(_requested, query.device.type, limit, dropout)]
     tokens = (x.flatten(0, 1) for x in (query, key, value))
     options = AttentionOptions(scaling, sliding_window, dropout)
     output = attend(*tokens, document_layout, options).unflatten(0, (rows, length))

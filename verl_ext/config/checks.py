@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.attention import BACKENDS, choose_backend
 from verl_ext.config import nodes
+from verl_ext.config.attention_checks import attention_problems
 from verl_ext.config.fields import type_problems
 from verl_ext.config.model_node import override
 from verl_ext.config.model_support import model_support_problems
@@ -29,11 +28,18 @@ CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def check_run(config: DictConfig, world_size: int, accelerator: str | None = None, hf_config: Any = None) -> Any:
+def check_run(
+    config: DictConfig,
+    world_size: int,
+    accelerator: str | None = None,
+    hf_config: Any = None,
+    capability: tuple[int, int] | None = None,
+) -> Any:
     """Checks a composed config against the run that it is for, and returns the model's Hugging Face config.
 
-    world_size: ranks; accelerator: the one that is visible, "cuda", "npu" or None; hf_config: the model's when it is
-    loaded already (else read from model.path: json alone, no weights). Raises one ValueError with a line a mistake.
+    world_size: ranks; accelerator: the one that is visible, "cuda", "npu" or None, and the compute capability of a GPU;
+    hf_config: the model's when it is loaded already (else read from model.path: json alone, no weights). Raises one
+    ValueError with a line a mistake.
     """
     problems: list[str] = []
     for build in (nodes.data_config, nodes.loss_config, nodes.attention_config, nodes.trainer_config):
@@ -42,7 +48,6 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
     problems += batch_problems(config, world_size)
     problems += path_problems(config)
     problems += device_problems(config, accelerator)
-    problems += attention_problems(config, accelerator)
     problems += model_problems(config, accelerator)
     problems += training_problems(config)
     problems += refused_problems(config)
@@ -58,13 +63,16 @@ def check_run(config: DictConfig, world_size: int, accelerator: str | None = Non
         hf_config, unfit = _titans_config(config, hf_config)
         problems += unfit
     elif hf_config is not None:
-        problems += head_problems(config, hf_config) + model_support_problems(hf_config)
+        unsupported = model_support_problems(hf_config)
+        problems += head_problems(config, hf_config) + unsupported + lora_problems(config, hf_config)
         coefficient = config.model.override_config.get("router_aux_loss_coef")
         if coefficient and not asks_for_router_loss(hf_config):
             problems.append(
                 "model.override_config.router_aux_loss_coef needs model.override_config.output_router_logits=true; "
                 f"got {coefficient} without it"
             )
+        hf_config = None if unsupported else hf_config
+    problems += attention_problems(config, hf_config, accelerator, capability)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     return hf_config
@@ -145,25 +153,13 @@ def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
             f"parallel=cpu (trainer.device=cpu) needs a process that sees no accelerator, since verl chooses its "
             f"platform once; got a visible {accelerator}: start it with CUDA_VISIBLE_DEVICES="
         )
+    if config.engine.offload_policy and (device == "cpu" or accelerator is None):
+        problems.append("engine.offload_policy must be false on CPU, where host memory holds everything; got true")
     if problem := choice_problem("engine.strategy", strategy, ("fsdp", "fsdp2")):
         problems.append(problem)
     elif strategy == "fsdp" and (device == "cpu" or accelerator is None):
         problems.append("engine.strategy must be fsdp2 on CPU, where FSDP1 does not run; got fsdp")
     return problems
-
-
-def attention_problems(config: DictConfig, accelerator: str | None) -> list[str]:
-    """Whether the attention kernel that is asked for runs here."""
-    backend = config.attention.backend
-    if backend not in BACKENDS:
-        return []  # auto, or told by the attention node
-    full = OmegaConf.select(config, "engine.mixed_precision.param_dtype") == "fp32"
-    device = "cpu" if accelerator is None or config.trainer.device == "cpu" else accelerator
-    try:
-        choose_backend(backend, device, torch.float32 if full else torch.bfloat16)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def model_problems(config: DictConfig, accelerator: str | None) -> list[str]:
@@ -182,6 +178,31 @@ def model_problems(config: DictConfig, accelerator: str | None) -> list[str]:
     if adapter and os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         problems.append(f"model.lora_adapter_path must hold an adapter_config.json; got {adapter}")
     return problems
+
+
+def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
+    """Adapters on the input embeddings or the head, where they cannot be sharded or exported."""
+    model, adapter = config.model, config.model.lora_adapter_path
+    tied = hf_config.get_text_config().tie_word_embeddings
+    if not model.lora_rank or not (tied or config.engine.strategy == "fsdp2"):
+        return []
+    from peft import LoraConfig  # here: takes seconds, and only such a run needs it
+    from peft.tuners.tuners_utils import check_target_module_exists as targets_module
+
+    if adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+        return []  # told with the paths, or a hub name
+    if adapter:
+        key, lora = "model.lora_adapter_path: target_modules", LoraConfig.from_pretrained(adapter)
+    else:
+        plain: Any = OmegaConf.to_container(model, resolve=True)
+        key = "model.target_modules"
+        lora = LoraConfig(target_modules=plain["target_modules"], exclude_modules=plain["exclude_modules"])
+    named = [name for name in ("lm_head", "model.embed_tokens") if lora.target_modules and targets_module(lora, name)]
+    if not named:
+        return []
+    why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
+    given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
+    return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
 
 
 def training_problems(config: DictConfig) -> list[str]:

@@ -1,6 +1,9 @@
 """Whether a model keeps the documents of a pack apart: told by its class and its config, before weights are read."""
 
+import copy
 from typing import Any
+
+import torch
 
 from verl_ext.engines.router_loss import asks_for_router_loss, has_router_loss
 
@@ -54,7 +57,25 @@ def model_support_problems(hf_config: Any) -> list[str]:
             f"model.override_config.output_router_logits must be false for {type(hf_config).__name__}, of which "
             "transformers computes no router loss that can be taken over packs; got true"
         )
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        problems.append(
+            f"{name} must have causal attention; got use_bidirectional_attention={text.use_bidirectional_attention}"
+        )
+    if cls is not None and hasattr(text, "is_decoder") and not problems:
+        problems += _encoder_problems(cls, hf_config, name)
     return problems
+
+
+def _encoder_problems(cls: type, hf_config: Any, name: str) -> list[str]:
+    """What keeps an encoder's architecture (BERT's and its kin) from being trained on packs: read from its modules."""
+    with torch.device("meta"):
+        modules = dict(cls(copy.deepcopy(hf_config)).named_modules())
+    if any(getattr(module, "is_causal", None) is False for module in modules.values()):
+        return [f"{name} must have causal attention; got is_decoder={str(hf_config.is_decoder).lower()}"]
+    embeddings = [module for path, module in modules.items() if path.endswith(".position_embeddings")]
+    if any(getattr(embedding, "padding_idx", None) is not None for embedding in embeddings):
+        return [f"{name} must count positions from 0, as packs do; {cls.__name__} counts from pad_token_id + 1"]
+    return []
 
 
 def router_notices(hf_config: Any) -> list[str]:

@@ -6,7 +6,7 @@ packs of a step = data-parallel size × micro-batch size × accumulation
 
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 _SP = "engine.ulysses_sequence_parallel_size"
 
@@ -48,20 +48,17 @@ def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
     return []
 
 
-def model_positions(hf_config: Any, override_config: Any = None) -> int | None:
+def model_positions(hf_config: Any) -> int | None:
     """The positions that a model was made for, its RoPE scaling included; None when its config names none.
 
-    override_config: model.override_config, whose values win. Some configs (Llama 3) give max_position_embeddings with
-    the scaling included, others (YaRN for Qwen) without: the larger reading is taken.
+    Some configs (Llama 3) give max_position_embeddings with the scaling included, others (YaRN for Qwen) without: the
+    larger reading is taken.
     """
     text = hf_config.get_text_config()
-    override: Any = override_config or {}
-    if OmegaConf.is_config(override):
-        override = OmegaConf.to_container(override, resolve=True)
-    positions = override.get("max_position_embeddings", getattr(text, "max_position_embeddings", None))
+    positions = getattr(text, "max_position_embeddings", None)
     if not positions:
         return None
-    ropes = [override.get(name, getattr(text, name, None)) for name in ("rope_parameters", "rope_scaling")]
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one for each layer type
     for rope in ropes:
         if isinstance(rope, dict) and rope.get("factor"):
@@ -70,13 +67,13 @@ def model_positions(hf_config: Any, override_config: Any = None) -> int | None:
     return int(positions)
 
 
-def check_positions(longest_document: int, max_tokens: int, hf_config: Any, override_config: Any = None) -> None:
+def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
     """Raises ValueError when a document reaches positions that the model does not have.
 
     Positions restart with every document, so a pack may be longer than the model's positions; a document, of at most
     min(longest_document, max_tokens) tokens, may not.
     """
-    positions = model_positions(hf_config, override_config)
+    positions = model_positions(hf_config)
     longest = min(longest_document, max_tokens)
     if positions is not None and longest > positions:
         raise ValueError(

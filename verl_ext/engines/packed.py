@@ -18,6 +18,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_ext.attention import document_layout
 from verl_ext.attention.packed import require_layout
+from verl_ext.attention.rope import choose_rope_by_document
 from verl_ext.engines.router_loss import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device
 from verl_ext.losses import token_nll
@@ -35,6 +36,12 @@ class PackedEngine(StepEngine):
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
         require_layout()
+
+    def _build_module(self) -> torch.nn.Module:
+        """verl's module, with rotary frequencies by document."""
+        module = super()._build_module()
+        choose_rope_by_document(module, self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0)
+        return module
 
     def initialize(self) -> None:
         """As the parent; a mixture of experts whose config asks for it has a router loss."""

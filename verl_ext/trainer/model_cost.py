@@ -12,6 +12,7 @@ row, so the ratio holds for a training step. The unit is 2·heads·d operations:
 
 from typing import Any
 
+from verl_ext.config.attention_checks import windowed_layers
 from verl_ext.packing import TOKENS, CostModel
 
 # Operations that a GPU does while its link moves one bf16 element: 400 TFLOP/s against 400 GB/s. An order of magnitude.
@@ -34,7 +35,7 @@ def cost_model(kind: str, hf_config: Any, sequence_parallel_size: int) -> CostMo
     moved = 0.0 if ranks == 1 else head * (2 * heads + 2 * max(kv_heads, ranks)) * (ranks - 1) / ranks
     per_token = layers * (projections + _mlp(text, hidden) + _OPERATIONS_PER_ELEMENT * moved)
     per_token += 2 * hidden * text.vocab_size
-    windowed, window = _windowed_layers(text)
+    windowed, window = windowed_layers(text)
     return CostModel(round(per_token / (2 * heads * head)), layers - windowed, windowed, window)
 
 
@@ -49,11 +50,3 @@ def _mlp(text: Any, hidden: int) -> float:
     if not size:
         return 2 * 2 * hidden * 4 * hidden  # GPT-2: two matrices of 4·h
     return 2 * 3 * hidden * size
-
-
-def _windowed_layers(text: Any) -> tuple[int, int | None]:
-    """(layers with sliding-window attention, its width in tokens)."""
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers  # Mistral: every layer
-    layers = sum(kind == "sliding_attention" for kind in kinds)
-    return (layers, int(window)) if window and layers else (0, None)

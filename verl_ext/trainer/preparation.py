@@ -15,6 +15,8 @@ import numpy as np
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.attention import gpu_capability
+from verl_ext.config.attention_checks import attention_notices
 from verl_ext.config.checks import check_categories, check_run
 from verl_ext.config.model_support import router_notices
 from verl_ext.config.nodes import loss_config
@@ -147,7 +149,8 @@ def prepare(config: DictConfig) -> Run:
     with errors_told_once():
         check_keys(config)
         notices = resolve_config(config) + resolve_device(config, device) + resolve_logging(config, world_size)
-        hf_config = check_run(config, world_size, device)
+        hf_config = check_run(config, world_size, device, capability=gpu_capability())
+        notices += attention_notices(config, hf_config, device, gpu_capability())
         if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
             refuse_running(Path(config.trainer.default_local_dir))
         output = check_output(config, world_size)
@@ -158,9 +161,7 @@ def prepare(config: DictConfig) -> Run:
         for dataset in filter(None, (train_set, val_set)):
             check_vocabulary(dataset.token_range, hf_config.get_text_config().vocab_size, dataset.key)
             if not is_titans(config):  # whose positions restart with every chunk
-                check_positions(
-                    dataset.longest_document, config.data.max_tokens, hf_config, config.model.override_config
-                )
+                check_positions(dataset.longest_document, config.data.max_tokens, hf_config)
             _refuse_reserved_names(dataset)
         check_categories(loss_config(config), train_set.categories.names)
         data_parallel = world_size // config.engine.ulysses_sequence_parallel_size

@@ -1,5 +1,6 @@
 """The Hugging Face configuration: the base model's own, nested, and the memory's settings beside it."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import CONFIG_MAPPING
 
+from verl_ext.attention.rope import same_frequencies_up_to
 from verl_ext.models.qwen_titans.memory_settings import MemorySettings
 
 BASE_TYPES = (Qwen2Config.model_type, Qwen3Config.model_type)
@@ -84,16 +86,27 @@ class QwenTitansConfig(PreTrainedConfig):
 
 
 def _base_config(value: Any) -> PreTrainedConfig:
+    """A config of this one's own: transformers sets the attention of a nested one, under a model that may use it."""
     if value is None:
         return Qwen3Config()
     model_type = value.get("model_type") if isinstance(value, Mapping) else getattr(value, "model_type", None)
     if model_type not in BASE_TYPES:
         raise ValueError(f"model.path must hold a {' or '.join(BASE_TYPES)} model for model.memory; got {model_type}")
-    return CONFIG_MAPPING[model_type](**value) if isinstance(value, Mapping) else value
+    return CONFIG_MAPPING[model_type](**value) if isinstance(value, Mapping) else copy.deepcopy(value)
 
 
 def _require_windows(base: PreTrainedConfig, settings: MemorySettings) -> None:
-    """Every layer must see the whole of what is put before it; mac puts a memory token beside each token."""
+    """Every layer must see the whole of what is put before it; mac puts a memory token beside each token.
+
+    Nor may a chunk's rotary frequencies depend on how many tokens it holds: the last one of a text has fewer.
+    """
+    positions = settings.chunk_size + (settings.persistent_tokens if settings.variant == "mac" else 0)
+    limit = same_frequencies_up_to(base)
+    if limit is not None and limit < positions:
+        raise ValueError(
+            f"model.memory.chunk_size needs {positions} positions of the same rotary frequencies, which the model's "
+            f"rope_type={base.rope_parameters['rope_type']} has up to {limit}; got {settings.chunk_size}"
+        )
     for layer, layer_type in enumerate(base.layer_types):
         seen = settings.chunk_size
         if settings.variant == "mac" and layer in (settings.layers or ()):

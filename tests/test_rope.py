@@ -1,0 +1,219 @@
+"""Rotary embeddings of every type: a pack gives what its documents give alone, on one rank and under Ulysses."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Phi3Config, PhimoeConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import verl_ext.attention.packed  # noqa: F401  registers the attention with transformers
+from tests.ranks import run_ranks
+from verl_ext.attention import PACKED_ATTENTION, document_layout
+from verl_ext.attention.rope import choose_rope_by_document
+
+POSITIONS = 16  # beyond these, dynamic and longrope choose other frequencies
+# Short and long documents in turn, two of them as long as a type's limit and one token longer; 80 tokens.
+PACKS = [(7, 30, 16, 17, 10), (3, 40, 5, 32)]
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+_LONGROPE = {"rope_type": "longrope", **_FACTORS, "original_max_position_embeddings": POSITIONS}
+_EXTENDED = {**SHAPE, "max_position_embeddings": 4 * POSITIONS}
+_BY_TYPE = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": POSITIONS},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": POSITIONS,
+    },
+    "longrope": {**_FACTORS, "original_max_position_embeddings": POSITIONS},
+    "proportional": {"factor": 4.0, "partial_rotary_factor": 0.5},
+}
+
+
+def _qwen3(rope_type: str, **rope: object) -> Qwen3Config:
+    shape = SHAPE if rope_type == "dynamic" else _EXTENDED
+    return Qwen3Config(**shape, head_dim=8, rope_parameters={"rope_type": rope_type, "rope_theta": 100.0, **rope})
+
+
+def _gemma3(**full_attention: object) -> Gemma3TextConfig:
+    """One rotary embedding with parameters for each layer type."""
+    rope = {"full_attention": full_attention, "sliding_attention": {"rope_type": "default"}}
+    layers = ["sliding_attention", "full_attention"]
+    shape = SHAPE if full_attention["rope_type"] == "dynamic" else _EXTENDED
+    return Gemma3TextConfig(
+        **shape,
+        head_dim=8,
+        sliding_window=9,
+        layer_types=layers,
+        rope_parameters={name: {"rope_theta": 100.0, **values} for name, values in rope.items()},
+    )
+
+
+CONFIGS = {
+    **{name: _qwen3(name, **rope) for name, rope in _BY_TYPE.items()},
+    "phi3": Phi3Config(**_EXTENDED, original_max_position_embeddings=POSITIONS, rope_parameters=dict(_LONGROPE)),
+    "gemma3_dynamic": _gemma3(rope_type="dynamic", factor=4.0),
+    "gemma3_longrope": _gemma3(**_LONGROPE),
+}
+
+
+# Its rotary embedding also scales by the length; its router draws in training, so it is compared in evaluation.
+_PHIMOE = PhimoeConfig(
+    **_EXTENDED,
+    num_local_experts=2,
+    original_max_position_embeddings=POSITIONS,
+    rope_parameters={**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3, "rope_theta": 100.0},
+)
+
+
+def test_every_rope_type_of_transformers_is_among_the_cases():
+    assert set(_BY_TYPE) == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+def _ids(pack: int) -> torch.Tensor:
+    return torch.randint(64, (sum(PACKS[pack]),), generator=torch.Generator().manual_seed(pack))
+
+
+def _steps(
+    folders: dict[str, str], tokenizer: str, sequence_parallel: int
+) -> dict[str, tuple[list[torch.Tensor], dict]]:
+    """By model: this rank's log-probabilities of next tokens, a tensor a pack, and the gradients of their sum."""
+    from tests.packed_engine import build_worker
+    from verl_ext.data import CategoryTable
+    from verl_ext.losses import LossSpec
+    from verl_ext.trainer.step_batch import StepCollator
+    from verl_ext.trainer.step_loss import StepLoss
+
+    found = {}
+    for name, folder in folders.items():
+        engine = build_worker(folder, sequence_parallel, [f"model.tokenizer_path={tokenizer}"]).engine
+        rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        rows = []
+        for pack in range(rank, len(PACKS), ranks):
+            ids, positions = _ids(pack), torch.cat([torch.arange(n) for n in PACKS[pack]])
+            row = {"input_ids": ids, "position_ids": positions, "category_ids": torch.zeros_like(ids)}
+            rows.append({**row, "loss_mask": (positions > 0).long()})
+        loss, log_probs = StepLoss(1.0, ranks, None), []
+
+        def keep(model_output, data, dp_group=None, loss=loss, log_probs=log_probs):
+            log_probs.append(model_output["log_probs"].values().detach())
+            return loss(model_output, data, dp_group)
+
+        batch = StepCollator(LossSpec(), CategoryTable((), ()))(rows)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.accumulate(list(batch.micro_batches(1)), keep)
+            gradients = {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()}
+        found[name] = log_probs, gradients
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Random models of :data:`CONFIGS`, saved."""
+    root = tmp_path_factory.mktemp("rope")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(root / name)
+    return {name: str(root / name) for name in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """By model: log-probabilities of next tokens and gradients of plain transformers, one document at a time.
+
+    Each document meets a rotary embedding as it was loaded: a forward changes what the next one finds there.
+    """
+    found = {}
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        rotary, log_probs = model.model.rotary_emb, []
+        for pack, lengths in enumerate(PACKS):
+            for ids in _ids(pack).split(lengths):
+                model.model.rotary_emb = copy.deepcopy(rotary)
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]
+                log_probs.append(logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1))
+        (-torch.cat(log_probs).sum()).backward()
+        found[name] = [part.detach() for part in log_probs], {n: p.grad for n, p in model.named_parameters()}
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["sp1", "sp2"])
+def packed(request, folders, tiny_model):
+    """By model: what the engine gave for the packs, on two ranks of which each has a pack or half of each."""
+    answers = run_ranks(_steps, 2, folders, str(tiny_model), request.param)
+    if request.param == 2:
+        return answers[0]
+    return {name: (answers[0][name][0] + answers[1][name][0], answers[0][name][1]) for name in folders}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_document_in_a_pack_has_the_rotary_frequencies_that_it_has_alone(name, packed, alone):
+    (log_probs, gradients), (expected, expected_gradients) = packed[name], alone[name]
+    documents = [part for values, lengths in zip(log_probs, PACKS, strict=True) for part in values.split(lengths)]
+    for found, want in zip(documents, expected, strict=True):
+        torch.testing.assert_close(found[:-1], want, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    deviation = {
+        key: float((gradients[key] - want).norm() / want.norm())
+        for key, want in expected_gradients.items()
+        if want.any()
+    }
+    worst = max(deviation, key=deviation.get)
+    assert deviation[worst] < 1e-5, f"{worst} is off by {deviation[worst]:.1e} of its norm"
+
+
+def test_a_scale_that_depends_on_the_length_is_the_documents_own():
+    torch.manual_seed(0)
+    eager = AutoModelForCausalLM.from_config(copy.deepcopy(_PHIMOE), attn_implementation="eager").eval()
+    packed = AutoModelForCausalLM.from_config(copy.deepcopy(_PHIMOE), attn_implementation=PACKED_ATTENTION).eval()
+    packed.load_state_dict(eager.state_dict())
+    choose_rope_by_document(packed)
+    positions = torch.cat([torch.arange(n) for n in PACKS[0]])
+    with torch.no_grad():
+        logits = packed(
+            input_ids=_ids(0)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            document_layout=document_layout(positions),
+        ).logits[0]
+        alone = [eager(input_ids=ids[None], use_cache=False).logits[0] for ids in _ids(0).split(PACKS[0])]
+    torch.testing.assert_close(logits, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_without_a_layout_each_row_is_one_document_whatever_was_read_before(name):
+    """transformers' own dynamic scaling keeps the frequencies of the longest sequence so far."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="sdpa").eval()
+    choose_rope_by_document(model)
+    long, short = _ids(0)[None, :40], _ids(0)[None, :5]
+    with torch.no_grad():
+        before = model(input_ids=short, use_cache=False).logits
+        model(input_ids=long, use_cache=False)
+        assert torch.equal(model(input_ids=short, use_cache=False).logits, before)
+
+
+def test_a_model_that_chooses_frequencies_in_code_of_its_own_is_refused():
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["dynamic"]))
+    model.model.rotary_emb = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"^model\.path: Qwen3ForCausalLM has rotary frequencies that depend on"):
+        choose_rope_by_document(model)

@@ -1,0 +1,106 @@
+"""Rotary embeddings whose frequencies depend on a document's length, chosen for each document of a pack by itself.
+
+transformers chooses them in every forward by the largest position that it is given: ``dynamic`` scaling grows with each
+length beyond the model's own, ``longrope`` (Phi-3, Phi-4-mini) changes to a second set of frequencies beyond
+``original_max_position_embeddings``. In a pack, the longest document would choose for its neighbours; under Ulysses,
+each rank would choose for its own slice of a document.
+
+Legend: T tokens of a micro-batch with padding, n the sequence-parallel size.
+"""
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from verl_ext.attention.layout import DocumentLayout
+
+
+def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:
+    """The document length up to which all have the same rotary frequencies; None where length does not matter.
+
+    config: a Hugging Face text config; layer_type: where it has ``rope_parameters`` for each layer type, one of them.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = rope if layer_type is None else rope[layer_type]
+    rope_type = rope.get("rope_type", rope.get("type")) or ""
+    if rope_type == "longrope":
+        return rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    return config.max_position_embeddings if "dynamic" in rope_type else None
+
+
+def choose_rope_by_document(model: Any, sequence_parallel_rank: int = 0) -> None:
+    """Replace, in place, rotary embeddings of ``model`` whose frequencies depend on the length of a document.
+
+    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are.
+
+    Raises:
+        ValueError: the config has such frequencies, and no module is a rotary embedding as transformers writes them.
+    """
+    found = False
+    for parent in list(model.modules()):
+        for name, rotary in list(parent.named_children()):
+            types = getattr(rotary, "rope_type", None)
+            layer_types = types if isinstance(types, dict) else [None] if types else []
+            if any(same_frequencies_up_to(rotary.config, layer_type) is not None for layer_type in layer_types):
+                found = True
+                by_document = DocumentRope(rotary, sequence_parallel_rank)
+                setattr(parent, name, by_document)
+                parent.register_forward_pre_hook(by_document.set_layout, with_kwargs=True)
+    if not found and same_frequencies_up_to(model.config.get_text_config()) is not None:
+        raise ValueError(
+            f"model.path: {type(model).__name__} has rotary frequencies that depend on a document's length, and must "
+            "compute them in a rotary embedding as transformers writes them; it has none"
+        )
+
+
+class DocumentRope(torch.nn.Module):
+    """Calls ``rotary``, a rotary embedding of transformers, once for each run of documents that share frequencies."""
+
+    def __init__(self, rotary: torch.nn.Module, sequence_parallel_rank: int) -> None:
+        super().__init__()
+        self.rotary: Any = rotary
+        self.sequence_parallel_rank = sequence_parallel_rank
+        self.layout: DocumentLayout | None = None
+
+    def set_layout(self, parent: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook of the parent: the layout of all T tokens, None where each row is one document."""
+        self.layout = kwargs.get("document_layout")
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        """What ``rotary`` gives for ``position_ids[1, T/n]``: a tensor or a tuple of them, each ``[1, T/n, …]``."""
+        kwargs = {} if layer_type is None else {"layer_type": layer_type}
+        limit = same_frequencies_up_to(self.rotary.config, layer_type)
+        if self.layout is None or limit is None:
+            return self._unused_rotary()(x, position_ids, **kwargs)
+        parts = []
+        for start, end, length in self._runs(self.layout, position_ids.size(1), limit):
+            # The last position of a document of that length, appended, makes transformers choose for all of it.
+            positions = torch.nn.functional.pad(position_ids[:, start:end], (0, 1), value=length - 1)
+            parts.append(self._unused_rotary()(x, positions, **kwargs))
+        if isinstance(parts[0], torch.Tensor):
+            return torch.cat([part[:, :-1] for part in parts], dim=1)
+        return tuple(torch.cat([part[:, :-1] for part in column], dim=1) for column in zip(*parts, strict=True))
+
+    def _unused_rotary(self) -> Any:
+        """A copy that shares the tensors: transformers leaves the frequencies that it chose in the module, where a
+        later forward may take them up."""
+        rotary = copy.copy(self.rotary)
+        rotary._buffers = dict(self.rotary._buffers)
+        return rotary
+
+    def _runs(self, layout: DocumentLayout, tokens: int, limit: int) -> Iterator[tuple[int, int, int]]:
+        """Start and end within this rank's ``tokens``, and the length that chooses the frequencies between them."""
+        first = self.sequence_parallel_rank * tokens
+        begin, chosen = 0, 0
+        for start, end in pairwise(layout.offsets):
+            length = max(end - start, limit)
+            start, end = max(start - first, 0), min(end - first, tokens)
+            if start >= end or length == chosen:
+                continue
+            if start > begin:
+                yield begin, start, chosen
+            begin, chosen = start, length
+        yield begin, tokens, chosen
