@@ -5,14 +5,16 @@ import types
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from tests.corpora import LONGEST, corpora
-from tests.megatron_peer import gpt_dataset, helpers, indexed_dataset, open_gpt_dataset, utils
+from tests.megatron_peer import gpt_dataset, helpers, indexed_dataset, open_blend, open_gpt_dataset, utils
+from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import (
     IndexWriter,
     TokenIndex,
+    blend,
     build_sample_indices,
     megatron_blend_order,
     normalised,
@@ -143,12 +145,69 @@ def test_indices_are_equal_where_positions_pass_2_to_the_40():
     assert_equal_indices(lengths, None, 2**24, 100_000, seed=4)  # 3 epochs, 2^40.6 tokens
 
 
-@settings(deadline=None)
-@given(st.lists(st.floats(1e-6, 1e6) | st.integers(1, 9).map(float), min_size=1, max_size=12), st.integers(1, 500))
-def test_megatrons_blend_is_equal_for_the_same_weights(weights, n):
+WEIGHTS = st.lists(st.floats(1e-6, 1e6) | st.integers(1, 9).map(float), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@settings(deadline=None, max_examples=50)
+@given(weights=WEIGHTS, n=st.integers(0, 500))
+def test_megatrons_blend_is_equal_for_the_same_weights_with_and_without_megatron_core(compiled, weights, n):
     shares = utils.normalize(weights)
     assert normalised(weights).tolist() == shares
     source, sample = np.empty(n, np.int16), np.empty(n, np.int64)
     helpers.build_blending_indices(source, sample, np.array(shares), len(shares), n, False)
-    for found, expected in zip(megatron_blend_order(weights, n), (source, sample), strict=True):
-        np.testing.assert_array_equal(found, expected, strict=True)
+    with pytest.MonkeyPatch.context() as patched:
+        assert blend._megatron_helpers() is not None
+        if not compiled:
+            patched.setattr(blend, "_megatron_helpers", lambda: None)
+        for found, expected in zip(megatron_blend_order(weights, n), (source, sample), strict=True):
+            np.testing.assert_array_equal(found, expected, strict=True)
+
+
+def test_megatrons_blend_leaves_out_sources_of_weight_0():
+    source, sample = megatron_blend_order([3, 0, 1], 40)
+    found, numbers = megatron_blend_order([3, 1], 40)
+    assert source.tolist() == (found * 2).tolist()
+    assert sample.tolist() == numbers.tolist()
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory):
+    """Five indices of about 100 to 600 tokens."""
+    rng = np.random.default_rng(3)
+    folder = tmp_path_factory.mktemp("blend")
+    return [
+        str(our_file(folder / name, [rng.integers(1, 1000, n).tolist() for n in rng.integers(0, 40, count)], np.uint16))
+        for name, count in zip("abcde", (6, 9, 14, 20, 30), strict=True)
+    ]
+
+
+def assert_reads_what_the_builder_reads(prefixes, weights, num_samples, seed):
+    theirs = open_blend(prefixes, weights, 16, num_samples, seed)
+    named = {"blend": list(zip(weights, prefixes, strict=True))} if weights else {"file_paths": prefixes}
+    options = {"cache_dir": f"{prefixes[0]}-cache", "config": {"blend_rule": "megatron"}, "seed": seed}
+    ours = MultiDocDataset(**named, seq_len=16, num_samples=num_samples, **options)
+    assert len(ours) == (num_samples or len(theirs))
+    for k in range(len(ours)):
+        row, tokens = theirs[k], ours[k]["input_ids"].tolist()
+        assert int(ours[k]["category_ids"][1]) == row["dataset_id"] + 1
+        assert tokens[:-1] == row["tokens"].tolist()
+        assert tokens[1:] == row["labels"].tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    weights=st.lists(st.floats(0.01, 10) | st.integers(1, 9).map(float), min_size=1, max_size=5),
+    num_samples=st.integers(1, 150),
+    seed=st.integers(0, 2**31),
+)
+def test_a_blend_by_megatrons_rule_is_row_by_row_that_of_its_builder(prefixes, weights, num_samples, seed):
+    try:
+        assert_reads_what_the_builder_reads(prefixes[: len(weights)], weights, num_samples, seed)
+    except IndexError:  # the builder draws up to a sample a source more than asked for, and here more than it built
+        reject()
+
+
+@pytest.mark.parametrize("num_samples", [None, 50])
+def test_sources_without_weights_are_row_by_row_those_of_megatrons_builder(prefixes, num_samples):
+    assert_reads_what_the_builder_reads(prefixes, None, num_samples, seed=6)

@@ -25,6 +25,8 @@ from verl_ext.data.megatron import (
     cached_sample_indices,
     count_tokens,
     in_order_starts,
+    megatron_source_samples,
+    normalised,
     random_starts,
 )
 from verl_ext.data.megatron.windows import check_has_sample
@@ -81,10 +83,15 @@ class StreamPlan:
         self.epochs = self._num * seq_len / int(tokens.sum())
         self._order: tuple[NDArray[np.int16], NDArray[np.int64]] | None = None  # (source, its sample)
         counts = np.array([self._num])
+        weights = [source.weight for source in sources if source.weight is not None]
+        as_builder = bool(weights) and blend_rule == "megatron"
+        if as_builder:  # megatron-core's normalises the weights for its BlendedDataset, which normalises them again
+            weights = normalised(weights).tolist()
         if len(sources) > 1:
-            weights = [source.weight for source in sources if source.weight is not None]
             self._order = cached_blend(root, weights or whole.tolist(), self._num, blend_rule)
             counts = np.bincount(self._order[0], minlength=len(sources))
+        if as_builder:
+            counts = np.maximum(counts, megatron_source_samples(weights, self._num))
         self._samples = [
             cached_sample_indices(root, source.index, part, seq_len, count, seed) if count else None
             for source, part, count in zip(sources, documents, counts.tolist(), strict=True)
