@@ -2,6 +2,7 @@
 
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.datasets import blended_megatron_dataset_builder, gpt_dataset, helpers, indexed_dataset, utils
 
-__all__ = ["gpt_dataset", "helpers", "indexed_dataset", "open_blend", "open_gpt_dataset", "utils"]
+__all__ = ["gpt_dataset", "helpers", "indexed_dataset", "megatron_file", "open_blend", "open_gpt_dataset", "utils"]
+
+
+def megatron_file(prefix: Path, documents: list[list[list[int]]], dtype: Any) -> Path:
+    """Its index of documents, each a list of sequences of token ids."""
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in documents:
+        builder.add_document([token for sequence in sequences for token in sequence], [*map(len, sequences)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
 
 
 def open_gpt_dataset(

@@ -1,5 +1,7 @@
 """Both ways with megatron-core: files, sample indices for the same seed, and blends."""
 
+import pickle
+import struct
 import types
 
 import numpy as np
@@ -9,7 +11,15 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from tests.corpora import LONGEST, corpora
-from tests.megatron_peer import gpt_dataset, helpers, indexed_dataset, open_blend, open_gpt_dataset, utils
+from tests.megatron_peer import (
+    gpt_dataset,
+    helpers,
+    indexed_dataset,
+    megatron_file,
+    open_blend,
+    open_gpt_dataset,
+    utils,
+)
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import (
     IndexWriter,
@@ -20,18 +30,9 @@ from verl_ext.data.megatron import (
     normalised,
     optimal_dtype,
 )
+from verl_ext.data.megatron.idx_format import HEADER, MAGIC, VERSION
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
-
-
-def megatron_file(prefix, documents, dtype):
-    """`documents`: the sequences of each, lists of token ids."""
-    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for sequences in documents:
-        flat = [token for sequence in sequences for token in sequence]
-        builder.add_document(flat, [len(sequence) for sequence in sequences])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
 
 
 def our_file(prefix, sequences, dtype):
@@ -80,12 +81,44 @@ def test_both_write_the_same_bytes(tmp_path, vocab_size):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint16])
-def test_files_of_sentence_splitting_open_in_ours_sequence_by_sequence(tmp_path, dtype):
-    documents = [[[1, 2], [3]], [[4, 5, 6]], [], [[7], [], [8, 9]]]
+def test_files_of_sentence_splitting_open_in_ours_document_by_document(tmp_path, dtype):
+    documents = [[[1, 2], [3]], [[4, 5, 6]], [], [[]], [[7], [], [8, 9]], []]
     index = TokenIndex(megatron_file(tmp_path / "theirs", documents, dtype))
-    sequences = [sequence for document in documents for sequence in document]
-    assert [index.tokens(number).tolist() for number in range(index.num_documents)] == sequences
-    assert (index.num_tokens, index.dtype) == (9, dtype)
+    joined = [[token for sequence in document for token in sequence] for document in documents if document]
+    for opened in (index, pickle.loads(pickle.dumps(index))):
+        assert [opened.tokens(number).tolist() for number in range(opened.num_documents)] == joined
+        assert (opened.num_documents, opened.num_sequences, opened.num_tokens, opened.dtype) == (4, 7, 9, dtype)
+        assert opened.lengths.tolist() == [3, 3, 0, 3]
+        assert opened.gather(np.array([3, 0]), np.array([1, 0]), np.array([3, 2])).tolist() == [8, 9, 1, 2]
+        assert opened.token_range(3) == (7, 9)
+
+
+def test_corpora_of_other_documents_have_other_digests(tmp_path):
+    apart = TokenIndex(megatron_file(tmp_path / "a", [[[1, 2]], [[3], [4]]], np.int32)).digest
+    assert TokenIndex(megatron_file(tmp_path / "b", [[[1, 2], [3]], [[4]]], np.int32)).digest != apart
+
+
+def test_a_document_may_have_more_tokens_than_a_sequence_can(tmp_path):
+    with open(tmp_path / "long.idx", "wb") as file:
+        file.write(
+            HEADER.pack(MAGIC, VERSION, 1, 3, 3)
+            + struct.pack("<3i3q3q", LONGEST, 5, LONGEST, 0, LONGEST, LONGEST + 5, 0, 2, 3)
+        )
+    with open(tmp_path / "long.bin", "wb") as file:
+        file.truncate(2 * LONGEST + 5)  # no block is written
+    index = TokenIndex(tmp_path / "long")
+    assert index.lengths.tolist() == [LONGEST + 5, LONGEST]
+    samples = build_sample_indices(index.lengths, None, 2**24, None, seed=1)
+    assert samples.sample_index.dtype == np.int64
+    pieces = [samples.pieces(k) for k in range(len(samples))]
+    assert {int((stop - start).sum()) for _, start, stop in pieces} == {2**24 + 1}
+
+
+def test_documents_without_a_sequence_leave_megatrons_indices_as_they_are(tmp_path):
+    documents = [[[1, 2, 3]], [], [[4, 5]], [[6, 7, 8, 9]], [], []]  # as its tools write empty texts
+    prefix = str(megatron_file(tmp_path / "theirs", documents, np.int32))
+    assert TokenIndex(prefix).num_documents == 3
+    assert_reads_what_the_builder_reads([prefix], None, 5, seed=2, seq_len=2)
 
 
 def test_files_built_item_by_item_and_merged_open_in_ours(tmp_path):
@@ -182,15 +215,15 @@ def prefixes(tmp_path_factory):
     ]
 
 
-def assert_reads_what_the_builder_reads(prefixes, weights, num_samples, seed):
-    theirs = open_blend(prefixes, weights, 16, num_samples, seed)
+def assert_reads_what_the_builder_reads(prefixes, weights, num_samples, seed, seq_len=16):
+    theirs = open_blend(prefixes, weights, seq_len, num_samples, seed)
     named = {"blend": list(zip(weights, prefixes, strict=True))} if weights else {"file_paths": prefixes}
     options = {"cache_dir": f"{prefixes[0]}-cache", "config": {"blend_rule": "megatron"}, "seed": seed}
-    ours = MultiDocDataset(**named, seq_len=16, num_samples=num_samples, **options)
+    ours = MultiDocDataset(**named, seq_len=seq_len, num_samples=num_samples, **options)
     assert len(ours) == (num_samples or len(theirs))
     for k in range(len(ours)):
         row, tokens = theirs[k], ours[k]["input_ids"].tolist()
-        assert int(ours[k]["category_ids"][1]) == row["dataset_id"] + 1
+        assert int(ours[k]["category_ids"][1]) == row.get("dataset_id", 0) + 1
         assert tokens[:-1] == row["tokens"].tolist()
         assert tokens[1:] == row["labels"].tolist()
 

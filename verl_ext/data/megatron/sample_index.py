@@ -34,7 +34,7 @@ class SampleIndices:
     """Sample k is row shuffle_index[k] of sample_index: seq_len + 1 tokens.
 
     document_index int32[E·D] (numbers into `lengths`), sample_index int32|int64[n+1, 2], shuffle_index
-    uint32|int64[n]; lengths int32: tokens of every document of the corpus.
+    uint32|int64[n]; lengths int32|int64: tokens of every document of the corpus.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SampleIndices:
         document_index: NDArray[np.int32],
         sample_index: NDArray[Any],
         shuffle_index: NDArray[Any],
-        lengths: NDArray[np.int32],
+        lengths: NDArray[Any],
     ) -> None:
         self.document_index, self.sample_index, self.shuffle_index = document_index, sample_index, shuffle_index
         self.lengths = lengths
@@ -113,7 +113,7 @@ def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str
 
 
 def build_sample_indices(
-    lengths: NDArray[np.int32],
+    lengths: NDArray[Any],
     documents: NDArray[Any] | None,
     seq_len: int,
     num_samples: int | None,
@@ -180,7 +180,7 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray[An
 
 
 def _locate_samples(
-    lengths: NDArray[np.int32], document_index: NDArray[np.int32], seq_len: int, out: NDArray[Any]
+    lengths: NDArray[Any], document_index: NDArray[np.int32], seq_len: int, out: NDArray[Any]
 ) -> None:
     """Fill the rows of sample_index, block by block of documents; those are its rows' positions as well, ascending."""
     out[0] = 0  # also where the first document is empty
