@@ -1,4 +1,4 @@
-"""Megatron's indexed form: building it from text, the sample index over it, and reading samples.
+"""Megatron's indexed form: building it from text, the sample index over it, blends, and reading samples.
 
     python benchmarks/index.py --output index.json
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.index_samples import measure_reads, measure_sample_index, peer_problem
+from benchmarks.index_samples import measure_blend, measure_reads, measure_sample_index, peer_problem
 
 VOCABULARY = 6400  # of the trained tokenizer
 TRAINED_ON = 2000  # of the texts
@@ -39,18 +39,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=10**9, help="of the sample index")
     parser.add_argument("--mean-tokens", type=int, nargs="+", default=[200, 2000], help="of a document, one row each")
     parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--blend-samples", type=int, default=10**6)
+    parser.add_argument("--blend-sources", type=int, nargs="+", default=[3, 100], help="one row each")
     parser.add_argument("--read-tokens", type=int, default=5 * 10**7, help="of the corpus that samples are read from")
     parser.add_argument("--reads", type=int, default=20_000)
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    for name in ("megabytes", "workers", "repeats", "tokens", "seq_len", "read_tokens", "reads"):
+    for name in ("megabytes", "workers", "repeats", "tokens", "seq_len", "blend_samples", "read_tokens", "reads"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0; got {getattr(options, name)}")
     return options
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All three tables as one record."""
+    """All tables as one record."""
     skipped = peer_problem()
     return {
         "options": {name: str(value) for name, value in vars(options).items()},
@@ -58,6 +60,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "skipped": [skipped] if skipped else [],
         "build": measure_build(options, folder, not skipped),
         "sample_index": [measure_sample_index(options, mean, not skipped) for mean in options.mean_tokens],
+        "blend": [measure_blend(options, sources, not skipped) for sources in options.blend_sources],
         "reads": [measure_reads(options, mean, folder, not skipped) for mean in options.mean_tokens],
     }
 
@@ -136,6 +139,13 @@ def report(result: dict[str, Any]) -> str:
                     f"{name:<16}{found['seconds']:>7.2f} s of one core, peak {found['peak_mib']:,.0f} MiB above the "
                     f"lengths, {found['result_mib']:,.0f} of them the result; {found['documents']:,} documents"
                 )
+    lines.append("")
+    for row in result["blend"]:
+        beside = f", {_spread(row['ratios'])} × megatron-core's {row['megatron-core']:.3f} s" if "ratios" in row else ""
+        lines.append(
+            f"blend: {row['samples']:,} samples of {row['sources']} sources, Megatron's rule, "
+            f"{row['verl_ext']:.3f} s{beside}"
+        )
     for row in result["reads"]:
         lines += ["", f"random sample, warm map, documents of {row['mean_tokens']:,} on average"]
         lines += [f"{name:<30}{t['median']:>7.1f} µs, least {t['least']:.1f}" for name, t in row["readers"].items()]

@@ -1,4 +1,5 @@
-"""The sample index over lengths, and random samples read from a warm map: ours beside megatron-core's own."""
+"""The sample index over lengths, the order of a blend, and random samples read from a warm map: ours beside
+megatron-core's own."""
 
 import argparse
 import hashlib
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.start_up import PrivatePeak, private_bytes
+from verl_ext.data.megatron.blend import megatron_blend_order, normalised
 from verl_ext.data.megatron.index_writer import IndexWriter
 from verl_ext.data.megatron.sample_index import build_sample_indices
 from verl_ext.data.megatron.token_index import TokenIndex
@@ -102,6 +104,35 @@ def _theirs() -> Callable[[np.ndarray, int, int], Arrays]:
         return order, samples, gpt_dataset._build_shuffle_index(count, count, random)
 
     return build
+
+
+def measure_blend(options: argparse.Namespace, sources: int, with_peer: bool) -> dict[str, Any]:
+    """Seconds of the order of a blend by megatron-core's rule, and the ratio to its compiled helper's, in turns."""
+    weights = np.random.default_rng(SEED).uniform(0.01, 1, sources)
+    seconds: dict[str, list[float]] = {"verl_ext": [], "megatron-core": []}
+    for _ in range(options.repeats + 1):  # the first is not counted
+        begun = time.perf_counter()
+        ours = megatron_blend_order(weights.tolist(), options.blend_samples)
+        seconds["verl_ext"].append(time.perf_counter() - begun)
+        if with_peer:
+            begun = time.perf_counter()
+            theirs = _their_blend(weights, options.blend_samples)
+            seconds["megatron-core"].append(time.perf_counter() - begun)
+            if not all(map(np.array_equal, ours, theirs)):
+                raise RuntimeError("the blends differ")
+    row: dict[str, Any] = {"sources": sources, "samples": options.blend_samples}
+    row |= {name: float(np.median(turns[1:])) for name, turns in seconds.items() if turns}
+    if with_peer:
+        row["ratios"] = sorted(ours / theirs for ours, theirs in list(zip(*seconds.values(), strict=True))[1:])
+    return row
+
+
+def _their_blend(weights: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    from megatron.core.datasets import helpers
+
+    source, sample = np.zeros(samples, np.int16), np.zeros(samples, np.int64)
+    helpers.build_blending_indices(source, sample, normalised(weights.tolist()), len(weights), samples, False)
+    return source, sample
 
 
 def measure_reads(options: argparse.Namespace, mean: int, folder: Path, with_peer: bool) -> dict[str, Any]:

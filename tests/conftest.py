@@ -1,7 +1,9 @@
 """What every test needs: verl on CPU, quiet progress bars, small models written once."""
 
 import os
+import resource
 import socket
+from contextlib import contextmanager
 
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +18,23 @@ from tests.tiny_model import write_tiny_model
 def tiny_model(tmp_path_factory):
     """Folder of a two-layer Qwen3 with a tokenizer of 128 tokens; 4 heads, 2 key/value heads."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture
+def files_end_at():
+    """A context in which a write beyond so many bytes of a file fails, as it does on a full disk: with an error number
+    and without the file's name."""
+
+    @contextmanager
+    def limited(size):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 @pytest.fixture

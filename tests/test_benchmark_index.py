@@ -11,6 +11,7 @@ from benchmarks import index, index_samples
 _SIZES = (
     *("--megabytes", "0.5", "--repeats", "1", "--workers", "1", "--tokens", "50000", "--seq-len", "32"),
     *("--mean-tokens", "20", "--read-tokens", "20000", "--reads", "10"),
+    *("--blend-samples", "200", "--blend-sources", "4"),
 )
 
 
@@ -47,13 +48,19 @@ def test_every_contestant_is_set_against_the_tokenizer_and_megatron_core_is_said
     (samples,) = result["sample_index"]
     assert samples["verl_ext"]["samples"] == (50_000 - 1) // 32
     assert ("megatron-core" in samples) == peer
+    assert ("ratios" in result["blend"][0]) == peer
     assert len(result["reads"][0]["readers"]) == (3 if peer else 1)
 
 
-def test_the_result_is_json_and_the_report_has_all_three_tables(result):
+def test_the_result_is_json_and_the_report_has_all_tables(result):
     json.dumps(result, default=float)
     report = index.report(result)
-    for title in ("build: ", "sample index: 50,000 tokens", "random sample, warm map"):
+    for title in (
+        "build: ",
+        "sample index: 50,000 tokens",
+        "blend: 200 samples of 4 sources",
+        "random sample, warm map",
+    ):
         assert f"\n{title}" in report
 
 

@@ -192,6 +192,10 @@ def test_a_file_that_make_cannot_read_is_named_and_the_cache_is_not(tmp_path):
         (PermissionError(errno.EACCES, "Permission denied", "/b.txt"), "/b.txt: Permission denied"),
         (OSError(errno.ENOSPC, "Full", "/tmp/b"), "/tmp/b: Full"),
         (OSError(errno.ENOSPC, "Full"), "data.cache_dir must be a folder that can be written; got {root}: Full"),
+        (
+            OSError(errno.EFBIG, "Too large"),
+            "data.cache_dir must be a folder that can be written; got {root}: Too large",
+        ),
     ],
 )
 def test_an_os_error_of_make_is_told_as_what_it_is(tmp_path, error, told):
@@ -201,6 +205,30 @@ def test_an_os_error_of_make_is_told_as_what_it_is(tmp_path, error, told):
     told = told.format(root=tmp_path / "root")
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         cached_folder(tmp_path / "root", "abc", fails)
+
+
+def test_a_process_that_waited_for_one_that_filled_the_disk_raises_the_same(tmp_path):
+    def fills(folder):
+        raise OSError(errno.ENOSPC, "Full")
+
+    told = f": data.cache_dir must be a folder that can be written; got {tmp_path / 'root'}: Full"
+    assert all(said.endswith(told) for said in _with_one_that_waits(tmp_path / "root", fills, _never))
+
+
+def test_a_process_that_waited_for_one_that_could_not_leave_a_note_makes_the_folder(tmp_path, monkeypatch):
+    def fills(folder):
+        write_text = Path.write_text
+
+        def full(path, text, **options):
+            write_text(path, "", **options)
+            raise OSError(errno.ENOSPC, "Full")
+
+        monkeypatch.setattr(Path, "write_text", full)  # the other process has begun
+        raise OSError(errno.ENOSPC, "Full")
+
+    here, there = _with_one_that_waits(tmp_path / "root", fills, write_two_files)
+    assert here.endswith(": Full")
+    assert there == str(tmp_path / "root" / "abc")
 
 
 def test_an_error_of_make_in_its_own_folder_is_the_caches(tmp_path):

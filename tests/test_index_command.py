@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,3 +70,17 @@ def test_help_shows_the_options_and_a_typo_ends_with_code_2(
     assert "max_corpus_tokens: null" in capsys.readouterr().out
     assert main(["souces={a:b}"]) == 2
     assert capsys.readouterr().err == "error: unknown key souces; nearest: sources\n"
+
+
+def test_a_full_disk_is_one_line_with_the_folder_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files_end_at: Any
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("the cat " * 20_000)
+    arguments = [f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model"]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with files_end_at(1 << 16):
+        assert main(arguments) == 1
+    told = f"error: output_dir must be a folder that can be written; got {tmp_path}/out: File too large"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "model"]

@@ -131,3 +131,27 @@ def test_a_blend_of_other_weights_is_another_one(tmp_path):
     assert cached_blend(tmp_path, [1, 1], 4)[0].tolist() != cached_blend(tmp_path, [3, 1], 4)[0].tolist()
     with pytest.raises(ValueError, match=r"^data\.val_blend "):
         cached_blend(tmp_path, [1, -1], 4, key="data.val_blend")
+
+
+def test_a_full_disk_is_one_line_with_the_key_and_leaves_no_folder(tmp_path, index, files_end_at):
+    root = tmp_path / "cache"
+    of_samples = {"root": root, "index": index, "documents": None, "seed": 1}
+    made = {
+        "sample_index": lambda: cached_sample_indices(**of_samples, seq_len=1, num_samples=9000),
+        "document_index": lambda: cached_sample_indices(**of_samples, seq_len=40, num_samples=4000),
+        "source": lambda: cached_blend(root, [0.5, 0.5], 40_000),
+        "sample": lambda: cached_blend(root, [0.5, 0.5], 10_000),
+    }
+    told = r"^data\.cache_dir must be a folder that can be written; got \S+cache: File too large$"
+    root.mkdir()
+
+    def folders():
+        return {path.name for path in root.iterdir() if path.is_dir()}
+
+    for name, make in made.items():
+        before = folders()
+        with files_end_at(1 << 16), pytest.raises(ValueError, match=told):
+            make()
+        assert folders() == before
+        make()
+        assert max(path.stat().st_size for path in root.glob(f"*/{name}.npy")) > 1 << 16

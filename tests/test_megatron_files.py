@@ -191,18 +191,36 @@ def test_refuses_a_folder_in_place_of_a_file(corpus):
         (18, b"\5", "have 134 bytes, for the 5 sequences and 5 document indices it names in {idx}; got 122 bytes"),
         (25, b"\xff", "bytes, for the 18374686479671623684 sequences"),
         (26, b"\6", "and 6 document indices it names in {idx}; got 122 bytes"),
-        (LENGTHS + 4, b"\xff\xff\xff\xff", "have lengths of at least 0; document 1 in {idx}; got -1"),
-        (LENGTHS, b"\4", "have pointer 8 for document 1, where the lengths before it end in {idx}; got 6"),
-        (POINTERS, b"\2", "have pointer 0 for document 0, where the lengths before it end in {idx}; got 2"),
-        (POINTERS + 24, b"\xff", "have pointer 8 for document 3, where the lengths before it end in {idx}; got 255"),
+        (LENGTHS + 4, b"\xff\xff\xff\xff", "have lengths of at least 0; sequence 1 in {idx}; got -1"),
+        (LENGTHS, b"\4", "have pointer 8 for sequence 1, where the lengths before it end in {idx}; got 6"),
+        (POINTERS, b"\2", "have pointer 0 for sequence 0, where the lengths before it end in {idx}; got 2"),
+        (POINTERS + 24, b"\xff", "have pointer 8 for sequence 3, where the lengths before it end in {idx}; got 255"),
         (LENGTHS + 12, b"\5", "have a .bin of 18 bytes, what the lengths in {idx} sum to; got 16 bytes in {bin}"),
-        (17, b"\4", "have pointer 12 for document 1"),  # another dtype
-        (ENDS + 32, b"\3", "have document indices that end at its 4 sequences in {idx}; got 3"),
+        (17, b"\4", "have pointer 12 for sequence 1"),  # another dtype
+        (LENGTHS + 12, struct.pack("<i", -4), "have lengths of at least 0; sequence 3 in {idx}; got -4"),
+        (
+            POINTERS + 8,
+            struct.pack("<q", -6),
+            "have pointer 6 for sequence 1, where the lengths before it end in {idx}; got -6",
+        ),
+        (
+            ENDS,
+            b"\1",
+            "have document indices that go from 0 to its 4 sequences and never fall in {idx}; got 1 at place 0",
+        ),
+        (ENDS + 8, struct.pack("<q", -1), "and never fall in {idx}; got -1 at place 1"),
+        (ENDS + 8, struct.pack("<q", -(2**63)), "and never fall in {idx}; got -9223372036854775808 at place 1"),
+        (ENDS + 16, b"\0", "and never fall in {idx}; got 0 at place 2"),
+        (ENDS + 24, b"\5", "and never fall in {idx}; got 5 at place 3"),
+        (ENDS + 24, struct.pack("<q", 2**63 - 1), "and never fall in {idx}; got 9223372036854775807 at place 3"),
+        (ENDS + 32, b"\3", "and never fall in {idx}; got 3 at place 4"),
     ],
 )
-def test_refuses_an_idx_that_is_not_what_the_format_says(corpus, at, data, expected):
+def test_refuses_an_idx_that_is_not_what_the_format_says(corpus, at, data, expected, monkeypatch):
     patch(corpus.with_suffix(".idx"), at, data)
-    assert expected.format(idx=f"{corpus}.idx", bin=f"{corpus}.bin") in refusal(corpus)
+    for block in (token_index.BLOCK, 2):
+        monkeypatch.setattr(token_index, "BLOCK", block)
+        assert expected.format(idx=f"{corpus}.idx", bin=f"{corpus}.bin") in refusal(corpus)
 
 
 @pytest.mark.parametrize("size", [0, 5, 20, 60, 121])

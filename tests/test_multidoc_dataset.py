@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
-from tests.megatron_peer import open_gpt_dataset
+from tests.megatron_peer import megatron_file, open_gpt_dataset
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import IndexWriter
 from verl_ext.packing import TOKENS
@@ -268,6 +268,47 @@ def test_epochs_say_how_often_the_tokens_are_seen(opened, tmp_path):
     assert opened(prefix, epochs=3).epochs == pytest.approx(240 / 81)
     assert len(opened(prefix, epochs=3)) == 15  # ⌊(3·81 − 1) / 16⌋
     assert len(opened(prefix, num_samples=7)) == 7
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    """An index of 10 documents of 4 sentences of 2 to 6 tokens; document d holds the token d + 1 alone."""
+    documents = [[[number + 1] * ((number + part) % 5 + 2) for part in range(4)] for number in range(10)]
+    return str(megatron_file(tmp_path_factory.mktemp("sentences") / "corpus", documents, np.uint16))
+
+
+@pytest.mark.parametrize("sampling", ["random_starts", "document_stream", "in_order"])
+def test_attention_is_kept_inside_documents_and_not_inside_their_sentences(opened, sentences, sampling):
+    dataset = opened(sentences, sampling=sampling, attend_across_documents=False)
+    for k in range(len(dataset)):
+        tokens = ids(dataset[k])
+        begins = [True, *(left != right for left, right in pairwise(tokens))]
+        assert (dataset[k]["position_ids"] == 0).tolist() == begins
+        assert (dataset[k]["loss_mask"] == 0).tolist() == begins
+        assert dataset.pack_documents()[k] == sum(begins)
+    assert dataset.longest_document == 16
+
+
+def test_no_sentences_of_one_document_are_trained_on_and_validated_on(opened, sentences):
+    parts = {
+        part: opened(sentences, split=part, train_ratio=0.7, sampling="in_order", validates=part == "val")
+        for part in ("train", "val")
+    }
+    found = {part: {token for k in range(len(data)) for token in ids(data[k])} for part, data in parts.items()}
+    assert found["train"].isdisjoint(found["val"])
+    assert (len(found["train"]), len(found["val"])) == (7, 3)
+    assert [parts[part].facts()["sources"][0]["documents"] for part in ("train", "val")] == [7, 3]
+
+
+def test_a_stream_of_documents_of_several_sequences_is_said_not_to_be_megatrons(opened, sentences, tmp_path, caplog):
+    opened(sentences, sampling="in_order")
+    assert not caplog.records
+    opened(sentences)
+    [said] = [entry.getMessage() for entry in caplog.records]
+    assert said.startswith("corpus has 10 documents of 40 sequences: it is shuffled by document, where megatron-core's")
+    other = write_index(tmp_path / "other", [[5] * 80])
+    with pytest.raises(ValueError, match=r"^data\.blend_rule must be tijdeman .*; got megatron, and corpus has 10 doc"):
+        opened(None, blend=[[1, other], [1, sentences]], config={"blend_rule": "megatron"})
 
 
 @settings(max_examples=25, deadline=None)

@@ -35,6 +35,15 @@ def open_files(path, tokenizer=None, max_length=8, **options):
     return PreTrainDataset(tokenizer or word_tokenizer(), path, max_length, **options)
 
 
+def test_a_full_disk_is_one_line_with_the_key_and_leaves_no_folder(tmp_path, files_end_at):
+    path = write_jsonl(tmp_path / "data/web.jsonl", texts_of([9] * 3000))
+    told = r"^data\.cache_dir must be a folder that can be written; got \S*cache: .*File too large$"
+    with files_end_at(1 << 16), pytest.raises(ValueError, match=told):
+        open_files(path)
+    assert not any(entry.is_dir() for entry in (tmp_path / "cache").iterdir())
+    assert len(open_files(path)) > 0
+
+
 def test_files_are_tokenised_once_for_every_split_limit_padding_and_packing(path, built):
     first = open_files(path)
     tokenizer = word_tokenizer(pad=None)

@@ -153,6 +153,14 @@ def test_skipped_records_are_counted_by_reason_and_category(tmp_path: Path, mode
     assert f"{first}:2: no known shape" in report.table()
 
 
+def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path: Path, model: Path, files_end_at: Any) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", [{"text": "the cat " * 20_000}])
+    told = f"^output_dir must be a folder that can be written; got {tmp_path}/out: .*File too large$"
+    with files_end_at(1 << 16), pytest.raises(DataError, match=told):
+        tokenise({"a": source}, tmp_path / "out", model)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
+
+
 def test_nothing_usable_is_an_error(tmp_path: Path, model: Path) -> None:
     with pytest.raises(DataError, match="no record could be used"):
         tokenise({"a": write_jsonl(tmp_path / "a.jsonl", [{}])}, tmp_path / "out", model, "on_bad_record=skip")

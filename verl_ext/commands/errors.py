@@ -1,4 +1,6 @@
-"""The two ways in which a command refuses what it is given."""
+"""The two ways in which a command refuses what it is given, and what an OSError is told as."""
+
+import os
 
 
 class UsageError(ValueError):
@@ -7,6 +9,16 @@ class UsageError(ValueError):
 
 class DataError(ValueError):
     """Input that ends the run (a record that cannot be used, an unreadable file), or a dead worker: exit code 1."""
+
+
+def file_of(error: OSError) -> str | None:
+    """The file that an error names; a write that fails names none."""
+    return os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
+
+
+def reason_of(error: OSError) -> str:
+    """Why, without number and file: "No space left on device"."""
+    return error.strerror or first_line(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,38 +1,56 @@
 """An output folder that appears only when it is complete."""
 
+import errno
 import os
 import re
 import shutil
 import socket
 from pathlib import Path
 
-from verl_ext.commands.errors import DataError
+from verl_ext.commands.errors import DataError, file_of, reason_of
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
 
 
 class OutputFolder:
     """A context whose `path` is a hidden sibling of `output_dir`, renamed to it by `publish()` and removed otherwise.
 
     A run that is killed leaves only the hidden folder, `.NAME.unfinished-HOST-PID`; the next run for the same
-    `output_dir` on that host removes it.
+    `output_dir` on that host removes it. What cannot be written there, as where the disk is full, is a `DataError` of
+    one line.
     """
 
-    def __init__(self, output_dir: str, overwrite: bool) -> None:
+    def __init__(self, output_dir: str, overwrite: bool, key: str = "output_dir", named: str | None = None) -> None:
+        """`key` and `named`: the option that errors name, and its value (None: output_dir)."""
         self.output = Path(os.path.realpath(output_dir))
-        self.named = output_dir
+        self.key, self.named = key, named or output_dir
         self.overwrite = overwrite
         host = re.sub(r"[^\w.]", "_", socket.gethostname())
         self._prefixes = {kind: f".{self.output.name}.{kind}-{host}-" for kind in ("unfinished", "replaced")}
         self.path = self.output.parent / f"{self._prefixes['unfinished']}{os.getpid()}"
 
     def __enter__(self) -> "OutputFolder":
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self._clean_up_after_killed_runs()
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir()
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self._clean_up_after_killed_runs()
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir()
+        except OSError as error:
+            raise self._not_written(error) from error
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        if isinstance(error, OSError) and self.is_cause_of(error):
+            raise self._not_written(error) from error
+
+    def is_cause_of(self, error: OSError) -> bool:
+        """Whether an error is of writing here, or of a full disk: a write that fails names no file."""
+        file = file_of(error)
+        return error.errno in DISK_FULL if file is None else Path(file).is_relative_to(self.path)
+
+    def _not_written(self, error: OSError) -> DataError:
+        return DataError(f"{self.key} must be a folder that can be written; got {self.named}: {reason_of(error)}")
 
     def publish(self) -> None:
         """Put the folder in its place. What was there, under `overwrite`, is moved aside first and deleted last."""

@@ -10,7 +10,6 @@ should be a digest of everything that the content follows from, so that nothing 
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_ext.commands.errors import first_line
+from verl_ext.commands.errors import file_of, reason_of
 
 CONTENTS = "contents.json"
 
@@ -65,9 +64,9 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
             if damage(folder) is not None:
                 failed.tell_those_that_waited()
                 with failed.noted():
-                    _make(folder, make)
+                    _make(folder, make, key)
     except OSError as error:
-        raise ValueError(f"{key} must be a folder that can be written; got {root}: {_reason(error)}") from error
+        raise ValueError(f"{key} must be a folder that can be written; got {root}: {reason_of(error)}") from error
     return folder
 
 
@@ -90,36 +89,20 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
+def _make(folder: Path, make: Callable[[Path], None], key: str) -> None:
     from verl_ext.commands.output_folder import OutputFolder
 
-    with OutputFolder(str(folder), overwrite=True) as staging:
+    with OutputFolder(str(folder), overwrite=True, key=key, named=str(folder.parent)) as staging:
         try:
             make(staging.path)
         except OSError as error:
-            if _is_of_the_cache(error, staging.path):
+            if staging.is_cause_of(error):
                 raise
-            raise ValueError(f"{_file(error) or f'{folder} cannot be made'}: {_reason(error)}") from error
+            raise ValueError(f"{file_of(error) or f'{folder} cannot be made'}: {reason_of(error)}") from error
         files = sorted(entry for entry in staging.path.rglob("*") if entry.is_file())
         sizes = {entry.relative_to(staging.path).as_posix(): entry.stat().st_size for entry in files}
         (staging.path / CONTENTS).write_text(json.dumps({"sizes": sizes}, indent=2), encoding="utf-8")
         staging.publish()
-
-
-def _is_of_the_cache(error: OSError, folder: Path) -> bool:
-    """Whether an error of `make` is of what it writes in `folder`, or of the disk: a write that fails names no file."""
-    file = _file(error)
-    if file is not None:
-        return Path(file).is_relative_to(folder)
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _file(error: OSError) -> str | None:
-    return os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or first_line(error)
 
 
 class _Failure:
@@ -144,8 +127,10 @@ class _Failure:
         try:
             yield
         except ValueError as error:
-            with contextlib.suppress(OSError):
+            try:
                 self._note.write_text(str(error), encoding="utf-8")
+            except OSError:  # those that waited try again, where the disk has no room for a note
+                self._note.unlink(missing_ok=True)
             raise
         self._note.unlink(missing_ok=True)
 

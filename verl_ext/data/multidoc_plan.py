@@ -10,6 +10,7 @@ Windows (random_starts, in_order) are those of one source after the other; a doc
 them, sample by sample, in proportion to their weights, or to their samples where they have none.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from verl_ext.data.megatron import (
     cached_sample_indices,
     count_tokens,
     in_order_starts,
+    megatron_source_samples,
+    normalised,
     random_starts,
 )
 from verl_ext.data.megatron.windows import check_has_sample
@@ -32,6 +35,8 @@ from verl_ext.data.multidoc_sources import Source
 
 # Tokens that a sample has beside those that a model reads.
 LABEL_TOKENS = {"random_starts": 0, "document_stream": 1, "in_order": 1}
+
+_logger = logging.getLogger(__name__)
 
 Documents = Sequence[NDArray[np.int64] | None]  # of each source, None for all
 
@@ -81,10 +86,16 @@ class StreamPlan:
         self.epochs = self._num * seq_len / int(tokens.sum())
         self._order: tuple[NDArray[np.int16], NDArray[np.int64]] | None = None  # (source, its sample)
         counts = np.array([self._num])
+        weights = [source.weight for source in sources if source.weight is not None]
+        _tell_joined_sequences(sources, blend_rule if weights or len(sources) > 1 else None)
+        as_builder = bool(weights) and blend_rule == "megatron"
+        if as_builder:  # megatron-core's normalises the weights for its BlendedDataset, which normalises them again
+            weights = normalised(weights).tolist()
         if len(sources) > 1:
-            weights = [source.weight for source in sources if source.weight is not None]
             self._order = cached_blend(root, weights or whole.tolist(), self._num, blend_rule)
             counts = np.bincount(self._order[0], minlength=len(sources))
+        if as_builder:
+            counts = np.maximum(counts, megatron_source_samples(weights, self._num))
         self._samples = [
             cached_sample_indices(root, source.index, part, seq_len, count, seed) if count else None
             for source, part, count in zip(sources, documents, counts.tolist(), strict=True)
@@ -198,6 +209,21 @@ def source_table(
         }
         for source, part, total, count in zip(sources, documents, tokens, samples.tolist(), strict=True)
     ]
+
+
+def _tell_joined_sequences(sources: Sequence[Source], blend_rule: str | None) -> None:
+    """Say which sources are not sampled as megatron-core would; ValueError where that was asked for by `blend_rule`."""
+    for source in sources:
+        index = source.index
+        if index.num_sequences <= index.num_documents:
+            continue
+        counts = f"{source.name} has {index.num_documents:,} documents of {index.num_sequences:,} sequences"
+        if blend_rule == "megatron":
+            raise ValueError(
+                "data.blend_rule must be tijdeman for documents of several sequences, which megatron-core shuffles "
+                f"sequence by sequence; got megatron, and {counts}"
+            )
+        _logger.warning("%s: it is shuffled by document, where megatron-core's GPTDataset shuffles sequences", counts)
 
 
 def _windows(sampling: str, stream: TokenStream, seq_len: int, seed: int, key: str) -> Windows:

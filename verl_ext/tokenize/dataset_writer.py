@@ -81,10 +81,14 @@ class DatasetWriter:
 
     def abandon(self) -> None:
         """Let go of the open shard, after an error."""
-        for stream in (self._stream, self._sink):
+        stream, sink = self._stream, self._sink
+        self._stream = self._sink = None
+        try:
             if stream is not None:
                 stream.close()
-        self._stream = self._sink = None
+        finally:  # the stream's last bytes may find the disk full, which a file that stays open keeps so
+            if sink is not None:
+                sink.close()
 
     def _batch(self, result: ChunkResult) -> pa.RecordBatch:
         mask = result.loss_mask

@@ -1,6 +1,12 @@
 """Megatron's indexed form of pretraining data: files, sample indices, windows and blends. numpy in, numpy out."""
 
-from verl_ext.data.megatron.blend import blend_order, check_weights, megatron_blend_order, normalised
+from verl_ext.data.megatron.blend import (
+    blend_order,
+    check_weights,
+    megatron_blend_order,
+    megatron_source_samples,
+    normalised,
+)
 from verl_ext.data.megatron.idx_format import optimal_dtype
 from verl_ext.data.megatron.index_writer import IndexWriter
 from verl_ext.data.megatron.indices_cache import BLEND_RULES, cached_blend, cached_sample_indices
@@ -26,6 +32,7 @@ __all__ = [
     "epochs_needed",
     "in_order_starts",
     "megatron_blend_order",
+    "megatron_source_samples",
     "normalised",
     "optimal_dtype",
     "random_starts",

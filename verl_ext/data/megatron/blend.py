@@ -13,20 +13,26 @@ step. Weights are the decimals that they print as, and the arithmetic is that of
 and the order repeats with the weights' common denominator: 0.7 and 0.3 have the order of 10 samples, over and over.
 
 `megatron_blend_order` is megatron-core's own rule, the largest w_i·k - c_i. It is no bound: with many sources some
-counts lag by more than 1.
+counts lag by more than 1. Rounding decides between equal ones, so that it is computed as megatron-core computes it, by
+its compiled loop where it is installed.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 1 << 16
 MAX_SOURCES = np.iinfo(np.int16).max
+MEGATRON_SURPLUS = 0.005  # megatron-core's mid_level_dataset_surplus
 
 Order = tuple[NDArray[np.int16], NDArray[np.int64]]
 
@@ -53,17 +59,30 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend") -> Or
 
 
 def megatron_blend_order(weights: Sequence[float], n: int, key: str = "data.blend") -> Order:
-    """`blend_order` by megatron-core's rule: the arrays of its `build_blending_indices` for normalised weights.
+    """`blend_order` by megatron-core's rule: the arrays of a BlendedDataset of these weights and n samples.
+
+    One of BlendedMegatronDatasetBuilder is given weights that are `normalised` already, and normalises them again.
 
     Raises:
         ValueError: as `blend_order`.
     """
     check_weights(weights, key)
     drawn = [source for source, weight in enumerate(weights) if weight > 0]
-    number = np.empty(n, np.int16)
-    _fill(number, _most_behind(normalised([weights[source] for source in drawn]).tolist()))
-    source = np.array(drawn, np.int16)[number]
-    return source, sample_numbers(source, len(weights))
+    shares = normalised([weights[source] for source in drawn])
+    number, sample = np.empty(n, np.int16), np.empty(n, np.int64)
+    helpers = _megatron_helpers()
+    if helpers is None:
+        _fill_most_behind(shares, number)
+        sample = sample_numbers(number, len(drawn))
+    else:
+        helpers.build_blending_indices(number, sample, shares, len(shares), n, False)
+    return (number if len(drawn) == len(weights) else np.array(drawn, np.int16)[number]), sample
+
+
+def megatron_source_samples(shares: Sequence[float], n: int) -> list[int]:
+    """How many samples of each source megatron-core asks for, for a blend of n; more epochs are shuffled together, or
+    apart, for more samples. `shares`: its weights, `normalised`."""
+    return [math.ceil(math.ceil(n * share) * (1 + MEGATRON_SURPLUS)) for share in shares]
 
 
 def normalised(weights: Sequence[float]) -> NDArray[np.float64]:
@@ -151,12 +170,30 @@ def _chairmen(parts: list[int]) -> Iterator[int]:
             waiting.setdefault(release, []).append(draw)
 
 
-def _most_behind(weights: list[float]) -> Iterator[int]:
-    """Megatron's sources, without end: the first of the largest w·k - c, where k = 1 for the first sample as well."""
-    counts = [0] * len(weights)
-    for step in count():
-        k = float(step or 1)
-        errors = [weight * k - drawn for weight, drawn in zip(weights, counts, strict=True)]
-        source = errors.index(max(errors))
+def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> None:
+    """Megatron's sources: the first of the largest w·k - c, where k = 1 for the first sample as well."""
+    counts, lags = np.zeros(len(shares)), np.empty(len(shares))
+    for step in range(len(out)):
+        np.multiply(shares, max(step, 1), out=lags)
+        np.subtract(lags, counts, out=lags)
+        source = lags.argmax()
         counts[source] += 1
-        yield source
+        out[step] = source
+
+
+@functools.cache
+def _megatron_helpers() -> Any:
+    """megatron-core's module of compiled loops; None where it is not installed. Only that file is loaded: importing
+    the package takes seconds and warns of what it lacks on machines without a GPU."""
+    name = "megatron.core.datasets.helpers_cpp"
+    try:
+        core = find_spec("megatron.core")
+        folders = core.submodule_search_locations if core else None
+        spec = PathFinder.find_spec(name, [f"{folder}/datasets" for folder in folders or ()])
+        if spec is None or spec.loader is None:
+            return None
+        helpers = module_from_spec(spec)
+        spec.loader.exec_module(helpers)
+    except ImportError:  # not installed, or built for another Python
+        return None
+    return helpers

@@ -14,7 +14,8 @@ PREFIX.bin holds the token ids of all sequences one after the other. PREFIX.idx 
     34 + 12·N + 8·M N      modes int8, only in multimodal files
 
 All numbers are little-endian. A document of `preprocess_data.py` is one sequence, or one for every sentence where it
-splits sentences. Megatron's GPTDataset samples over sequences; elsewhere in this package a "document" is one of them.
+splits sentences. Megatron's GPTDataset shuffles and splits sequences, whatever document they are of; this package keeps
+a document's sequences together. Where each document is one sequence that is the same.
 """
 
 import struct

@@ -1,5 +1,6 @@
 """IndexWriter: a corpus in Megatron's indexed form, written as a stream."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -80,7 +81,8 @@ class IndexWriter:
     def abandon(self) -> None:
         """Close and remove what was opened, after an error. Does nothing after `close`."""
         for path, file in self._open.items():
-            file.close()
+            with contextlib.suppress(OSError):  # of what it still held, on a full disk
+                file.close()
             os.remove(path)
         self._open = {}
 

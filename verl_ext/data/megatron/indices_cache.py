@@ -7,7 +7,7 @@ A fingerprint is of everything that the arrays follow from; `cached_folder` keep
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,14 @@ def cached_sample_indices(
     facts = [file_facts(index.files), index.digest, _digest(documents), seq_len, num_samples, seed]
 
     def make(folder: Path) -> None:
-        def sample_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:  # filled on disk, block by block
-            file = folder / "sample_index.npy"
-            return np.lib.format.open_memmap(file, "w+", dtype=np.dtype(dtype), shape=shape).view(np.ndarray)
+        def on_disk(shape: tuple[int, ...], dtype: Any, blocks: Iterable[NDArray[Any]]) -> NDArray[Any]:
+            _save(folder, "sample_index", shape, dtype, blocks)
+            return _mapped(folder, "sample_index")
 
-        built = build_sample_indices(
-            index.lengths, documents, seq_len, num_samples, seed, key=index.key, allocate=sample_array
-        )
-        np.save(folder / "document_index.npy", built.document_index)
-        np.save(folder / "shuffle_index.npy", built.shuffle_index)
+        built = build_sample_indices(index.lengths, documents, seq_len, num_samples, seed, index.key, on_disk)
+        for name in ("document_index", "shuffle_index"):
+            array = getattr(built, name)
+            _save(folder, name, array.shape, array.dtype, [array])
 
     folder = cached_folder(root, f"samples-{_fingerprint(facts)}", make, key=KEY)
     indices = CachedSampleIndices(folder, index)
@@ -97,9 +96,9 @@ def cached_blend(
     check_weights(weights, key)
 
     def make(folder: Path) -> None:
-        source, sample = BLEND_RULES[rule](weights, n, key)
-        np.save(folder / "source.npy", source)
-        np.save(folder / "sample.npy", sample)
+        arrays: tuple[NDArray[Any], ...] = BLEND_RULES[rule](weights, n, key)
+        for name, array in zip(BLEND_ARRAYS, arrays, strict=True):
+            _save(folder, name, array.shape, array.dtype, [array])
 
     facts = [[float(weight) for weight in weights], n, rule]
     folder = cached_folder(root, f"blend-{_fingerprint(facts)}", make, key=KEY)
@@ -117,6 +116,16 @@ def _digest(documents: NDArray[Any] | None) -> str | None:
     if documents is None:
         return None
     return hashlib.sha256(np.ascontiguousarray(documents, np.int32).data).hexdigest()
+
+
+def _save(folder: Path, name: str, shape: tuple[int, ...], dtype: Any, blocks: Iterable[NDArray[Any]]) -> None:
+    """Write the .npy of an array that is given in blocks of rows. By writes alone: on a full disk they are an OSError
+    with its number, where np.save has none and a memory map ends the process."""
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    with open(folder / f"{name}.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for block in blocks:
+            file.write(np.ascontiguousarray(block).data)
 
 
 def _mapped(folder: Path, name: str) -> NDArray[Any]:

@@ -14,7 +14,7 @@ Where the last epoch gives less than 80 % of its samples, its documents and samp
 those of all epochs before. All arithmetic is in Python's integers and int64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,14 +27,15 @@ BLOCK = 1 << 18  # documents and rows located at a time
 MAX_INT32 = np.iinfo(np.int32).max
 MAX_UINT32 = np.iinfo(np.uint32).max
 
-Allocate = Callable[[tuple[int, ...], Any], NDArray[Any]]  # shape, dtype -> an array to be filled
+# shape, dtype, blocks of rows in order -> the array of them
+Store = Callable[[tuple[int, int], Any, Iterator[NDArray[Any]]], NDArray[Any]]
 
 
 class SampleIndices:
     """Sample k is row shuffle_index[k] of sample_index: seq_len + 1 tokens.
 
     document_index int32[E·D] (numbers into `lengths`), sample_index int32|int64[n+1, 2], shuffle_index
-    uint32|int64[n]; lengths int32: tokens of every document of the corpus.
+    uint32|int64[n]; lengths int32|int64: tokens of every document of the corpus.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class SampleIndices:
         document_index: NDArray[np.int32],
         sample_index: NDArray[Any],
         shuffle_index: NDArray[Any],
-        lengths: NDArray[np.int32],
+        lengths: NDArray[Any],
     ) -> None:
         self.document_index, self.sample_index, self.shuffle_index = document_index, sample_index, shuffle_index
         self.lengths = lengths
@@ -112,18 +113,27 @@ def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str
     return EpochPlan(epochs, samples, before if separate else samples)
 
 
+def _in_memory(shape: tuple[int, int], dtype: Any, blocks: Iterator[NDArray[Any]]) -> NDArray[Any]:
+    array, row = np.empty(shape, dtype), 0
+    for block in blocks:
+        array[row : row + len(block)] = block
+        row += len(block)
+    return array
+
+
 def build_sample_indices(
-    lengths: NDArray[np.int32],
+    lengths: NDArray[Any],
     documents: NDArray[Any] | None,
     seq_len: int,
     num_samples: int | None,
     seed: int,
     key: str = "data.train_dir",
-    allocate: Allocate = np.empty,
+    store: Store = _in_memory,
 ) -> SampleIndices:
     """The indices of `documents` (numbers into `lengths`; None: all) for at least num_samples samples.
 
-    `num_samples=None`: one epoch. `allocate(shape, dtype)` makes the array of sample_index, which may be a memory map.
+    `num_samples=None`: one epoch. `store` makes the array of sample_index from its rows, which need not all be in
+    memory.
 
     Raises:
         ValueError: fewer tokens than one sample has; `key` is named.
@@ -134,8 +144,9 @@ def build_sample_indices(
     random = np.random.RandomState(seed)
     document_index = _document_index(np.asarray(documents, np.int32), plan, random)
     widest = max(len(document_index), int(lengths.max()))
-    sample_index = allocate((plan.samples + 1, 2), sample_dtype(widest))
-    _locate_samples(lengths, document_index, seq_len, sample_index)
+    shape, dtype = (plan.samples + 1, 2), sample_dtype(widest)
+    rows = _sample_rows(lengths, document_index, seq_len, plan.samples + 1, dtype)
+    sample_index = store(shape, dtype, rows)
     return SampleIndices(document_index, sample_index, _shuffle_index(plan, random), lengths)
 
 
@@ -179,23 +190,24 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray[An
     return index
 
 
-def _locate_samples(
-    lengths: NDArray[np.int32], document_index: NDArray[np.int32], seq_len: int, out: NDArray[Any]
-) -> None:
-    """Fill the rows of sample_index, block by block of documents; those are its rows' positions as well, ascending."""
-    out[0] = 0  # also where the first document is empty
+def _sample_rows(
+    lengths: NDArray[Any], document_index: NDArray[np.int32], seq_len: int, rows: int, dtype: Any
+) -> Iterator[NDArray[Any]]:
+    """The rows of sample_index, block by block of documents; those are its rows' positions as well, ascending."""
+    yield np.zeros((1, 2), dtype)  # also where the first document is empty
     row, begin = 1, 0
     for first in range(0, len(document_index), BLOCK):
         length = lengths[document_index[first : first + BLOCK]]
         ends = np.cumsum(length, dtype=np.int64)
         end = begin + int(ends[-1])
-        rows = min(len(out), -(-end // seq_len))  # rows before it have positions below `end`
-        while row < rows:
-            part = slice(row, min(row + BLOCK, rows))
-            position = np.arange(part.start, part.stop, dtype=np.int64) * seq_len - begin
+        stop = min(rows, -(-end // seq_len))  # rows before it have positions below `end`
+        while row < stop:
+            position = np.arange(row, min(row + BLOCK, stop), dtype=np.int64) * seq_len - begin
             place = np.searchsorted(ends, position, side="right")
-            out[part, 0] = place + first
-            out[part, 1] = position - ends[place] + length[place]
-            row = part.stop
+            block = np.empty((len(position), 2), dtype)
+            block[:, 0] = place + first
+            block[:, 1] = position - ends[place] + length[place]
+            yield block
+            row += len(block)
         begin = end
-    assert row == len(out), "every sample must begin inside the stream"
+    assert row == rows, "every sample must begin inside the stream"

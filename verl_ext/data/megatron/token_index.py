@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.megatron.idx_format import DTYPES, HEADER, MAGIC, VERSION, IdxLayout
 
-BLOCK = 1 << 18  # documents checked at a time
+BLOCK = 1 << 18  # sequences or documents checked at a time
 BLOCK_TOKENS = 1 << 22
 SUFFIXES = (".bin", ".idx")
 
@@ -20,13 +19,14 @@ SUFFIXES = (".bin", ".idx")
 class TokenIndex:
     """Documents of PREFIX.bin as PREFIX.idx has them; nothing is read before it is asked for, but to be checked.
 
-    lengths int32[D], pointers int64[D] (bytes), num_documents, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx).
-    Its arrays are read-only views of the files. It pickles as its prefix.
+    lengths int32[D] (int64 where a document of several sequences needs it), pointers int64[D] (bytes), num_documents,
+    num_sequences, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx). A document of no sequence is left out; where all
+    others are one sequence, the arrays are read-only views of the files. It pickles as its prefix.
     """
 
     def __init__(self, prefix: str | Path, key: str = "data.train_dir", check: bool = True) -> None:
         """`prefix` may end with .bin or .idx. `key`: the config key that errors name. `check=False` leaves out the
-        pass over all lengths and pointers (12 bytes a document), for files that have been checked.
+        pass over all lengths and pointers (12 bytes a sequence), for files that have been checked.
 
         Raises:
             ValueError: a file that is missing or not what the format says, or two that do not belong together.
@@ -38,17 +38,15 @@ class TokenIndex:
         bin_size, idx_size = (self._size(path) for path in self.files)
         self.dtype, layout = self._read_header(idx_size)
         self._idx = _mapped(self.files[1], np.uint8)
-        self.num_documents = layout.sequences
-        self.lengths: NDArray[np.int32] = np.frombuffer(
-            self._idx, np.int32, count=layout.sequences, offset=layout.lengths_at
-        )
-        self.pointers: NDArray[np.int64] = np.frombuffer(
-            self._idx, np.int64, count=layout.sequences, offset=layout.pointers_at
-        )
-        self._check_documents(layout)
+        self.num_documents = self.num_sequences = layout.sequences
+        self.lengths: NDArray[Any] = self._array(np.int32, layout.sequences, layout.lengths_at)
+        self.pointers: NDArray[np.int64] = self._array(np.int64, layout.sequences, layout.pointers_at)
         if check:
-            self._check_arrays()
+            self._check_sequences()
         self._check_bin(bin_size)
+        borders = self._array(np.int64, layout.documents, layout.documents_at)
+        if self._longest_step(borders) > 1:
+            self._join_sequences(np.unique(borders), bin_size)
         self.num_tokens = bin_size // self.dtype.itemsize
         self._tokens = _mapped(self.files[0], self.dtype)
 
@@ -58,7 +56,10 @@ class TokenIndex:
     @cached_property
     def digest(self) -> str:
         """16 hex digits of the header and the lengths: the same for corpora that are sampled in the same way."""
-        return hashlib.sha256(self._idx[: HEADER.size + 4 * self.num_documents].data).hexdigest()[:16]
+        found = hashlib.sha256(self._idx[: HEADER.size + 4 * self.num_sequences].data)
+        if self.num_documents < self.num_sequences:
+            found.update(self.lengths.data)
+        return found.hexdigest()[:16]
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Tokens start..stop-1 of a document (to its end where `stop` is None), as a view."""
@@ -120,43 +121,61 @@ class TokenIndex:
             )
         return np.dtype(DTYPES[code]), layout
 
-    def _check_documents(self, layout: IdxLayout) -> None:
-        ends = np.frombuffer(self._idx, np.int64, count=layout.documents, offset=layout.documents_at)
-        last = ends.item(-1) if len(ends) else None
-        if last != layout.sequences:
-            raise self._idx_error(f"have document indices that end at its {layout.sequences} sequences", str(last))
+    def _array(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
+        return np.frombuffer(self._idx, dtype, count=count, offset=offset)
 
-    def _check_arrays(self) -> None:
+    def _longest_step(self, borders: NDArray[np.int64]) -> int:
+        """The most sequences of a document. Document indices that do not go from 0 to all sequences, or fall, are a
+        ValueError."""
+        requirement = f"have document indices that go from 0 to its {self.num_sequences} sequences and never fall"
+        if len(borders) == 0:
+            raise self._idx_error(requirement, "none")
+        before = longest = 0
+        for first in range(0, len(borders), BLOCK):
+            part = borders[first : first + BLOCK].copy()
+            steps = np.diff(part, prepend=before)
+            wrong = (steps < 0) | (part > self.num_sequences)
+            wrong[0] |= first == 0 and part[0] != 0
+            wrong[-1] |= first + len(part) == len(borders) and part[-1] != self.num_sequences
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise self._idx_error(requirement, f"{part[at]} at place {first + at}")
+            before, longest = int(part[-1]), max(longest, int(steps.max()))
+        return longest
+
+    def _join_sequences(self, borders: NDArray[np.int64], bin_size: int) -> None:
+        """Lengths and pointers of documents in place of those of their sequences."""
+        self.num_documents = len(borders) - 1
+        self.pointers = self.pointers[borders[:-1]]
+        lengths = np.diff(self.pointers, append=bin_size) // self.dtype.itemsize
+        self.lengths = lengths if lengths.max() > np.iinfo(np.int32).max else lengths.astype(np.int32)
+
+    def _check_sequences(self) -> None:
         """Every length at least 0, every pointer where the lengths before it end."""
         begin = 0
-        for first, lengths, pointers in self._blocks():
+        for first in range(0, self.num_sequences, BLOCK):  # copies, because the file's own arrays are not aligned
+            lengths, pointers = (array[first : first + BLOCK].copy() for array in (self.lengths, self.pointers))
             if lengths.min() < 0:
                 at = int((lengths < 0).argmax())
-                raise self._idx_error(f"have lengths of at least 0; document {first + at}", str(lengths[at]))
+                raise self._idx_error(f"have lengths of at least 0; sequence {first + at}", str(lengths[at]))
             ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize + begin
             expected = ends - lengths.astype(np.int64) * self.dtype.itemsize
             if not np.array_equal(pointers, expected):
                 at = int((pointers != expected).argmax())
                 raise self._idx_error(
-                    f"have pointer {expected[at]} for document {first + at}, where the lengths before it end",
+                    f"have pointer {expected[at]} for sequence {first + at}, where the lengths before it end",
                     str(pointers[at]),
                 )
             begin = int(ends[-1])
 
     def _check_bin(self, size: int) -> None:
-        last = self.num_documents - 1
+        last = self.num_sequences - 1
         expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
         if size != expected:
             raise ValueError(
                 f"{self.key} must have a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to; got "
                 f"{size} bytes in {self.files[0]}"
             )
-
-    def _blocks(self) -> Iterator[tuple[int, NDArray[np.int32], NDArray[np.int64]]]:
-        """(first document, lengths, pointers): copies, because the file's own are not aligned."""
-        for first in range(0, self.num_documents, BLOCK):
-            part = slice(first, first + BLOCK)
-            yield first, self.lengths[part].copy(), self.pointers[part].copy()
 
     def _idx_error(self, requirement: str, found: str) -> ValueError:
         return ValueError(f"{self.key} must {requirement} in {self.files[1]}; got {found}")
