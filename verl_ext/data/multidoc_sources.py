@@ -126,7 +126,9 @@ class SourceFinder:
         from verl_ext.data.index.text_index import write_text_index
 
         given = self._options
-        options = TextOptions(given.text_key, given.add_eos, False, given.on_bad_record, "data.")
+        options = TextOptions(
+            given.text_key, given.add_eos, False, given.on_bad_record, given.special_tokens_in_text, "data."
+        )
         limit = given.max_corpus_tokens
         tally = write_text_index(files, self._tokenizer, folder / "text", options, max_tokens=limit, key=self._key)
         (folder / _BAD_RECORDS).write_text(json.dumps(tally.bad), encoding="utf-8")
@@ -140,7 +142,7 @@ class SourceFinder:
                 [[file.kind, file_facts([file.path])] for file in files],
                 tokenizer_facts(self._tokenizer),
                 self._tokenizer.eos_token_id if options.add_eos else None,
-                [options.text_key, options.max_corpus_tokens, options.on_bad_record],
+                [options.text_key, options.max_corpus_tokens, options.special_tokens_in_text, options.on_bad_record],
             ]
         )
 

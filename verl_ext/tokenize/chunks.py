@@ -41,8 +41,19 @@ class Chunk:
         return self.path if self.whole_file else f"{self.path}:{number}"
 
 
+@dataclass(frozen=True)
+class TextFile:
+    """The text of a file of more than a block, for whoever tokenises it to read as a stream."""
+
+    path: str
+
+    def blocks(self) -> Iterator[str]:
+        """The text, a block at a time; see `text_blocks`."""
+        return (text for text, _ in text_blocks(self.path))
+
+
 def read_chunks(source: SourceFile) -> Iterator[Chunk]:
-    """Yield a file's records in chunks; memory is that of a chunk, of a text file that of its text.
+    """Yield a file's records in chunks; memory is that of a chunk.
 
     Raises `DataError` with path and line for a file that cannot be read on (a JSON list or CSV with broken syntax, a
     compressed file that is truncated).
@@ -223,13 +234,16 @@ def _csv_record(row: dict[Any, Any]) -> Any:
 
 
 def _text(source: SourceFile) -> Batches:
-    """The whole file as one record."""
+    """The file as one record: its text, or a `TextFile` where that is more than a block."""
+    blocks = text_blocks(source.path)
     try:
-        text = "".join(text for text, _ in text_blocks(source.path))
+        text, _ = next(blocks, ("", 0))
+        is_long = next(blocks, None) is not None
     except BadRecord as error:
         yield [(1, error)], source.num_bytes, 0
     else:
-        yield [(1, {"text": text})], source.num_bytes, len(text)
+        blocks.close()
+        yield [(1, {"text": TextFile(source.path) if is_long else text})], source.num_bytes, len(text) * (1 + is_long)
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
