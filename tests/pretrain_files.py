@@ -44,7 +44,9 @@ def write_jsonl(path: Path, texts: Sequence[str], key: str = "text") -> str:
 
 def plain_document(tokenizer: PreTrainedTokenizerFast, text: str, max_length: int) -> list[int]:
     """BOS, the tokens of the text that fit, EOS."""
-    tokens = tokenizer(text, max_length=max_length - 2, truncation=True, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(
+        text, max_length=max_length - 2, truncation=True, add_special_tokens=False, split_special_tokens=True
+    )["input_ids"]
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return bos + tokens + [tokenizer.eos_token_id]
 

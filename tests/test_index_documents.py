@@ -43,7 +43,8 @@ def tokenise(*records: Any, **options: Any) -> Documents:
 @pytest.mark.parametrize("add_eos", [False, True])
 def test_a_document_is_its_tokens_between_the_tokens_asked_for(add_bos: bool, add_eos: bool) -> None:
     texts = ["the cat", "sat on the mat", "a<|im_end|>"]
-    result = tokenise(*({"text": text} for text in texts), add_bos=add_bos, add_eos=add_eos)
+    options = {"add_bos": add_bos, "add_eos": add_eos, "special_tokens_in_text": "keep"}
+    result = tokenise(*({"text": text} for text in texts), **options)
     assert documents(result) == [[BOS] * add_bos + ids(text) + [EOS] * add_eos for text in texts]
     assert (result.tokens.dtype, result.lengths.dtype) == (np.uint16, np.int64)
 
@@ -105,6 +106,7 @@ def test_a_token_that_the_tokenizer_lacks_cannot_be_added(name: str) -> None:
 class Numbers:
     """A tokenizer whose text is its tokens; of `size` tokens, numbered up to `highest`."""
 
+    is_fast = False
     eos_token_id = 0
 
     def __init__(self, size: int, highest: int) -> None:
@@ -214,7 +216,17 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
         tokens = np.arange(number, number + lengths.sum(), dtype=np.uint16)
         number += len(tokens)
         afters = [int(np.count_nonzero(records[:at])) for at, length in enumerate(records) if not length]
-        results.append(Documents(1, 9, tokens, lengths, [BadText(after, "empty", "x") for after in afters], None))
+        results.append(
+            Documents(
+                1,
+                9,
+                tokens,
+                lengths,
+                [BadText(after, "empty", "x") for after in afters],
+                None,
+                np.zeros(len(lengths), np.int64),
+            )
+        )
     results[-1].failure = "broken" if fails else None
     if fails and number < max_tokens:
         with pytest.raises(DataError, match=r"^broken$"):
@@ -290,5 +302,5 @@ def test_a_document_too_long_for_the_format_names_the_key_of_its_text(tmp_path: 
         pytest.raises(ValueError, match=r"^data\.val_dir must give documents of at most 2147483647 tokens"),
         TextIndex(tmp_path / "out", np.dtype(np.uint16), key="data.val_dir") as index,
     ):
-        index.add(Documents(1, 9, tokens, np.array([2**31]), [], None))
+        index.add(Documents(1, 9, tokens, np.array([2**31]), [], None, np.zeros(1, np.int64)))
     assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,20 @@
 """Text files as sources: which are found, what their one record is, and what `verl_ext.tokenize` makes of them."""
 
+import bz2
+import gzip
+import json
+import lzma
 import pickle
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.data.index.parcels import read_parcels
 from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chunks import Chunk, read_chunks
 from verl_ext.tokenize.config import load_config
@@ -98,3 +105,72 @@ def test_the_tokenise_command_takes_a_text_file_as_a_plain_text(tmp_path: Path) 
     with pytest.raises(DataError, match=r"a\.txt.*: text must be UTF-8; byte 5 is not \(not_utf8; on_bad_record=skip"):
         tokenize(load_config([f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/bad", *base]))
     assert not (tmp_path / "bad").exists()
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+TEXTS = [f"line {number}, the caf\u00e9\n" * 20 for number in range(2000)]
+CONTENTS = {
+    "a.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in TEXTS),
+    "a.json": json.dumps([{"text": text} for text in TEXTS], indent=1),
+    "lines.json": "".join(json.dumps({"text": text}) + "\n" for text in TEXTS),
+    "a.csv": "text\n" + "".join(f'"{text}"\n' for text in TEXTS),
+    "a.txt": "".join(TEXTS),
+}
+
+
+def records_of(path: Path) -> list[Any]:
+    return [record for chunk in chunks_of(path) for record in chunk.records]
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_compressed_file_has_the_records_of_the_plain_one(tmp_path: Path, name: str, ending: str) -> None:
+    content = CONTENTS[name].encode()
+    (tmp_path / name).write_bytes(content)
+    middle = len(content) // 2  # tools that compress in parallel write several members, one after the other
+    packed = tmp_path / (name + ending).upper()
+    packed.write_bytes(COMPRESS[ending](content[:middle]) + COMPRESS[ending](content[middle:]))
+    assert records_of(packed) == records_of(tmp_path / name)
+    chunks = chunks_of(packed)
+    assert sum(chunk.num_bytes for chunk in chunks) == packed.stat().st_size
+    assert max(len(chunk.records) for chunk in chunks) <= 256
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("damage", ["truncated", "not compressed", "empty"])
+def test_a_damaged_compressed_file_is_one_line_that_names_it(
+    tmp_path: Path, name: str, ending: str, damage: str
+) -> None:
+    whole = COMPRESS[ending](CONTENTS[name].encode())
+    content = {"truncated": whole[: len(whole) // 2], "not compressed": CONTENTS[name].encode(), "empty": b""}[damage]
+    (tmp_path / (name + ending)).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        records_of(tmp_path / (name + ending))
+    assert str(error.value).startswith(f"{tmp_path / (name + ending)}: cannot be read: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_parcel_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(tmp_path: Path) -> None:
+    content = "".join(json.dumps({"text": "the cat " * 10000}) + "\n" for _ in range(64)).encode()
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    sizes = {}
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        files = find_source_files({"a": [str(tmp_path / name)]})
+        sizes[name] = [parcel.num_records for parcel in read_parcels(files, lambda source: False, 1 << 20)]
+    assert sizes["a.jsonl.gz"] == sizes["a.jsonl"]
+    assert len(sizes["a.jsonl"]) > 4
+
+
+def test_a_compressed_parquet_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    with pytest.raises(UsageError, match="must be jsonl, json, csv or txt"):
+        find_source_files({"a": [str(tmp_path / "a.parquet.gz")]})

@@ -1,6 +1,8 @@
 """Tokenizers that `verl_ext.init_model` trains: from which text, with which tokens, and what it refuses."""
 
+import gzip
 import json
+import lzma
 import re
 from pathlib import Path
 
@@ -12,13 +14,13 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizer
 
 from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.commands.tokenizer import check_tokenizer, read_tokenizer
-from verl_ext.init_model import training_text
 from verl_ext.init_model.chat_template import CHATML_TEMPLATE
 from verl_ext.init_model.config import load_config
 from verl_ext.init_model.run import init_model
 from verl_ext.init_model.tokenizer import train_bpe, trained_tokenizer
 from verl_ext.init_model.tokenizer_config import TokenizerConfig
 from verl_ext.init_model.training_text import TrainingText, find_training_files
+from verl_ext.tokenize import chunks
 
 SENTENCES = ["low lower lowest", "new newer newest", "wide wider widest"] * 30
 
@@ -41,13 +43,23 @@ def test_text_files_and_records_and_chats_are_read_in_order(tmp_path):
     assert read(tmp_path / "c.jsonl", text_key="content") == ["four"]
 
 
+def test_compressed_text_is_read_as_the_plain_text_is(tmp_path):
+    content = "".join(f"line {number}\n" for number in range(1000)).encode()
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "b.TXT.XZ").write_bytes(lzma.compress(content))
+    assert "".join(read(tmp_path / "a.txt.gz")) == "".join(read(tmp_path / "b.TXT.XZ")) == content.decode()
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content)[:-9])
+    with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: Compressed file ended"):
+        read(tmp_path / "a.txt.gz")
+
+
 @given(text=st.text(st.sampled_from("ab\n é漢🙂"), max_size=60), block=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
 def test_blocks_of_a_text_file_are_its_text_and_end_with_lines(text, block, tmp_path_factory):
     path = tmp_path_factory.mktemp("blocks") / "a.txt"
     path.write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_text, "BLOCK", block)
+        patch.setattr(chunks, "BLOCK", block)
         blocks = read(path)
     assert "".join(blocks) == text
     for part in blocks[:-1]:
@@ -60,7 +72,7 @@ def test_the_first_byte_that_is_no_utf8_is_named(good, block, cut, tmp_path_fact
     path = tmp_path_factory.mktemp("bytes") / "a.txt"
     path.write_bytes(good.encode() + ("漢".encode()[:2] if cut else b"\xff\n tail"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_text, "BLOCK", block)
+        patch.setattr(chunks, "BLOCK", block)
         with pytest.raises(DataError) as error:
             read(path)
     assert str(error.value) == f"{path}: text must be UTF-8; byte {len(good.encode()) + 1} is not"

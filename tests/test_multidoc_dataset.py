@@ -1,5 +1,6 @@
 """MultiDocDataset: samples of a stream of documents, against streams put together by hand."""
 
+import gzip
 import json
 import pickle
 import re
@@ -260,6 +261,10 @@ def test_sources_are_named_by_their_paths(opened, texts, tmp_path):
     assert opened(f"{texts}/*.txt").categories.names == ("scenes",)
     path = write_jsonl(tmp_path / "web.v1.jsonl", TEXTS)
     assert opened(path).categories.names == ("web.v1",)
+    packed = tmp_path / "web.v1.JSONL.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "web.v1.jsonl").read_bytes()))
+    assert opened(str(packed)).categories.names == ("web.v1",)
+    assert ids(opened(str(packed))[1]) == ids(opened(path)[1])
 
 
 def test_epochs_say_how_often_the_tokens_are_seen(opened, tmp_path):

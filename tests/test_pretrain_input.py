@@ -39,6 +39,7 @@ def tokens_of(dataset):
 
 
 def test_every_format_gives_the_same_documents(tmp_path, opened):
+    import bz2
     import gzip
 
     import pyarrow as pa
@@ -54,6 +55,7 @@ def test_every_format_gives_the_same_documents(tmp_path, opened):
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "d.parquet")
     (tmp_path / "e.csv").write_text("other,text\n" + "".join(f"0,{text}\n" for text in texts))
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "h.JSON.BZ2").write_bytes(bz2.compress(lines.encode()))
     Dataset.from_list(records).save_to_disk(str(tmp_path / "g"))
     wanted = [plain_document(TOKENIZER, text, 8) for text in texts]
     for path in [*sorted(tmp_path.glob("?*.*")), tmp_path / "g"]:

@@ -104,7 +104,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind
 def test_json_list_is_read_in_blocks_smaller_than_its_records(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_ext.tokenize.chunks.JSON_BLOCK", 5)
+    monkeypatch.setattr("verl_ext.tokenize.chunks.BLOCK", 5)
     monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 3)
     (tmp_path / "in.json").write_text(json.dumps(QA, indent=1))
     assert tokenise({"qa": tmp_path / "in.json"}, tmp_path / "out", model).total.records == 20

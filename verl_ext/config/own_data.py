@@ -10,7 +10,7 @@ PRETRAIN = "PreTrainDataset"
 MULTIDOC = "MultiDocDataset"
 
 _SHARED = ("train_ratio", "cache_dir")
-_TEXT = ("text_key", "on_bad_record")
+_TEXT = ("text_key", "special_tokens_in_text", "on_bad_record")
 _STREAM = (
     *("blend", "blend_rule", "seq_len", "sampling", "num_samples", "attend_across_documents"),
     *("val_sampling", "val_seed", "add_eos", "max_corpus_tokens"),

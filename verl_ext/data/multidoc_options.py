@@ -12,7 +12,7 @@ from verl_ext.data.document_split import check_train_ratio
 from verl_ext.data.megatron import BLEND_RULES, check_weights
 from verl_ext.packing import check_choice, whole_number
 from verl_ext.packing.strategies import MOST_TOKENS
-from verl_ext.tokenize.bad_record import ON_BAD_RECORD
+from verl_ext.tokenize.bad_record import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 
 SAMPLINGS = ("random_starts", "document_stream", "in_order")
 VAL_SAMPLINGS = ("in_order", "random_starts")
@@ -36,6 +36,7 @@ class MultiDocOptions:
     add_eos: bool = True
     text_key: str | tuple[str, ...] = "text"
     max_corpus_tokens: int | None = None
+    special_tokens_in_text: str = "encode"
     on_bad_record: str = "error"
     train_ratio: float = 1.0
     seed: int = 42
@@ -55,6 +56,7 @@ class MultiDocOptions:
             check_choice("data.sampling", self.sampling, SAMPLINGS)
         check_choice("data.blend_rule", self.blend_rule, tuple(BLEND_RULES))
         check_choice("data.val_sampling", self.val_sampling, VAL_SAMPLINGS)
+        check_choice("data.special_tokens_in_text", self.special_tokens_in_text, SPECIAL_TOKENS_IN_TEXT)
         check_choice("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
         for name in ("attend_across_documents", "add_eos"):
             if not isinstance(getattr(self, name), bool):

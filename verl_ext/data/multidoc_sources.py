@@ -19,7 +19,7 @@ from verl_ext.data.cached_folder import cached_folder
 from verl_ext.data.fingerprint import digest, file_facts, tokenizer_facts
 from verl_ext.data.megatron import TokenIndex
 from verl_ext.data.multidoc_options import MultiDocOptions, read_blend
-from verl_ext.tokenize.source_files import SUFFIXES, find_source_files
+from verl_ext.tokenize.source_files import find_source_files, kind_of, without_compression
 
 FORMAT = 1  # to be raised when the same text is tokenised into something else
 _INDEX = (".idx", ".bin")
@@ -97,7 +97,7 @@ class SourceFinder:
             return [path]
         held = sorted(os.listdir(path)) if os.path.isdir(path) else []
         prefixes = [os.path.join(path, name[:-4]) for name in held if name.endswith(".idx")]
-        texts = [name for name in held if Path(name).suffix in SUFFIXES and name != _REPORT]
+        texts = [name for name in held if kind_of(name) and name != _REPORT]
         if prefixes and texts:
             raise ValueError(f"{self._key} must name a folder of indices or of texts; {path} holds {texts[0]} as well")
         return prefixes
@@ -126,7 +126,9 @@ class SourceFinder:
         from verl_ext.data.index.text_index import write_text_index
 
         given = self._options
-        options = TextOptions(given.text_key, given.add_eos, False, given.on_bad_record, "data.")
+        options = TextOptions(
+            given.text_key, given.add_eos, False, given.on_bad_record, given.special_tokens_in_text, "data."
+        )
         limit = given.max_corpus_tokens
         tally = write_text_index(files, self._tokenizer, folder / "text", options, max_tokens=limit, key=self._key)
         (folder / _BAD_RECORDS).write_text(json.dumps(tally.bad), encoding="utf-8")
@@ -140,7 +142,7 @@ class SourceFinder:
                 [[file.kind, file_facts([file.path])] for file in files],
                 tokenizer_facts(self._tokenizer),
                 self._tokenizer.eos_token_id if options.add_eos else None,
-                [options.text_key, options.max_corpus_tokens, options.on_bad_record],
+                [options.text_key, options.max_corpus_tokens, options.special_tokens_in_text, options.on_bad_record],
             ]
         )
 
@@ -150,7 +152,9 @@ def _name(path: str) -> str:
     parts = Path(path).parts
     plain = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     name = parts[plain - 1]
-    for ending in (".gz", *_INDEX, *SUFFIXES):
+    if kind_of(name):
+        return Path(without_compression(name)).stem
+    for ending in _INDEX:
         name = name.removesuffix(ending)
     return name
 

@@ -79,7 +79,7 @@ def _fingerprint(files: Sequence["SourceFile"], names: dict[int, str], tokenizer
             [[file.kind, names[file.category_id]] for file in files],
             tokenizer_facts(tokenizer),
             [tokenizer.bos_token_id, tokenizer.eos_token_id],
-            [options.max_length, options.text_key, options.on_bad_record],
+            [options.max_length, options.text_key, options.special_tokens_in_text, options.on_bad_record],
         ]
     )
 
@@ -101,7 +101,9 @@ class _Maker:
 
         self.files, self.names, self.options, self.key = files, names, options, key
         self.has_bos = tokenizer.bos_token_id is not None
-        of_text = TextOptions(options.text_key, True, self.has_bos, options.on_bad_record, "data.")
+        of_text = TextOptions(
+            options.text_key, True, self.has_bos, options.on_bad_record, options.special_tokens_in_text, "data."
+        )
         self.tokenizer = TextTokenizer(tokenizer, of_text)
         self.tallies = {number: Tally() for number in names}
         self.facts = FactsWriter()
@@ -145,6 +147,7 @@ class _Maker:
             tally.records += parcel.num_records
             for bad in found.bad:
                 tally.add_bad(bad.reason, bad.line)
+            tally.add_special_tokens(int(found.special_tokens.sum()), int((found.special_tokens > 0).sum()))
             tokens, lengths = cut_documents(found.tokens.astype(np.int32), found.lengths, keep)
             mask = np.ones(len(tokens), np.int8)
             if len(lengths):
@@ -172,6 +175,7 @@ class _Maker:
             documents=facts.documents,
             cut=facts.cut,
             cut_tokens=facts.cut_tokens,
+            special_tokens=dict(total.special_tokens),
             bad_records={self.names[number]: dict(tally.bad) for number, tally in self.tallies.items() if tally.bad},
             example=next(chain.from_iterable(total.examples.values()), ""),
         )

@@ -34,9 +34,11 @@ def find_files(given: Any, key: str) -> tuple[list["SourceFile"], dict[int, str]
 
 
 def category_of(file: "SourceFile") -> str:
-    """The file's name without its ending; an Arrow folder's name."""
+    """The file's name without its endings; an Arrow folder's name."""
+    from verl_ext.tokenize.source_files import without_compression  # here for the reason above
+
     name = Path(file.path).name
-    return name if file.kind == "arrow" else Path(name.removesuffix(".gz")).stem
+    return name if file.kind == "arrow" else Path(without_compression(name)).stem
 
 
 def _by_category(files: Sequence["SourceFile"]) -> tuple[list["SourceFile"], dict[int, str]]:

@@ -8,7 +8,7 @@ from verl_ext.data.cached_folder import check_cache_dir
 from verl_ext.data.document_split import check_train_ratio
 from verl_ext.packing import check_choice, whole_number
 from verl_ext.packing.strategies import MOST_TOKENS
-from verl_ext.tokenize.bad_record import ON_BAD_RECORD
+from verl_ext.tokenize.bad_record import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 
 ROWS = ("packed", "padded")
 ADDED = 2  # tokens of max_length that are not text: BOS and EOS
@@ -17,9 +17,10 @@ ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 @dataclass(frozen=True)
 class PreTrainOptions:
     """max_length: tokens of a document, BOS and EOS included; text_key: the field that holds the text; rows: `packed`
-    (whole documents, up to max_tokens together) or `padded` (one document, filled up to max_length); on_bad_record:
-    what a record without a text does; train_ratio and seed: of the split into train and val; cache_dir: where the
-    tokenised data is kept (None: the cache of `datasets`).
+    (whole documents, up to max_tokens together) or `padded` (one document, filled up to max_length);
+    special_tokens_in_text: what becomes of their names in a text; on_bad_record: what a record without a text does;
+    train_ratio and seed: of the split into train and val; cache_dir: where the tokenised data is kept (None: the cache
+    of `datasets`).
 
     max_tokens (None: max_length), strategy, over_length and pad_mode are those of packs; padded rows have their own.
     """
@@ -27,6 +28,7 @@ class PreTrainOptions:
     max_length: int = 512
     text_key: str = "text"
     rows: str = "packed"
+    special_tokens_in_text: str = "encode"
     on_bad_record: str = "error"
     train_ratio: float = 1.0
     seed: int = 42
@@ -41,6 +43,7 @@ class PreTrainOptions:
         if not isinstance(self.text_key, str) or not self.text_key:
             raise ValueError(f"data.text_key must name a field of the records; got {self.text_key!r}")
         check_choice("data.rows", self.rows, ROWS)
+        check_choice("data.special_tokens_in_text", self.special_tokens_in_text, SPECIAL_TOKENS_IN_TEXT)
         check_choice("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
         check_train_ratio(self.train_ratio)
         whole_number("data.seed", self.seed, least=0)

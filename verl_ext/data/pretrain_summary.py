@@ -15,7 +15,8 @@ FILE_NAME = "pretrain.json"
 @dataclass
 class Summary:
     """files and options: what it was made of. documents of records; of them cut, by cut_tokens in all, to max_length.
-    bad_records: category -> reason -> how many gave no document; example: one of these, with its file and line."""
+    special_tokens: records whose text holds names of special tokens, and occurrences of these. bad_records: category ->
+    reason -> how many gave no document; example: one of these, with its file and line."""
 
     files: list[str]
     options: dict[str, Any]
@@ -24,6 +25,7 @@ class Summary:
     documents: int = 0
     cut: int = 0
     cut_tokens: int = 0
+    special_tokens: dict[str, int] = field(default_factory=dict)
     bad_records: dict[str, dict[str, int]] = field(default_factory=dict)
     example: str = ""
 
@@ -45,6 +47,12 @@ class Summary:
             yield (
                 f"{self.cut:,} of {self.documents:,} documents of {key} are longer than data.max_length="
                 f"{self.options['max_length']}: {self.cut_tokens:,} tokens in all are cut off their ends"
+            )
+        if self.special_tokens:
+            yield (
+                f"{self.special_tokens['records']:,} records of {key} hold names of special tokens, "
+                f"{self.special_tokens['occurrences']:,} in all, which are encoded as text "
+                "(data.special_tokens_in_text=encode)"
             )
         bad: Counter[str] = sum(map(Counter, self.bad_records.values()), start=Counter())
         if bad:

@@ -1,6 +1,5 @@
 """The text that a tokenizer is trained on, read as a stream."""
 
-import codecs
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -8,11 +7,9 @@ from typing import Any
 from verl_ext.commands.errors import DataError
 from verl_ext.commands.progress import progress_bar
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chunks import parse_line, read_chunks
+from verl_ext.tokenize.chunks import parse_line, read_chunks, text_blocks
 from verl_ext.tokenize.records import PlainText, parse_record
 from verl_ext.tokenize.source_files import SourceFile, find_source_files
-
-BLOCK = 1 << 20  # bytes of a text file that are taken at once
 
 
 def find_training_files(patterns: Sequence[str]) -> list[SourceFile]:
@@ -47,7 +44,13 @@ class TrainingText:
     def _texts(self) -> Iterator[tuple[str, int]]:
         """Every file's texts, and the bytes of the file that were read for each."""
         for file in self.files:
-            yield from _blocks(file.path) if file.kind == "text" else self._records(file)
+            yield from self._blocks(file) if file.kind == "text" else self._records(file)
+
+    def _blocks(self, file: SourceFile) -> Iterator[tuple[str, int]]:
+        try:
+            yield from text_blocks(file.path)
+        except BadRecord as error:
+            raise DataError(f"{file.path}: {error}") from error
 
     def _records(self, file: SourceFile) -> Iterator[tuple[str, int]]:
         """Every text of every record, and the bytes of the file that were read for it."""
@@ -77,24 +80,3 @@ def record_texts(record: Any, text_key: str) -> list[str]:
         found = ", ".join(map(str, record)) or "none"
         raise BadRecord("unknown_fields", f"no field {text_key} (tokenizer.text_key) and no chat; its fields: {found}")
     return [message["content"] for message in content.messages]
-
-
-def _blocks(path: str) -> Iterator[tuple[str, int]]:
-    """A text file in blocks that end with a line, where no line is longer than a block, and the bytes of each."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    position = 0
-    try:
-        with open(path, "rb") as stream:
-            while data := stream.read(BLOCK):
-                data += stream.readline(BLOCK)
-                begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
-                text = decoder.decode(data)
-                yield (text if position else text.removeprefix("\ufeff")).replace("\r\n", "\n"), len(data)
-                position += len(data)
-            begun = len(decoder.getstate()[0])
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        byte = position - begun + error.start + 1
-        raise DataError(f"{path}: text must be UTF-8; byte {byte} is not") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,6 +1,7 @@
-"""A record that cannot be used."""
+"""A record that cannot be used, and the choices of what is done about it."""
 
-ON_BAD_RECORD = ("error", "skip")  # what may be done about one
+ON_BAD_RECORD = ("error", "skip")
+SPECIAL_TOKENS_IN_TEXT = ("encode", "keep", "error")  # what becomes of their names in data; see special_tokens.py
 
 
 class BadRecord(ValueError):

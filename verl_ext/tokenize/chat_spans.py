@@ -93,6 +93,10 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of its own and may raise anything
             raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
 
+    def text(self, chat: Chat) -> str:
+        """The whole chat's text, as `spans` gives it."""
+        return self._render_with_generation(chat)[0] if self.has_generation else self.render(chat.messages, chat.tools)
+
     def spans(self, chat: Chat) -> tuple[str, list[Span]]:
         """The chat's text and the character spans of its targets, in order.
 

@@ -6,21 +6,20 @@ travel as bytes and are parsed by the worker that tokenises them; the other form
 
 import codecs
 import csv
-import gzip
+import io
 import json
 import sys
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from verl_ext.commands.errors import DataError, first_line
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.source_files import SourceFile
+from verl_ext.tokenize.source_files import SourceFile, open_source
 
 CHUNK_BYTES = 256 * 1024
 CHUNK_RECORDS = 256
-JSON_BLOCK = 1 << 20
+BLOCK = 1 << 20  # of a JSON list or a text file, taken at once
 
 # (line of the file, or number of the record where there are no lines; the record, still unparsed where it is bytes)
 NumberedRecord = tuple[int, Any]
@@ -35,41 +34,65 @@ class Chunk:
     records: list[NumberedRecord]
     num_bytes: int  # how much of the file they stand for: the unit of progress
     whole_file: bool = False  # the one record is the file's text
+    text_bytes: int = 0  # about how much the records are once read, which of a compressed file is more
 
     def place(self, number: int) -> str:
         """Where record `number` stands, as errors name it."""
         return self.path if self.whole_file else f"{self.path}:{number}"
 
 
-def read_chunks(source: SourceFile) -> Iterator[Chunk]:
-    """Yield a file's records in chunks; memory is that of a chunk, of a text file that of its text.
+@dataclass(frozen=True)
+class TextFile:
+    """The text of a file of more than a block, for whoever tokenises it to read as a stream."""
 
-    Raises `DataError` with path and line for a file that cannot be read on (a JSON list or CSV with broken syntax).
+    path: str
+
+    def blocks(self) -> Iterator[str]:
+        """The text, a block at a time; see `text_blocks`."""
+        return (text for text, _ in text_blocks(self.path))
+
+
+def read_chunks(source: SourceFile) -> Iterator[Chunk]:
+    """Yield a file's records in chunks; memory is that of a chunk.
+
+    Raises `DataError` with path and line for a file that cannot be read on (a JSON list or CSV with broken syntax, a
+    compressed file that is truncated).
     """
     is_text = source.kind == "text"
     try:
-        for records, num_bytes in READERS[source.kind](source):
-            yield Chunk(source.category_id, source.path, records, num_bytes, whole_file=is_text)
-    except (OSError, EOFError, zlib.error) as error:
+        for records, num_bytes, size in READERS[source.kind](source):
+            yield Chunk(source.category_id, source.path, records, num_bytes, is_text, size)
+    except OSError as error:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
 
-Batches = Iterator[tuple[list[NumberedRecord], int]]
+Batches = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
+Read = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
+
+
+def _batches(source: SourceFile, read: Callable[[BinaryIO], Read]) -> Batches:
+    """What `read` finds in the file's bytes, in batches of about CHUNK_BYTES and at most CHUNK_RECORDS."""
+    with open_source(source.path) as file:
+        records: list[NumberedRecord] = []
+        size = position = 0
+        for record, length in read(file.stream):
+            size += length
+            if record is not None:
+                records.append(record)
+            if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
+                yield records, file.position - position, size
+                records, size, position = [], 0, file.position
+        yield records, max(source.num_bytes - position, 0), size
 
 
 def _jsonl(source: SourceFile) -> Batches:
-    with open(source.path, "rb") as raw:
-        stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if source.path.endswith(".gz") else raw
-        records: list[NumberedRecord] = []
-        size = position = 0
-        for number, line in enumerate(stream, start=1):
-            size += len(line)
-            if line.removeprefix(codecs.BOM_UTF8).strip():
-                records.append((number, line))
-            if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
-                yield records, raw.tell() - position
-                records, size, position = [], 0, raw.tell()
-        yield records, raw.tell() - position
+    return _batches(source, _lines)
+
+
+def _lines(stream: BinaryIO) -> Read:
+    for number, line in enumerate(stream, start=1):
+        has_record = line.removeprefix(codecs.BOM_UTF8).strip()
+        yield ((number, line) if has_record else None), len(line)
 
 
 def parse_line(line: bytes) -> Any:
@@ -85,44 +108,33 @@ def parse_line(line: bytes) -> Any:
 
 
 def _json(source: SourceFile) -> Batches:
-    with open(source.path, "rb") as stream:
-        start = stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    with open_source(source.path) as file:
+        start = file.stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     # Many published .json files hold one object per line.
-    yield from _jsonl(source) if start == b"{" else _json_list(source)
-
-
-def _json_list(source: SourceFile) -> Batches:
-    scanner = _JsonListScanner(source.path)
-    records: list[NumberedRecord] = []
-    size = total = 0
-    for line, record, length in scanner:
-        records.append((line, record))
-        size += length
-        if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
-            yield records, size
-            records, total, size = [], total + size, 0
-    yield records, max(source.num_bytes - total, 0)
+    if start == b"{":
+        return _jsonl(source)
+    return _batches(source, lambda stream: iter(_JsonListScanner(source.path, stream)))
 
 
 class _JsonListScanner:
-    """Iterates over the elements of a JSON list without holding the file: yields (line, element, characters)."""
+    """Iterates over the elements of a JSON list without holding the file: yields ((line, element), characters)."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, stream: BinaryIO) -> None:
         self.path = path
+        self.stream = io.TextIOWrapper(stream, encoding="utf-8-sig")
         self.decoder = json.JSONDecoder()
         self.text = ""
         self.position = 0
         self.line = 1  # of `position`
         self.ended = False
 
-    def __iter__(self) -> Iterator[tuple[int, Any, int]]:
-        with open(self.path, encoding="utf-8-sig") as self.stream:
-            try:
-                yield from self._elements()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{self.path}:{self.line}: malformed JSON: no UTF-8") from error
+    def __iter__(self) -> Read:
+        try:
+            yield from self._elements()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path}:{self.line}: malformed JSON: no UTF-8") from error
 
-    def _elements(self) -> Iterator[tuple[int, Any, int]]:
+    def _elements(self) -> Read:
         self._expect("[", "a list of records")
         if self._next_character() == "]":
             self._advance(1)
@@ -131,7 +143,7 @@ class _JsonListScanner:
                 self._next_character()
                 line = self.line
                 value, length = self._decode()
-                yield line, value, length
+                yield (line, value), length
                 if self._next_character() == "]":
                     self._advance(1)
                     break
@@ -140,7 +152,7 @@ class _JsonListScanner:
             self._fail("text after the list's end")
 
     def _decode(self) -> tuple[Any, int]:
-        block = JSON_BLOCK
+        block = BLOCK
         while True:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.position)
@@ -179,7 +191,7 @@ class _JsonListScanner:
                 self._advance(1)
             if self.ended:
                 return ""
-            self._read(JSON_BLOCK)
+            self._read(BLOCK)
 
     def _expect(self, character: str, what: str) -> None:
         if self._next_character() != character:
@@ -193,22 +205,18 @@ class _JsonListScanner:
 
 def _csv(source: SourceFile) -> Batches:
     csv.field_size_limit(sys.maxsize)
-    with open(source.path, encoding="utf-8-sig", newline="") as stream:
-        reader = csv.DictReader(stream, strict=True)
-        records: list[NumberedRecord] = []
-        size = total = 0
-        try:
-            line = 2
-            for row in reader:
-                records.append((line, _csv_record(row)))
-                line = reader.line_num + 1
-                size += sum(len(value) for value in row.values() if isinstance(value, str))
-                if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
-                    yield records, size
-                    records, total, size = [], total + size, 0
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
-        yield records, max(source.num_bytes - total, 0)
+    return _batches(source, lambda stream: _rows(source.path, io.TextIOWrapper(stream, "utf-8-sig", newline="")))
+
+
+def _rows(path: str, stream: TextIO) -> Read:
+    reader = csv.DictReader(stream, strict=True)
+    try:
+        line = 2
+        for row in reader:
+            yield (line, _csv_record(row)), sum(len(value) for value in row.values() if isinstance(value, str))
+            line = reader.line_num + 1
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
 
 
 def _csv_record(row: dict[Any, Any]) -> Any:
@@ -226,15 +234,43 @@ def _csv_record(row: dict[Any, Any]) -> Any:
 
 
 def _text(source: SourceFile) -> Batches:
-    """The whole file as one record, its line ends as Python's text files have them."""
-    with open(source.path, "rb") as stream:
-        content = stream.read()
+    """The file as one record: its text, or a `TextFile` where that is more than a block."""
+    blocks = text_blocks(source.path)
     try:
-        text = content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        yield [(1, BadRecord("not_utf8", f"text must be UTF-8; byte {error.start + 1} is not"))], source.num_bytes
+        text, _ = next(blocks, ("", 0))
+        is_long = next(blocks, None) is not None
+    except BadRecord as error:
+        yield [(1, error)], source.num_bytes, 0
     else:
-        yield [(1, {"text": text.replace("\r\n", "\n").replace("\r", "\n")})], source.num_bytes
+        blocks.close()
+        yield [(1, {"text": TextFile(source.path) if is_long else text})], source.num_bytes, len(text) * (1 + is_long)
+
+
+def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
+    """A text file in blocks, line ends as Python's text files have them, and the bytes of the file that each took.
+
+    A block ends with a line, where no line is longer than a block. Raises `BadRecord` where the text is not UTF-8,
+    `DataError` where the file cannot be read.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
+    position = done = 0  # of the text, of the file
+    with open_source(path) as file:
+        while True:
+            data = file.stream.read(BLOCK)
+            data += file.stream.readline(BLOCK)
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                byte = position - begun + error.start + 1
+                raise BadRecord("not_utf8", f"text must be UTF-8; byte {byte} is not") from error
+            if text := lines.decode(text if position else text.removeprefix("\ufeff"), final=not data):
+                yield text, file.position - done
+                done = file.position
+            if not data:
+                return
+            position += len(data)
 
 
 def _parquet(source: SourceFile) -> Batches:
@@ -263,7 +299,7 @@ def _table_records(tables: Iterator[Any], num_bytes: int, num_rows: int) -> Batc
     number = 0
     for table in tables:
         rows = [_without_none(row) for row in table.to_pylist()]
-        yield list(enumerate(rows, start=number + 1)), num_bytes * len(rows) // max(num_rows, 1)
+        yield list(enumerate(rows, start=number + 1)), num_bytes * len(rows) // max(num_rows, 1), table.nbytes
         number += len(rows)
 
 

@@ -11,7 +11,7 @@ from verl_ext.commands.tokenizer import ModelConfig
 from verl_ext.commands.typed_options import least_problems, load_options
 from verl_ext.config.nearest import choice_problem
 from verl_ext.packing import OVER_LENGTH_POLICIES
-from verl_ext.tokenize.bad_record import ON_BAD_RECORD
+from verl_ext.tokenize.bad_record import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 
 CONFIG_NAME = "tokenize"
 REPORT = "report.json"
@@ -48,6 +48,7 @@ class TokenizeConfig:
     chat_template: Optional[str] = None  # noqa: UP045
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     last_turn_only: bool = False
+    special_tokens_in_text: str = "encode"
     max_tokens: Optional[int] = None  # noqa: UP045
     over_length: str = "error"
     on_bad_record: str = "error"
@@ -81,7 +82,11 @@ class TokenizeConfig:
 
     def _option_problems(self) -> list[str]:
         problems = least_problems({"max_tokens": (self.max_tokens, 2), "num_workers": (self.num_workers, 1)})
-        choices = (("over_length", OVER_LENGTH_POLICIES), ("on_bad_record", ON_BAD_RECORD))
+        choices = (
+            ("special_tokens_in_text", SPECIAL_TOKENS_IN_TEXT),
+            ("over_length", OVER_LENGTH_POLICIES),
+            ("on_bad_record", ON_BAD_RECORD),
+        )
         problems += filter(None, (choice_problem(key, getattr(self, key), options) for key, options in choices))
         for name in self.apply_chat_template_kwargs:
             if name in RESERVED_TEMPLATE_KWARGS:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.tokenize.bad_record import BadRecord
+from verl_ext.tokenize.chunks import TextFile
 
 SHAPES = (
     "messages | conversations | instruction+output[+input] | prompt+response (or completion) | question+answer | text"
@@ -63,7 +64,7 @@ class Chat:
 class PlainText:
     """Text whose every token but the first is a target."""
 
-    text: str
+    text: str | TextFile
 
 
 @dataclass
@@ -100,6 +101,8 @@ def _content(fields: dict[str, Any]) -> Chat | PlainText:
         return _prompt_and_answer(answer, fields)
     if "question" in fields and "answer" in fields:
         return _single_turn(_string(fields, "question"), _string(fields, "answer"), fields)
+    if isinstance(fields.get("text"), TextFile):
+        return PlainText(fields["text"])
     if "text" in fields:
         text = _string(fields, "text")
         if not text.strip():

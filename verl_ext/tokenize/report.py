@@ -1,7 +1,7 @@
 """The closing table and report.json: what was written, and everything that was not, by category."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from verl_ext.tokenize.tally import Tally
 
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("num_workers", "overwrite")
-_TEXT = ("category", "over max_tokens", "bad record", "first")  # columns to the left
+_TEXT = ("category", "over max_tokens", "encoded as text", "bad record", "first")  # columns to the left
 
 
 class Report:
@@ -54,7 +54,8 @@ class Report:
             (folder / file).write_text(text, encoding="utf-8")
 
     def table(self) -> str:
-        """The closing table, and one of documents over max_tokens and one of bad records where there are any."""
+        """The closing table, and one each of documents over max_tokens, special tokens in text and bad records, where
+        there are any."""
         rows = [_row(name, tally) for name, tally in self.tallies.items()]
         if len(rows) > 1:
             rows.append(_row("all", self.total))
@@ -62,6 +63,8 @@ class Report:
         cut = [row for name, tally in self.tallies.items() for row in _cut_rows(name, tally)]
         if cut:
             parts.append(aligned(cut, _TEXT))
+        if special := special_token_rows("category", self.tallies):
+            parts.append(aligned(special, _TEXT))
         bad = [
             {"category": name, "bad record": reason, "records": f"{count:,}", "first": tally.examples[reason][0]}
             for name, tally in self.tallies.items()
@@ -85,6 +88,20 @@ def _row(name: str, tally: Tally) -> dict[str, str]:
         "max": max(tally.lengths, default=0),
     }
     return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
+
+
+def special_token_rows(what: str, tallies: Mapping[str, Tally]) -> list[dict[str, str]]:
+    """A row for each category (`what` it is called) whose texts hold names of special tokens."""
+    return [
+        {
+            what: name,
+            "encoded as text": "special tokens",
+            "records": f"{tally.special_tokens['records']:,}",
+            "occurrences": f"{tally.special_tokens['occurrences']:,}",
+        }
+        for name, tally in tallies.items()
+        if tally.special_tokens
+    ]
 
 
 def _cut_rows(name: str, tally: Tally) -> Iterator[dict[str, str]]:

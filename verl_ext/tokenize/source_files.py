@@ -1,11 +1,19 @@
-"""Which files a category's paths, folders and globs stand for."""
+"""Which files a category's paths, folders and globs stand for, and their bytes, decompressed."""
 
+import bz2
 import glob
+import gzip
+import io
+import lzma
 import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.commands.errors import DataError, UsageError, first_line
 
 SUFFIXES = {
     ".jsonl": "jsonl",
@@ -16,8 +24,26 @@ SUFFIXES = {
     ".txt": "text",
 }
 KNOWN_FORMATS = (
-    "jsonl, jsonl.gz, json, parquet, csv, txt, an Arrow folder written by save_to_disk, or a folder of these"
+    "jsonl, json, csv or txt (plain, or compressed as .gz, .bz2, .xz or .zst), parquet, an Arrow folder written by"
+    " save_to_disk, or a folder of these"
 )
+
+
+def _zstd(raw: BinaryIO) -> BinaryIO:
+    import pyarrow as pa  # heavy; and unlike zstandard's reader it refuses a truncated file
+
+    stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+    return io.BufferedReader(stream)
+
+
+# Readers of whole files: several members or frames one after the other are read as one.
+COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": _zstd,
+}
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True)
@@ -28,6 +54,34 @@ class SourceFile:
     path: str
     kind: str  # jsonl | json | parquet | csv | text | arrow
     num_bytes: int
+
+
+class OpenedFile:
+    """A file's decompressed bytes (`stream`), and how far in the file itself they were read."""
+
+    def __init__(self, path: str, raw: BinaryIO) -> None:
+        ending = Path(path).suffix.lower()
+        self._raw = raw
+        self._size = os.fstat(raw.fileno()).st_size
+        if ending in COMPRESSIONS and not self._size:
+            raise EOFError(f"it is empty, which no {ending} file is")
+        self.stream = COMPRESSIONS[ending](raw) if ending in COMPRESSIONS else raw
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file, compressed where it is, that were read."""
+        return self._size if self._raw.closed else self._raw.tell()
+
+
+@contextmanager
+def open_source(path: str) -> Iterator[OpenedFile]:
+    """Open a file for its body to read; `DataError` where that fails: no permission, a truncated or corrupt file."""
+    try:
+        with open(path, "rb") as raw:
+            yield OpenedFile(path, raw)
+    except _READ_ERRORS as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
 def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
@@ -58,17 +112,24 @@ def _expand(pattern: str, key: str) -> list[tuple[Path, str]]:
 
 
 def _as_file(path: Path, key: str) -> tuple[Path, str]:
-    kind = _kind(path)
+    kind = kind_of(path)
     if kind is None:
         raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
     return path, kind
 
 
-def _kind(path: Path) -> str | None:
-    suffixes = path.suffixes[-2:]
-    if suffixes[-1:] == [".gz"]:
-        return "jsonl" if suffixes[0] in (".jsonl", ".ndjson") else None
-    return SUFFIXES.get(path.suffix)
+def kind_of(path: str | Path) -> str | None:
+    """The format that a file's name tells, upper or lower case; None for an unknown one."""
+    name = Path(path).name.lower()
+    plain = without_compression(name)
+    kind = SUFFIXES.get(Path(plain).suffix)
+    return None if kind == "parquet" and plain != name else kind
+
+
+def without_compression(name: str) -> str:
+    """A file's name less .gz, .bz2, .xz or .zst."""
+    ending = Path(name).suffix
+    return name.removesuffix(ending) if ending.lower() in COMPRESSIONS else name
 
 
 def _in_folder(folder: Path, key: str) -> list[tuple[Path, str]]:
@@ -84,7 +145,7 @@ def _in_folder(folder: Path, key: str) -> list[tuple[Path, str]]:
             continue
         if child.is_dir():
             found += _in_folder(child, key) if _has_known_files(child) else []
-        elif kind := _kind(child):
+        elif kind := kind_of(child):
             found.append((child, kind))
     if any(kind != "text" for _, kind in found):
         found = [(path, kind) for path, kind in found if kind != "text"]
@@ -94,7 +155,7 @@ def _in_folder(folder: Path, key: str) -> list[tuple[Path, str]]:
 
 
 def _has_known_files(folder: Path) -> bool:
-    return any(_kind(child) for child in folder.rglob("*") if child.is_file())
+    return any(kind_of(child) for child in folder.rglob("*") if child.is_file())
 
 
 def _is_arrow_folder(folder: Path) -> bool:

@@ -9,7 +9,8 @@ EXAMPLES = 3  # places named per reason in the report
 
 @dataclass
 class Tally:
-    """Counts of one category. `lengths` maps a document's length to how many have it."""
+    """Counts of one category. `lengths` maps a document's length to how many have it; `special_tokens` are the records
+    whose text holds names of special tokens, encoded as text, and how many of these there are."""
 
     records: int = 0
     documents: int = 0
@@ -17,6 +18,7 @@ class Tally:
     target_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     over_length: Counter[str] = field(default_factory=Counter)
+    special_tokens: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -34,11 +36,16 @@ class Tally:
         self.target_tokens += targets
         self.lengths[length] += 1
 
+    def add_special_tokens(self, occurrences: int, records: int = 1) -> None:
+        """Count names of special tokens that so many records' texts hold together; nothing of none."""
+        if occurrences:
+            self.special_tokens.update(records=records, occurrences=occurrences)
+
     def add(self, other: "Tally") -> None:
         """Add another tally's counts; its examples come after those here."""
         for name in ("records", "documents", "tokens", "target_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("lengths", "over_length", "bad"):
+        for name in ("lengths", "over_length", "special_tokens", "bad"):
             getattr(self, name).update(getattr(other, name))
         for reason, examples in other.examples.items():
             known = self.examples.setdefault(reason, [])
@@ -65,6 +72,7 @@ class Tally:
                 "p95": self.length_quantile(0.95),
                 "max": max(self.lengths, default=0),
             },
+            "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
             "bad_records": dict(sorted(self.bad.items())),
             "over_length": dict(sorted(self.over_length.items())),
             "examples": {reason: self.examples[reason] for reason in sorted(self.examples)},

@@ -1,6 +1,6 @@
 """From character spans to tokens: which tokens of the one-go tokenisation are targets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chat_spans import Span
 
 
-def mask_from_offsets(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarray:
+def mask_from_offsets(text: str, offsets: Sequence[Span] | np.ndarray, spans: list[Span]) -> np.ndarray:
     """mask[T] int8: 1 for the tokens that lie in a span. `offsets` are the tokens' characters.
 
     A token across a span's border whose outer part is white space belongs to the span: the template's own text ends in

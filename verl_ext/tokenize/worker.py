@@ -3,20 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.commands.tokenizer import load_tokenizer
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import ChatTemplate, Span
-from verl_ext.tokenize.chunks import Chunk, parse_line
+from verl_ext.tokenize.chat_spans import ChatTemplate
+from verl_ext.tokenize.chunks import Chunk, TextFile, parse_line
 from verl_ext.tokenize.config import TokenizeConfig
 from verl_ext.tokenize.over_length import Document, fit
-from verl_ext.tokenize.records import Chat, parse_record
+from verl_ext.tokenize.records import Chat, PlainText, parse_record
+from verl_ext.tokenize.special_tokens import ChatText
 from verl_ext.tokenize.tally import Tally
 from verl_ext.tokenize.target_mask import mask_from_offsets, mask_from_prefixes
+from verl_ext.tokenize.text_encoder import Encoded, TextEncoder
 
 
 @dataclass
@@ -45,8 +46,7 @@ class ChunkResult:
 @dataclass
 class _Prepared:
     number: int
-    text: str
-    spans: list[Span] | None  # None: plain text
+    text: str | TextFile | ChatText
     weight: float | None
 
 
@@ -70,6 +70,7 @@ class ChunkTokenizer:
     def __init__(self, config: TokenizeConfig) -> None:
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
+        self.encoder = TextEncoder(self.tokenizer, config.special_tokens_in_text)
         self._template: ChatTemplate | None = None
 
     def tokenise(self, chunk: Chunk) -> ChunkResult:
@@ -77,8 +78,7 @@ class ChunkTokenizer:
         outcome = _Outcome(tally=Tally(records=len(chunk.records)))
         prepared = list(self._prepared(chunk, outcome))
         for item, ids, mask in self._encoded(prepared, outcome):
-            document = Document(np.asarray(ids, dtype=np.int32), mask, item.weight)
-            self._keep(document, item, chunk.path, outcome)
+            self._keep(Document(ids, mask, item.weight), item, chunk.path, outcome)
         for bad in sorted(outcome.bad, key=lambda bad: bad.number):
             line = f"{chunk.place(bad.number)}: {bad.message}"
             # A target lost to truncation follows from the policy asked for, not from bad data: counted, never fatal.
@@ -91,27 +91,25 @@ class ChunkTokenizer:
         for number, raw in chunk.records:
             try:
                 record = parse_record(parse_line(raw) if isinstance(raw, bytes) else raw)
-                text, spans = self._text(record.content, chunk.place(number))
-                yield _Prepared(number, text, spans, record.weight)
+                yield _Prepared(number, self._text(record.content, chunk.place(number)), record.weight)
             except BadRecord as error:
                 outcome.bad.append(_Bad(number, error.reason, str(error)))
 
-    def _text(self, content: Any, place: str) -> tuple[str, list[Span] | None]:
+    def _text(self, content: Chat | PlainText, place: str) -> str | TextFile | ChatText:
         if isinstance(content, Chat):
             if self.config.last_turn_only:
                 content.keep_last_target()
             if not content.targets:
                 raise BadRecord("no_target", "the last assistant turn is no target")
-            text, spans = self._chat_template(place).spans(content)
-            if not spans:
+            template = self._chat_template(place)
+            chat = self.encoder.special.chat_text(template, content, self.config.special_tokens_in_text)
+            if not chat.spans:
                 raise BadRecord("no_target", "the chat template marks no assistant turn")
-        else:
-            text, spans = content.text, None
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
-        return text, spans
+            _check_characters(chat.text)
+            return chat
+        if isinstance(content.text, str):
+            _check_characters(content.text)
+        return content.text
 
     def _chat_template(self, place: str) -> ChatTemplate:
         if self._template is None:
@@ -126,52 +124,46 @@ class ChunkTokenizer:
 
     def _encoded(
         self, prepared: list[_Prepared], outcome: _Outcome
-    ) -> Iterator[tuple[_Prepared, list[int], np.ndarray]]:
+    ) -> Iterator[tuple[_Prepared, np.ndarray, np.ndarray]]:
         """The tokens and mask of every text, in order."""
-        chats = self._encode([item.text for item in prepared if item.spans is not None], special=False)
-        texts = self._encode([item.text for item in prepared if item.spans is None], special=True)
+        chats = iter(self.encoder.encode_chats([item.text for item in prepared if isinstance(item.text, ChatText)]))
+        plain = [item.text for item in prepared if not isinstance(item.text, ChatText)]
+        texts = iter(self.encoder.encode(plain, add_special_tokens=True))
         for item in prepared:
-            if item.spans is None:
-                ids = self._with_eos(next(texts)[0])
-                mask = np.ones(len(ids), dtype=np.int8)
-            else:
-                ids, offsets = next(chats)
-                try:
-                    mask = self._chat_mask(ids, offsets, item)
-                except BadRecord as error:
-                    outcome.bad.append(_Bad(item.number, error.reason, str(error)))
-                    continue
-            mask[:1] = 0
-            if not mask.any():
-                outcome.bad.append(_Bad(item.number, "no_target", "no token is left to learn after the first"))
+            encoded = next(chats) if isinstance(item.text, ChatText) else next(texts)
+            try:
+                if not isinstance(encoded, Encoded):
+                    raise encoded
+                ids, mask = self._with_mask(encoded, item.text)
+                if not mask.any():
+                    raise BadRecord("no_target", "no token is left to learn after the first")
+            except BadRecord as error:
+                outcome.bad.append(_Bad(item.number, error.reason, str(error)))
                 continue
+            outcome.tally.add_special_tokens(encoded.special_tokens)
             yield item, ids, mask
 
-    def _encode(self, texts: list[str], special: bool) -> Iterator[tuple[list[int], list[Span] | None]]:
-        if not texts:
-            return iter(())
-        fast = self.tokenizer.is_fast
-        out = self.tokenizer(
-            texts,
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=fast and not special,
-        )
-        offsets = out["offset_mapping"] if "offset_mapping" in out else [None] * len(texts)
-        return zip(out["input_ids"], offsets, strict=True)
+    def _with_mask(self, encoded: Encoded, text: str | TextFile | ChatText) -> tuple[np.ndarray, np.ndarray]:
+        """A document's tokens and int8 mask; a plain text ends with EOS."""
+        if not isinstance(text, ChatText):
+            ids = self._with_eos(encoded.ids)
+            mask = np.ones(len(ids), dtype=np.int8)
+        elif encoded.offsets is not None:
+            ids, mask = encoded.ids, mask_from_offsets(text.text, encoded.offsets, text.spans)
+        else:
+            ids = encoded.ids
+            mask = mask_from_prefixes(ids.tolist(), text.text, text.spans, self._chat_ids)
+        mask[:1] = 0
+        return ids, mask
 
-    def _chat_mask(self, ids: list[int], offsets: list[Span] | None, item: _Prepared) -> np.ndarray:
-        assert item.spans is not None
-        if offsets is not None:
-            return mask_from_offsets(item.text, offsets, item.spans)
-        return mask_from_prefixes(ids, item.text, item.spans, lambda text: next(self._encode([text], False))[0])
+    def _chat_ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _with_eos(self, ids: list[int]) -> list[int]:
+    def _with_eos(self, ids: np.ndarray) -> np.ndarray:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise UsageError(f"the tokenizer of {self.config.model.tokenizer} must have an eos_token for text records")
-        return ids if ids[-1:] == [eos] else [*ids, eos]
+        return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
 
     def _keep(self, document: Document, item: _Prepared, path: str, outcome: _Outcome) -> None:
         try:
@@ -184,6 +176,13 @@ class ChunkTokenizer:
         for piece in pieces:
             outcome.documents.append(piece)
             outcome.tally.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
 
 
 def _result(chunk: Chunk, outcome: _Outcome) -> ChunkResult:

@@ -11,7 +11,7 @@ from verl_ext.commands.output_check import output_problems
 from verl_ext.commands.tokenizer import ModelConfig
 from verl_ext.commands.typed_options import least_problems, load_options
 from verl_ext.config.nearest import choice_problem
-from verl_ext.tokenize.bad_record import ON_BAD_RECORD
+from verl_ext.tokenize.bad_record import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 
 CONFIG_NAME = "index"
 REPORT = "report.json"
@@ -31,6 +31,7 @@ class IndexConfig:
     text_key: Any = "text"
     add_eos: bool = True
     add_bos: bool = False
+    special_tokens_in_text: str = "encode"
     max_corpus_tokens: Optional[int] = None  # noqa: UP045
     on_bad_record: str = "error"
     num_workers: Optional[int] = None  # noqa: UP045
@@ -68,8 +69,8 @@ class IndexConfig:
     def _option_problems(self) -> list[str]:
         least = {"max_corpus_tokens": (self.max_corpus_tokens, 1), "num_workers": (self.num_workers, 1)}
         problems = least_problems(least)
-        if problem := choice_problem("on_bad_record", self.on_bad_record, ON_BAD_RECORD):
-            problems.append(problem)
+        choices = (("special_tokens_in_text", SPECIAL_TOKENS_IN_TEXT), ("on_bad_record", ON_BAD_RECORD))
+        problems += filter(None, (choice_problem(key, getattr(self, key), options) for key, options in choices))
         if not _is_names(self.text_key):
             problems.append(f"text_key must be a field or a list of fields; got {self.text_key!r}")
         return problems

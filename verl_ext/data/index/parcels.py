@@ -22,6 +22,11 @@ class Parcel:
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     @property
+    def text_bytes(self) -> int:
+        """How much there is to tokenise, about: of a compressed file more than its bytes."""
+        return sum(chunk.text_bytes for chunk in self.chunks)
+
+    @property
     def num_records(self) -> int:
         """Records, the unusable ones included."""
         return sum(len(chunk.records) for chunk in self.chunks)
@@ -30,7 +35,7 @@ class Parcel:
 def read_parcels(
     files: Sequence[SourceFile], is_full: Callable[[int], bool], parcel_bytes: int = CHUNK_BYTES
 ) -> Iterator[Parcel]:
-    """Yield the files' chunks, in order, in parcels of about `parcel_bytes` at the most.
+    """Yield the files' chunks, in order, in parcels of about `parcel_bytes` of text at the most.
 
     `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
     becomes its parcel's `failure` and ends its source, so that it is told only where the documents before it do not
@@ -46,7 +51,7 @@ def read_parcels(
             parcel.chunks.append(found)
         else:
             parcel.failure = str(found)
-        if parcel.failure or parcel.num_bytes >= parcel_bytes or parcel.num_records >= CHUNK_RECORDS:
+        if parcel.failure or parcel.text_bytes >= parcel_bytes or parcel.num_records >= CHUNK_RECORDS:
             yield parcel
             parcel = None
     if parcel is not None:

@@ -8,11 +8,12 @@ from typing import Any
 from verl_ext.commands.table import aligned
 from verl_ext.data.index.config import REPORT, IndexConfig
 from verl_ext.data.index.text_documents import TextTokenizer
+from verl_ext.tokenize.report import special_token_rows
 from verl_ext.tokenize.tally import Tally
 
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("num_workers", "overwrite")
-TEXT_COLUMNS = ("source", "bad record", "first")
+TEXT_COLUMNS = ("source", "encoded as text", "bad record", "first")
 # Counts of `Tally` that mean nothing for text without targets and limits.
 NOT_COUNTED = ("target_tokens", "over_length")
 
@@ -47,14 +48,15 @@ class Report:
         (folder / REPORT).write_text(text, encoding="utf-8")
 
     def table(self) -> str:
-        """The closing table, and one of bad records where there are any."""
+        """The closing table, and one each of special tokens in text and bad records, where there are any."""
         rows = [_row(name, tally) for name, tally in self.tallies.items()]
+        special = special_token_rows("source", self.tallies)
         bad = [
             {"source": name, "bad record": reason, "records": f"{count:,}", "first": tally.examples[reason][0]}
             for name, tally in self.tallies.items()
             for reason, count in sorted(tally.bad.items())
         ]
-        return "\n\n".join(aligned(part, TEXT_COLUMNS) for part in (rows, bad) if part)
+        return "\n\n".join(aligned(part, TEXT_COLUMNS) for part in (rows, special, bad) if part)
 
 
 def _counts(tally: Tally) -> dict[str, Any]:

@@ -42,7 +42,9 @@ def load_text_tokenizer(model: ModelConfig, options: TextOptions) -> TextTokeniz
 
 
 def _options(config: IndexConfig) -> TextOptions:
-    return TextOptions(config.text_key, config.add_eos, config.add_bos, config.on_bad_record)
+    return TextOptions(
+        config.text_key, config.add_eos, config.add_bos, config.on_bad_record, config.special_tokens_in_text
+    )
 
 
 def _write_indices(

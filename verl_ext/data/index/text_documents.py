@@ -6,16 +6,16 @@ t t t t EOS                                  t t EOS               tokens[8], le
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from verl_ext.commands.errors import UsageError
+from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.data.index.parcels import Parcel
 from verl_ext.data.megatron.idx_format import optimal_dtype
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chunks import Chunk, parse_line
+from verl_ext.tokenize.chunks import Chunk, TextFile, parse_line
+from verl_ext.tokenize.text_encoder import Encoded, TextEncoder
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class TextOptions:
     add_eos: bool = True
     add_bos: bool = False
     on_bad_record: str = "error"
+    special_tokens_in_text: str = "encode"
     key_prefix: str = ""
 
     @property
@@ -50,7 +51,8 @@ class BadText:
 class Documents:
     """tokens[ΣT] of the index's dtype and lengths[D] int64 of one parcel.
 
-    `bad` holds the unusable records in order; `failure` is what ends the run once the documents here are written.
+    special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
+    holds the unusable records in order; `failure` is what ends the run once the documents here are written.
     """
 
     source: int
@@ -59,19 +61,22 @@ class Documents:
     lengths: np.ndarray
     bad: list[BadText]
     failure: str | None
+    special_tokens: np.ndarray
 
 
 class TextTokenizer:
     """Turns parcels of records into token arrays with one tokenizer and one set of options.
 
-    The documents' tokens are the tokenizer's own of the whole text, without special tokens; BOS and EOS are added
-    whatever the text begins and ends with, as Megatron's `--append-eod` does. Raises `UsageError` where the tokenizer
+    The documents' tokens are those that `TextEncoder` gives of the whole text; BOS and EOS are added whatever the text
+    begins and ends with, as Megatron's `--append-eod` does. Raises `UsageError` where the tokenizer
     has no token that is to be added.
     """
 
     def __init__(self, tokenizer: Any, options: TextOptions) -> None:
         self.tokenizer = tokenizer
         self.options = options
+        key = f"{options.key_prefix}special_tokens_in_text"
+        self.encoder = TextEncoder(tokenizer, options.special_tokens_in_text, key)
         self.vocabulary = vocabulary_size(tokenizer)
         self.dtype = np.dtype(optimal_dtype(self.vocabulary))
         self.first = self._added("bos") if options.add_bos else []
@@ -86,51 +91,51 @@ class TextTokenizer:
 
     def tokenise(self, parcel: Parcel) -> Documents:
         """The parcel's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
-        ids: list[list[int]] = []
+        texts: list[Encoded] = []
         bad: list[BadText] = []
         failure = parcel.failure
         for place, outcome in self._outcomes(parcel):
-            if not isinstance(outcome, BadRecord):
-                ids.append(outcome)
+            if isinstance(outcome, Encoded):
+                texts.append(outcome)
                 continue
-            bad.append(BadText(len(ids), outcome.reason, f"{place}: {outcome}"))
+            if not isinstance(outcome, BadRecord):
+                failure = str(outcome)
+                break
+            bad.append(BadText(len(texts), outcome.reason, f"{place}: {outcome}"))
             if self.options.on_bad_record == "error":
                 failure = self._failure(bad[-1])
                 break
-        lengths = np.array([len(document) for document in ids], dtype=np.int64)
+        lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
         lengths += len(self.first) + len(self.last)
-        return Documents(parcel.source, parcel.num_bytes, self._joined(ids, lengths), lengths, bad, failure)
+        special = np.array([text.special_tokens for text in texts], dtype=np.int64)
+        tokens = self._joined([text.ids for text in texts])
+        return Documents(parcel.source, parcel.num_bytes, tokens, lengths, bad, failure, special)
 
     def _failure(self, bad: BadText) -> str:
         return f"{bad.line} ({bad.reason}; {self.options.key_prefix}on_bad_record=skip leaves such records out)"
 
-    def _outcomes(self, parcel: Parcel) -> Iterator[tuple[str, list[int] | BadRecord]]:
-        """(place, token ids or why there are none) of every record, in order."""
+    def _outcomes(self, parcel: Parcel) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
+        """(place, tokens or why there are none) of every record, in order."""
         texts = list(record_texts(parcel, self.options))
-        encoded = iter(self._encode([text for _, text in texts if isinstance(text, str)]))
+        encoded = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
         for place, text in texts:
-            outcome = next(encoded) if isinstance(text, str) else text
-            yield place, outcome or BadRecord("empty", "the tokenizer makes no token of the text")
+            outcome = text if isinstance(text, BadRecord) else next(encoded)
+            if isinstance(outcome, Encoded) and not len(outcome.ids):
+                outcome = BadRecord("empty", "the tokenizer makes no token of the text")
+            yield place, outcome
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        out = self.tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )
-        return out["input_ids"]
-
-    def _joined(self, ids: list[list[int]], lengths: np.ndarray) -> np.ndarray:
+    def _joined(self, ids: list[np.ndarray]) -> np.ndarray:
         """Every document's tokens, BOS and EOS included, side by side."""
-        parts = chain.from_iterable((self.first, document, self.last) for document in ids)
-        tokens = np.fromiter(chain.from_iterable(parts), np.int64, int(lengths.sum(dtype=np.int64)))
+        first, last = np.array(self.first, np.int32), np.array(self.last, np.int32)
+        parts = [part for document in ids for part in (first, document, last)]
+        tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
             raise UsageError(f"the tokenizer must give tokens of its vocabulary, 0..{self.vocabulary - 1}; got {wrong}")
         return tokens.astype(self.dtype)
 
 
-def record_texts(parcel: Parcel, options: TextOptions) -> Iterator[tuple[str, str | BadRecord]]:
+def record_texts(parcel: Parcel, options: TextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
     """(place, text or why there is none) of every record; none after the first that ends the run."""
     for chunk in parcel.chunks:
         for number, raw in chunk.records:
@@ -142,12 +147,14 @@ def record_texts(parcel: Parcel, options: TextOptions) -> Iterator[tuple[str, st
                     return
 
 
-def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str:
+def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str | TextFile:
     record = parse_line(raw) if isinstance(raw, bytes) else raw
     if isinstance(record, BadRecord):
         raise record
     if not isinstance(record, dict):
         raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    if isinstance(record.get("text"), TextFile):
+        return record["text"]
     keys = ["text"] if chunk.whole_file else options.text_keys
     text = "\n".join([_field(record, key, options) for key in keys])
     if not text.strip():

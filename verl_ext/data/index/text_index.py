@@ -67,6 +67,8 @@ class TextIndex:
         tokens, lengths = self._fitting(documents)
         self._writer.add(tokens, lengths)
         self._count(lengths)
+        special = documents.special_tokens[: len(lengths)]
+        self.tally.add_special_tokens(int(special.sum()), int((special > 0).sum()))
         bad = [bad for bad in documents.bad if bad.after < len(lengths) or not self.is_full]
         for record in bad:
             self.tally.add_bad(record.reason, record.line)

@@ -1,0 +1,282 @@
+"""Texts as token ids: in batches, a long text in pieces, special tokens in data as text.
+
+A long text is tokenised in windows, of which only the tokens before a cut are kept, so that memory does not grow with
+the text but by its ids:
+
+    window 1   t t t t t t t|t t t        kept up to the cut, at least OVERLAP characters before the window's end
+    window 2                 t t t t t t t t|t t
+                             ^ the same tokens as window 1 has there
+
+The ids are those of the whole text at once where no rule of the tokenizer looks further than OVERLAP characters. A
+cut is made only
+
+1. between two of the tokenizer's own words (pre-tokens), over which no model merges; or, for a BPE without these,
+   before a space in a vocabulary that has no token with a space after another character; and
+2. where the rest of the window, alone, gives the tokens that it gives after what precedes it: the normaliser, a prefix
+   that is added to a text, and the pre-tokenizer then make no difference between the start of a text and the cut.
+
+A tokenizer that offers no such place tokenises a text as one piece, up to LONGEST characters.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ext.commands.errors import DataError
+from verl_ext.tokenize.bad_record import BadRecord
+from verl_ext.tokenize.chunks import TextFile
+from verl_ext.tokenize.special_tokens import ChatText, SpecialTokens
+
+WINDOW = 1 << 18  # characters tokenised at once: about 50 MB of memory
+OVERLAP = 1 << 12  # characters of a window after the cut
+LONGEST = 1 << 25  # characters of a text that cannot be cut: about 6 GB
+TRIES = 16  # places tried for a cut before a window is doubled
+SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
+
+
+@dataclass
+class Encoded:
+    """ids int32[T] of a text, offsets int64[T, 2] (characters of each token) where they were asked for, and how many
+    names of special tokens the text holds that are encoded as text."""
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64] | None = None
+    special_tokens: int = 0
+
+
+class TextEncoder:
+    """One tokenizer, and what it does with special tokens in data (one of SPECIAL_TOKENS_IN_TEXT)."""
+
+    def __init__(self, tokenizer: Any, special_tokens_in_text: str, key: str = "special_tokens_in_text") -> None:
+        """`key`: the config key of `special_tokens_in_text`, which errors name."""
+        self.tokenizer = tokenizer
+        self.on_found = special_tokens_in_text
+        self.special = SpecialTokens(tokenizer, key)
+        # A slow tokenizer would split the added tokens that are not special as well.
+        self._split = {"split_special_tokens": True} if self.on_found != "keep" and tokenizer.is_fast else {}
+
+    def encode(
+        self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
+    ) -> list[Encoded | BadRecord | DataError]:
+        """The tokens of each text, or why it cannot be used or its file not be read; `add_special_tokens`: with those
+        that the tokenizer puts at either end of a text."""
+        encoded: list[Encoded | BadRecord | DataError | None] = [None] * len(texts)
+        counts: dict[int, int] = {}  # of the short texts
+        for number, text in enumerate(texts):
+            try:
+                if isinstance(text, TextFile) or len(text) > WINDOW:
+                    encoded[number] = self._long(text, add_special_tokens)
+                else:
+                    counts[number] = self._count(text)
+            except (BadRecord, DataError) as error:
+                encoded[number] = error
+        short = [texts[number] for number in counts]
+        out: Any = None
+        if short:
+            out = self._call(self.tokenizer, short, add_special_tokens=add_special_tokens, **self._split)
+        for at, (number, count) in enumerate(counts.items()):
+            ids = np.asarray(out["input_ids"][at], dtype=np.int32)
+            try:
+                self._check(ids, out.encodings[at].special_tokens_mask if add_special_tokens and self._split else None)
+                encoded[number] = Encoded(ids, None, count)
+            except BadRecord as error:
+                encoded[number] = error
+        return [item for item in encoded if item is not None]
+
+    def encode_chats(self, chats: Sequence[ChatText]) -> list[Encoded | BadRecord]:
+        """The tokens of each chat, with offsets where the tokenizer is a fast one."""
+        encoded: list[Encoded | BadRecord] = []
+        plain = [chat.text for chat in chats if chat.disguised is None and len(chat.text) <= WINDOW]
+        out: Any = self._call(self.tokenizer, plain, offsets=self.tokenizer.is_fast) if plain else None
+        at = 0
+        for chat in chats:
+            if chat.disguised is None and len(chat.text) <= WINDOW:
+                is_fast = "offset_mapping" in out
+                offsets = np.asarray(out["offset_mapping"][at], np.int64).reshape(-1, 2) if is_fast else None
+                encoded.append(Encoded(np.asarray(out["input_ids"][at], np.int32), offsets))
+                at += 1
+                continue
+            try:
+                encoded.append(self._chat(chat))
+            except BadRecord as error:
+                encoded.append(error)
+        return encoded
+
+    def _chat(self, chat: ChatText) -> Encoded:
+        """A long chat, or one that holds special tokens."""
+        if chat.disguised is None:
+            pieces = list(self._pieces(self.tokenizer, _blocks(chat.text), offsets=True))
+        else:
+            pieces = list(self._pieces(self.special.renamed_tokenizer, _blocks(chat.disguised), True, **self._split))
+        ids = np.concatenate([ids for ids, _ in pieces])
+        if chat.disguised is not None:
+            self.special.check_ids(ids)
+            ids = self.special.real_ids[ids]
+        offsets = np.concatenate([offsets for _, offsets in pieces]) if self.tokenizer.is_fast else None
+        return Encoded(ids, offsets, chat.special_tokens)
+
+    def _count(self, text: str) -> int:
+        """How many names of special tokens a text holds; `BadRecord` where it may hold none."""
+        found = [] if self.on_found == "keep" else self.special.found(text)
+        if found and self.on_found == "error":
+            raise self.special.refused(found[0][0])
+        if found and not self.tokenizer.is_fast:
+            raise self.special.refused(found[0][0], "and only a fast tokenizer can encode it as text")
+        return len(found)
+
+    def _check(self, ids: NDArray[np.int32], added: Sequence[int] | None) -> None:
+        """`BadRecord` where a token made of text is special; added[T]: 1 for those that the tokenizer put there."""
+        if self._split:
+            self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
+
+    def _long(self, text: str | TextFile, add_special_tokens: bool) -> Encoded:
+        reading = _Reading(text, self._count, self.special.longest)
+        is_fast = self.tokenizer.is_fast
+        call = self._split if is_fast else {"add_special_tokens": add_special_tokens}
+        pieces = [ids for ids, _ in self._pieces(self.tokenizer, reading, False, **call)]
+        if reading.is_blank:
+            raise BadRecord("empty", "the text is empty")
+        ids = np.concatenate(pieces)
+        del pieces
+        self._check(ids, None)
+        if add_special_tokens and is_fast:
+            before, after = self._around(reading.beginning)
+            ids = np.concatenate([before, ids, after])
+        return Encoded(ids, None, reading.special_tokens)
+
+    def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """What a fast tokenizer puts before and after a text, such as this one."""
+        out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
+        ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
+        own = np.flatnonzero(np.asarray(mask) == 0)
+        return (ids[: own[0]], ids[own[-1] + 1 :]) if len(own) else (ids, ids[:0])
+
+    def _pieces(
+        self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
+        """(ids, offsets, of no row where they are not asked for) of the pieces of a text that arrives in blocks."""
+        blocks, text, begun, is_read = iter(blocks), "", 0, False
+        size = WINDOW if tokenizer.is_fast else LONGEST
+        while True:
+            parts = [text]
+            length = len(text)
+            while length <= size and not is_read:
+                part = next(blocks, None)
+                is_read = part is None
+                parts.append(part or "")
+                length += len(parts[-1])
+            text = "".join(parts)
+            is_last = is_read and len(text) <= size
+            window = text if is_last else text[:size]
+            if not is_last and size >= LONGEST:
+                raise BadRecord(
+                    "too_long",
+                    f"a text of more than {LONGEST:,} characters must have places where it can be cut, between words"
+                    " (pre-tokens) of a fast tokenizer; it has none",
+                )
+            out = self._call(tokenizer, [window], **call)
+            if not tokenizer.is_fast:
+                yield np.asarray(out["input_ids"][0], np.int32), np.empty((0, 2), np.int64)
+                return
+            encoding = out.encodings[0]
+            cut = (len(encoding), len(text)) if is_last else self._cut(tokenizer, encoding, window, offsets, call)
+            if cut is None:
+                size *= 2
+                continue
+            tokens, at = cut
+            places = np.asarray(encoding.offsets[:tokens] if offsets else [], np.int64).reshape(-1, 2)
+            yield np.asarray(encoding.ids[:tokens], np.int32), places + begun
+            if is_last:
+                return
+            text, begun, size = text[at:], begun + at, WINDOW
+
+    def _cut(
+        self, tokenizer: Any, encoding: Any, window: str, offsets: bool, call: dict[str, Any]
+    ) -> tuple[int, int] | None:
+        """Tokens before the last safe cut of a window, and the character where the next window begins."""
+        ids, tries = encoding.ids, 0
+        ends = [end for _, end in encoding.offsets] if offsets else []
+        starts = range(len(ids))
+        after = bisect_right(starts, len(window) - OVERLAP, key=lambda token: encoding.token_to_chars(token)[0])
+        for token in range(min(after, len(ids) - 1), 0, -1):
+            if not self._is_border(tokenizer, encoding, ids, token):
+                continue
+            # White space between two words may be of either, of none, or what a text's own prefix stands for.
+            end, start = encoding.token_to_chars(token - 1)[1], encoding.token_to_chars(token)[0]
+            for at in sorted({end, start, start + window[start].isspace()} - {0}):
+                rest = self._call(tokenizer, [window[at:]], **call).encodings[0]
+                if rest.ids == ids[token:] and (not offsets or [end + at for _, end in rest.offsets] == ends[token:]):
+                    return token, at
+            tries += 1
+            if tries == TRIES:
+                return None
+        return None
+
+    def _is_border(self, tokenizer: Any, encoding: Any, ids: list[int], token: int) -> bool:
+        """Whether no merge can join a token with the one before it, whatever follows."""
+        if encoding.token_to_word(token) != encoding.token_to_word(token - 1):
+            return True
+        if not self._no_token_spans_a_space:
+            return False
+        before, here = tokenizer.convert_ids_to_tokens(ids[token - 1 : token + 1])
+        return here.startswith(SPACE) and not before.endswith(SPACE)
+
+    @cached_property
+    def _no_token_spans_a_space(self) -> bool:
+        """Whether the model is a BPE whose tokens have sentencepiece's space at their start alone."""
+        from tokenizers.models import BPE
+
+        if not isinstance(self.tokenizer.backend_tokenizer.model, BPE):
+            return False
+        added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        spans = re.compile(f"[^{SPACE}]{SPACE}").search
+        return not any(spans(token) for token in self.tokenizer.get_vocab() if token not in added)
+
+    def _call(
+        self,
+        tokenizer: Any,
+        texts: Sequence[Any],
+        *,
+        add_special_tokens: bool = False,
+        offsets: bool = False,
+        **call: Any,
+    ) -> Any:
+        return tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=offsets,
+            verbose=False,
+            **call,
+        )
+
+
+class _Reading:
+    """A long text in blocks, and what is seen of it on the way."""
+
+    def __init__(self, text: str | TextFile, count: Any, longest: int) -> None:
+        self._text, self._count, self._kept = text, count, max(longest - 1, 0)
+        self.special_tokens = 0
+        self.is_blank = True
+        self.beginning = ""
+
+    def __iter__(self) -> Iterator[str]:
+        before = ""
+        for block in self._text.blocks() if isinstance(self._text, TextFile) else _blocks(self._text):
+            self.beginning = self.beginning or block[:OVERLAP].strip()
+            self.is_blank = self.is_blank and not block.strip()
+            # A name may lie across the border of two blocks; what lies before it was counted.
+            self.special_tokens += self._count(before + block) - self._count(before)
+            before = (before + block)[-self._kept :] if self._kept else ""
+            yield block
+
+
+def _blocks(text: str) -> Iterator[str]:
+    return (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
