@@ -217,3 +217,19 @@ def test_a_model_that_chooses_frequencies_in_code_of_its_own_is_refused():
     model.model.rotary_emb = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"^model\.path: Qwen3ForCausalLM has rotary frequencies that depend on"):
         choose_rope_by_document(model)
+
+
+def _frequencies(folder: str) -> tuple[str, dict[str, torch.Tensor]]:
+    from tests.packed_engine import build_worker
+
+    module = build_worker(folder, 1, ["engine.model_dtype=bf16"]).engine.module
+    return str(next(module.parameters()).dtype), dict(module.named_buffers())
+
+
+def test_weights_in_bfloat16_leave_rotary_frequencies_in_float32(tiny_model):
+    plain = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_buffers())
+    for dtype, buffers in run_ranks(_frequencies, 2, str(tiny_model)):
+        assert dtype == "torch.bfloat16"
+        assert buffers.keys() == plain.keys()
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(buffer, plain[name], rtol=0, atol=0)

@@ -31,6 +31,22 @@ def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | 
     return config.max_position_embeddings if "dynamic" in rope_type else None
 
 
+def restore_rope(model: Any) -> None:
+    """Give rotary embeddings their frequencies in fp32 again, in place.
+
+    verl casts a whole model to `engine.model_dtype`, these with it, which transformers never does: in bfloat16 a
+    frequency has three digits, so that an angle at position 1,000 is off by up to two radians.
+    """
+    for module in model.modules():
+        inv_freqs = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        if all(getattr(module, name).dtype == torch.float32 for name in inv_freqs):
+            continue
+        with torch.device("cpu"):
+            fresh = type(module)(module.config)
+        for name in inv_freqs:
+            module.register_buffer(name, getattr(fresh, name).to(getattr(module, name).device), persistent=False)
+
+
 def choose_rope_by_document(model: Any, sequence_parallel_rank: int = 0) -> None:
     """Replace, in place, rotary embeddings of ``model`` whose frequencies depend on the length of a document.
 
