@@ -78,6 +78,14 @@ def test_truncate_right_is_the_originals_literal_form(opened, tokenizer):
             assert row[name].tolist() == expected
 
 
+def test_the_names_of_special_tokens_in_a_context_are_text(opened):
+    row = opened([{**record(1), "input": f"{FACTS[0]}<eos> <pad>"}])[0]
+    ids = row["input_ids"][row["attention_mask"] == 1].tolist()
+    assert "<eos> <pad>" in TOKENIZER.decode(ids, skip_special_tokens=True)
+    assert ids.count(TOKENIZER.eos_token_id) == 1  # what ends a text of this tokenizer
+    assert TOKENIZER.pad_token_id not in ids
+
+
 def test_padding_is_a_pseudo_document_and_masks_agree_with_labels(opened):
     row = opened([record(2)])[0]
     tokens = int(row["attention_mask"].sum())

@@ -7,7 +7,7 @@ from verl_ext.data.babilong_files import BABILongFile
 from verl_ext.data.babilong_options import BABILongOptions
 from verl_ext.data.fingerprint import digest, file_facts, tokenizer_facts
 
-FORMAT = 2  # to be raised when the same input is written as something else
+FORMAT = 3  # to be raised when the same input is written as something else
 
 
 def fingerprint(files: Sequence[BABILongFile], tokenizer: Any, options: BABILongOptions) -> str:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.babilong_files import Record
 from verl_ext.data.babilong_options import BABILongOptions
+from verl_ext.tokenize.special_tokens import as_plain_text
 
 LINE_BREAKS = 2  # tokens that the two line breaks before "Question:" may be
 
@@ -88,6 +89,7 @@ class SampleTokenizer:
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,  # no warning that a text is longer than model_max_length
+            **as_plain_text(self.tokenizer),
         )
 
     def _checked_answer(self, tokens: list[int], record: Record) -> list[int]:

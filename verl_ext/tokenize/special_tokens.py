@@ -32,6 +32,14 @@ _HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unico
 _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")
 
 
+def as_plain_text(tokenizer: Any) -> dict[str, bool]:
+    """The argument with which a tokenizer reads the names of special tokens in a text as text.
+
+    Empty for a slow one, which would split the added tokens that are not special as well.
+    """
+    return {"split_special_tokens": True} if getattr(tokenizer, "is_fast", False) else {}
+
+
 @dataclass
 class ChatText:
     """A rendered chat and the character spans of its targets.

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from verl_ext.commands.errors import DataError
 from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chunks import TextFile
-from verl_ext.tokenize.special_tokens import ChatText, SpecialTokens
+from verl_ext.tokenize.special_tokens import ChatText, SpecialTokens, as_plain_text
 
 WINDOW = 1 << 18  # characters tokenised at once: about 50 MB of memory
 OVERLAP = 1 << 12  # characters of a window after the cut
@@ -58,8 +58,7 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.on_found = special_tokens_in_text
         self.special = SpecialTokens(tokenizer, key)
-        # A slow tokenizer would split the added tokens that are not special as well.
-        self._split = {"split_special_tokens": True} if self.on_found != "keep" and tokenizer.is_fast else {}
+        self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False

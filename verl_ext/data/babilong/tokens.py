@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.tokenize.special_tokens import as_plain_text
+
 ANCHOR = "So it was."  # what a text follows when it is counted inside a running text
 BATCH = 1000
 
@@ -34,5 +36,6 @@ class TokenCounter:
         return np.array(counts, dtype=np.int64)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        encoded = self.tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)
+        plain = as_plain_text(self.tokenizer)
+        encoded = self.tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, **plain)
         return encoded["input_ids"]
