@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from tests.babilong_files import byte_tokenizer
 from tests.document_texts import random_words, write_jsonl, write_texts
 from verl_ext.config import compose
 from verl_ext.config.checks import check_run
@@ -161,6 +162,16 @@ def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
     row = MultiDocDataset(path, tokenizer, config=config).not_as_they_stand()[0]
     assert (row.reason, row.documents) == ("bad record: empty", 1)
+
+
+def test_records_whose_special_tokens_are_text_are_counted(tmp_path):
+    path = write_jsonl(tmp_path / "texts.jsonl", ["Mary <eos> went <eos> home", "to the garden", "<pad>"])
+    config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "add_eos": False}
+    for _ in range(2):  # made, and opened again
+        dataset = MultiDocDataset(path, byte_tokenizer(), config=config)
+        (row,) = dataset.not_as_they_stand()
+        assert (row.category, row.reason, row.documents) == ("texts", "special tokens encoded as text", 2)
+        assert dataset.token_range[0] > 2  # the ids of <pad>, <bos> and <eos>
 
 
 def test_a_split_that_leaves_a_part_without_documents_names_the_source(prefix, refused):

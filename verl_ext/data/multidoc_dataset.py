@@ -268,11 +268,16 @@ class MultiDocDataset(PackDataset):
         return tokens - self.pack_documents()
 
     def not_as_they_stand(self) -> list[OverLengthRow]:
-        """The records of texts that gave no document, by source and reason."""
-        return [
+        """The records of texts that gave no document, by source and reason, and those whose special tokens are text."""
+        rows = [
             OverLengthRow(source.name, f"bad record: {reason}", count)
             for source in self.sources
             for reason, count in sorted(source.bad_records.items())
+        ]
+        return rows + [
+            OverLengthRow(source.name, "special tokens encoded as text", source.special_tokens)
+            for source in self.sources
+            if source.special_tokens
         ]
 
     def facts(self) -> dict[str, Any]:

@@ -23,20 +23,21 @@ from verl_ext.tokenize.source_files import find_source_files, kind_of, without_c
 
 FORMAT = 1  # to be raised when the same text is tokenised into something else
 _INDEX = (".idx", ".bin")
-_BAD_RECORDS = "bad_records.json"
+_RECORDS = "records.json"
 _REPORT = "report.json"  # of the index command
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents of one name; weight: its share of a blend, None without one; bad_records: of a text, how many records
-    gave no document, by reason."""
+    """Documents of one name; weight: its share of a blend, None without one. Of a text: bad_records, how many records
+    gave no document, by reason; special_tokens, how many hold names of special tokens, which are encoded as text."""
 
     name: str
     index: TokenIndex
     weight: float | None
     is_text: bool
     bad_records: Mapping[str, int] = field(default_factory=dict)
+    special_tokens: int = 0
 
 
 class SourceFinder:
@@ -117,8 +118,8 @@ class SourceFinder:
         folder = cached_folder(self._root, f"text-{made_of}", lambda to: self._write(files, to))
         if self._fingerprint(files) != made_of:
             raise ValueError(f"{self._key} must not change while it is tokenised; one of its {len(files)} files did")
-        bad_records = json.loads((folder / _BAD_RECORDS).read_text(encoding="utf-8"))
-        return Source(name, TokenIndex(folder / "text", self._key), weight, True, bad_records)
+        records = json.loads((folder / _RECORDS).read_text(encoding="utf-8"))
+        return Source(name, TokenIndex(folder / "text", self._key), weight, True, **records)
 
     def _write(self, files: Sequence[Any], folder: Path) -> None:
         # Here, because the index command's modules import config and the tokenise command's.
@@ -131,7 +132,8 @@ class SourceFinder:
         )
         limit = given.max_corpus_tokens
         tally = write_text_index(files, self._tokenizer, folder / "text", options, max_tokens=limit, key=self._key)
-        (folder / _BAD_RECORDS).write_text(json.dumps(tally.bad), encoding="utf-8")
+        records = {"bad_records": tally.bad, "special_tokens": tally.special_tokens["records"]}
+        (folder / _RECORDS).write_text(json.dumps(records), encoding="utf-8")
 
     def _fingerprint(self, files: Sequence[Any]) -> str:
         """Of what the tokens follow from."""

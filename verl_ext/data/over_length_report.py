@@ -21,7 +21,8 @@ class OverLengthRow:
 
     Only documents longer than a pack, and BABILong's samples, have their category looked up; the others are in (none).
     Of a BABILong prompt that was cut, `context truncated` or `question truncated`, with the tokens from before the cut;
-    of a pretraining text, `truncated to max_length`; `bad record: …` of a record that gave no document.
+    of a pretraining text, `truncated to max_length`; `bad record: …` of a record that gave no document, and
+    `special tokens encoded as text` of one that holds their names.
     share is of the tokens of all documents of the folders. tokens = tokens_kept + tokens_removed; over all rows,
     tokens_removed are the tokens that no pack holds, each counted once. targets_removed counts target tokens of
     documents longer than a pack that are trained on no longer (under `split`, those that became the first token of a
