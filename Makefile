@@ -22,6 +22,8 @@ help:
 quickstart: .venv/.installed-test
 	recipes/quickstart/run.sh quickstart_run
 
+# One thread a process: the tests and the ranks that they start share the cores. OMP_NUM_THREADS=4 make test passes too.
+test: export OMP_NUM_THREADS ?= 1
 test: .venv/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
