@@ -77,7 +77,7 @@ def test_what_overrides_a_models_config_is_what_is_checked_and_trained(good):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"rope_thetta": 5}, "unknown key model.override_config.rope_thetta of Qwen3Config"),
+        ({"rope_thetta": 5}, "rope_thetta of Qwen3Config; nearest: model.override_config.rope_theta"),
         ({"hidden_sizes": 5}, "hidden_sizes of Qwen3Config; nearest: model.override_config.hidden_size"),
         ({"output_router_logits": True}, "unknown key model.override_config.output_router_logits of Qwen3Config"),
         ({"max_position_embeddings": "many"}, "model.override_config.max_position_embeddings must be one of a Qwen3Co"),

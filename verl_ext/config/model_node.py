@@ -54,7 +54,7 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
 
 def _set(hf_config: Any, key: str, value: Any) -> None:
     if not hasattr(hf_config, key) and not getattr(hf_config, "auto_map", None):
-        nearest = nearest_name(key, [name for name in hf_config.to_dict() if not name.startswith("_")])
+        nearest = nearest_name(key, ["rope_theta", *(name for name in hf_config.to_dict() if not name.startswith("_"))])
         hint = f"; nearest: {_KEY}.{nearest}" if nearest else ""
         raise ValueError(f"unknown key {_KEY}.{key} of {type(hf_config).__name__}{hint}")
     old = getattr(hf_config, key, None)
