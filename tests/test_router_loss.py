@@ -119,6 +119,38 @@ def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(m
             assert off < 1e-5, f"{name} is off by {off:.1e} with {packing} packs and {accumulation} micro-batches"
 
 
+def _drawn(model: str) -> list[torch.Tensor]:
+    """The state of the random numbers after the micro-batches of a step, with the router loss and without."""
+    from tests.packed_engine import build_worker
+    from verl_ext.data import CategoryTable
+    from verl_ext.losses import LossSpec
+    from verl_ext.trainer.step_batch import StepCollator
+    from verl_ext.trainer.step_loss import StepLoss
+
+    engine = build_worker(model).engine
+    packs = [pack_row([DOCUMENTS[i]]) for i in (2, 3)]
+    packs = [{**pack, "category_ids": pack["category_ids"] * 0} for pack in packs]
+    micro_batches = list(StepCollator(LossSpec(), CategoryTable((), ()))(packs).micro_batches(1))
+    states = []
+    for losses in (engine.router_loss, None):
+        engine.router_loss = losses
+        torch.manual_seed(0)
+        with engine.train_mode():
+            engine.accumulate(micro_batches, StepLoss(1.0, 1, None))
+        states.append(torch.get_rng_state())
+    return states
+
+
+def test_counting_the_choices_of_experts_draws_no_random_numbers_of_the_step(tmp_path):
+    config_class, fields = MODELS["mixtral"]
+    noisy = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
+    model = write_tiny_model(tmp_path / "model", 0, config_class, **MOE, **noisy, **fields)
+    ((counted, plain),) = run_ranks(_drawn, 1, str(model))
+    assert torch.equal(counted, plain)
+    torch.manual_seed(0)
+    assert not torch.equal(plain, torch.get_rng_state())
+
+
 @pytest.fixture
 def run(tmp_path):
     """Overrides of a run of three steps over a mixture of experts whose config leaves its router loss off."""
