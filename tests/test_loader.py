@@ -17,7 +17,7 @@ from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import LossSpec
 from verl_ext.trainer import loader as loader_module
-from verl_ext.trainer.loader import pack_loader
+from verl_ext.trainer.loader import PackLoader, pack_loader
 from verl_ext.trainer.process_group import TRAINING_FAILED
 from verl_ext.trainer.step_batch import StepCollator
 from verl_ext.trainer.step_plan import StepPlan
@@ -161,6 +161,17 @@ def test_a_signal_that_torch_no_longer_sees_is_told():
     told = rf"^a loader process \(pid {process.pid}\) was killed by signal: Killed; where the host"
     with pytest.raises(LoadingFailed, match=told), deaths.told():
         raise RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
+
+
+def test_a_death_while_the_processes_start_is_told():
+    class Starting:
+        def __iter__(self):
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    with pytest.raises(
+        LoadingFailed, match=r"^a loader process \(pid 7\) was killed by signal: Killed; where the host"
+    ):
+        list(PackLoader(Starting()))
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])

@@ -102,7 +102,7 @@ class PackedEngine(StepEngine):
             "attention_mask": None,
             "position_ids": self._share_of_tokens(positions, pad).unsqueeze(0),
         }
-        if hasattr(self.model_config.hf_config, "output_router_logits"):
+        if getattr(self.model_config.hf_config, "output_router_logits", False):
             model_inputs["output_router_logits"] = False  # transformers would compute its own loss of this batch
         return model_inputs, {"pad_size": pad, "labels": self._share_of_tokens(following, pad)}
 

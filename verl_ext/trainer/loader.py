@@ -77,9 +77,10 @@ class PackLoader:
         self._batches = batches
 
     def __iter__(self) -> Iterator[StepBatch]:
-        batches = iter(self._batches)
-        if self._batches.num_workers:
-            _deaths.listen()
+        with _deaths.told():  # a process may die before the others have started
+            batches = iter(self._batches)
+            if self._batches.num_workers:
+                _deaths.listen()
         while True:
             with _deaths.told():
                 batch = next(batches, None)
