@@ -10,8 +10,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests.tiny_model import write_tiny_model
+
+settings.register_profile("tests", deadline=None)  # a busy machine fails no property
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
