@@ -52,8 +52,8 @@ class PackedEngine(StepEngine):
             self.router_loss = RouterLoss(self.module, hf_config)
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
-        """As the parent. A router loss is of the whole step: with several micro-batches each is read once before, to
-        count its choices of experts; one alone is counted on the way."""
+        """As the parent. A router loss is of the whole step: with several micro-batches, each is read once before them
+        all to count its choices of experts; a single one is counted in its own forward."""
         if self.router_loss is not None:
             self.router_loss.begin_step()
             if len(micro_batches) > 1:
