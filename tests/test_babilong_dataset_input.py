@@ -23,9 +23,9 @@ def refusal(tmp_path, path, tokenizer=TOKENIZER, max_length=96, **options):
     ("content", "line"),
     [
         (b'{"input": "", "question": "", "target": ""}', "1k.json is no list"),
-        (b'{\n "data": []}', "1k.json is no list"),
+        (b'{\n "data": []}', "1k.json: must be a list of records"),
         (b'"text"', "1k.json:1: malformed JSON: expected a list of records"),
-        (b"", "1k.json:1: malformed JSON: expected a list of records"),
+        (b"", "1k.json: must be JSON; it is empty"),
         (b'[{"input": "a"', "1k.json:1: malformed JSON"),
         (b'[{"input": "\xff"}]', "1k.json:1: malformed JSON: no UTF-8"),
         (b"[]", "must hold at least one record in every file"),

@@ -112,8 +112,9 @@ def test_overwrite_never_deletes_what_the_run_reads(run, tmp_path, monkeypatch):
     folder, config = run
     data = folder / "data"
     data.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"must not hold data\.train_dir with trainer\.overwrite=true"):
-        check_output(config("trainer.overwrite=true", f"data.train_dir={data}"))
+    for path in (data, f"file://{data}"):
+        with pytest.raises(ValueError, match=r"must not hold data\.train_dir with trainer\.overwrite=true"):
+            check_output(config("trainer.overwrite=true", f"data.train_dir='{path}'"))
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match="must not hold the working directory"):
         check_output(config("trainer.overwrite=true"))

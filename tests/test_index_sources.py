@@ -172,5 +172,5 @@ def test_a_parcel_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(t
 
 def test_a_compressed_parquet_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
-    with pytest.raises(UsageError, match="must be jsonl, json, csv or txt"):
+    with pytest.raises(UsageError, match="must be jsonl, json, csv, tsv or txt"):
         find_source_files({"a": [str(tmp_path / "a.parquet.gz")]})

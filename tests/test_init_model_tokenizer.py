@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.commands.tokenizer import check_tokenizer, read_tokenizer
+from verl_ext.commands.tokenizer import check_round_trip, check_tokenizer, read_tokenizer
 from verl_ext.init_model.chat_template import CHATML_TEMPLATE
 from verl_ext.init_model.config import load_config
 from verl_ext.init_model.run import init_model
@@ -257,3 +257,18 @@ def fast(model: object, **tokens: str) -> PreTrainedTokenizerFast:
 )
 def test_no_tokenizer_with_tokens_of_text_is_refused(make):
     check_tokenizer(make(), "folder")
+
+
+def test_a_tokenizer_that_loses_spaces_or_characters_is_refused(tmp_path: Path) -> None:
+    whole = trained_tokenizer([], TokenizerConfig(vocab_size=300))
+    check_round_trip(whole, "folder")
+    whole.save_pretrained(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    named = {**json.loads(settings.read_text()), "tokenizer_class": "LlamaTokenizerFast"}
+    settings.write_text(json.dumps(named))
+    lost = read_tokenizer(str(tmp_path), "model.path")
+    with pytest.raises(UsageError, match="whose LlamaTokenizer makes 'onetwo' of 'one two'"):
+        check_round_trip(lost, str(tmp_path))
+    no_chinese = fast(models.BPE(vocab={c: i for i, c in enumerate("onetwo ")} | {" ": 6}, merges=[]))
+    with pytest.raises(UsageError, match="makes '' of '你好'"):
+        check_round_trip(no_chinese, "folder")

@@ -156,6 +156,20 @@ def test_a_text_that_is_no_utf8_names_the_file_and_the_byte(tmp_path, refused, t
     assert dataset.facts()["sources"][0]["tokens"] == 13
 
 
+def test_texts_behind_a_url_give_the_same_samples(tmp_path, tokenizer):
+    import fsspec
+
+    (tmp_path / "scenes.txt").write_text("the cat sat on the mat " * 50)
+    fsspec.filesystem("memory").pipe("/multidoc/scenes.txt", (tmp_path / "scenes.txt").read_bytes())
+    local, remote = (
+        MultiDocDataset([path], tokenizer, 8, cache_dir=str(tmp_path / "cache"))
+        for path in (str(tmp_path / "scenes.txt"), "memory://multidoc/scenes.txt")
+    )
+    assert len(local) == len(remote)
+    assert all(local[row]["input_ids"].equal(remote[row]["input_ids"]) for row in range(len(local)))
+    assert local.categories.names == remote.categories.names == ("scenes",)
+
+
 def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
     path = write_jsonl(tmp_path / "texts.jsonl", ["w1 w2 w3", " ", *random_words((20,))])
     refused(path, r"texts\.jsonl:2: .*empty")

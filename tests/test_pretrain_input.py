@@ -58,10 +58,24 @@ def test_every_format_gives_the_same_documents(tmp_path, opened):
     (tmp_path / "h.JSON.BZ2").write_bytes(bz2.compress(lines.encode()))
     Dataset.from_list(records).save_to_disk(str(tmp_path / "g"))
     wanted = [plain_document(TOKENIZER, text, 8) for text in texts]
+    (tmp_path / "i.tsv").write_text("other\ttext\n" + "".join(f"0\t{text}\n" for text in texts))
     for path in [*sorted(tmp_path.glob("?*.*")), tmp_path / "g"]:
         dataset = opened(str(path))
         assert tokens_of(dataset) == wanted, path
         assert dataset.categories.names == (path.name.split(".")[0],)
+
+
+def test_files_behind_a_url_give_the_same_documents(opened):
+    import fsspec
+
+    texts = texts_of([3, 9, 1])
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    fsspec.filesystem("memory").pipe("/pretrain/web.jsonl", lines.encode())
+    dataset = opened("memory://pretrain/web.jsonl")
+    assert tokens_of(dataset) == [plain_document(TOKENIZER, text, 8) for text in texts]
+    assert dataset.categories.names == ("web",)
+    fsspec.filesystem("memory").pipe("/pretrain/web.jsonl", lines.encode() * 2)
+    assert len(tokens_of(opened("memory://pretrain/web.jsonl"))) == 6
 
 
 def test_folders_globs_and_lists_are_read_in_order_and_a_files_name_is_its_category(tmp_path, opened):

@@ -20,8 +20,9 @@ from verl_ext.data.index.config import load_config as load_index_config
 from verl_ext.data.index.run import build_index
 from verl_ext.data.megatron import TokenIndex
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import ChatTemplate
+from verl_ext.tokenize.chat_template import ChatTemplate
 from verl_ext.tokenize.config import load_config
+from verl_ext.tokenize.proven_chats import ProvenChats
 from verl_ext.tokenize.records import parse_record
 from verl_ext.tokenize.run import tokenize
 from verl_ext.tokenize.target_mask import mask_from_offsets
@@ -46,13 +47,14 @@ PLAIN = without_special_tokens()
 def encoded_chat(tokenizer: Any, record: dict[str, Any], on_found: str = "encode") -> tuple[list[int], list[int], int]:
     """(ids, mask, names of special tokens encoded as text) of a chat."""
     encoder = TextEncoder(tokenizer, on_found)
-    chat = encoder.special.chat_text(ChatTemplate(tokenizer, None, {}), parse_record(record).content, on_found)
+    chats = ProvenChats(ChatTemplate(tokenizer, None, {}))
+    chat = encoder.special.chat_text(chats, parse_record(record).content, on_found)
     (encoded,) = encoder.encode_chats([chat])
     if isinstance(encoded, BadRecord):
         raise encoded
     return (
         encoded.ids.tolist(),
-        mask_from_offsets(chat.text, encoded.offsets, chat.spans).tolist(),
+        mask_from_offsets(chat.text, encoded.offsets, chat.rendered.spans)[0].tolist(),
         (encoded.special_tokens),
     )
 
@@ -199,7 +201,7 @@ def test_a_slow_tokenizer_refuses_names_and_encodes_all_else() -> None:
     good, bad = encoder.encode(["a b", "a</s>b"], add_special_tokens=True)
     assert good.ids.tolist() == tokenizer("a b")["input_ids"]
     assert "only a fast tokenizer can encode it as text" in str(bad)
-    template = ChatTemplate(tokenizer, None, {})
+    template = ProvenChats(ChatTemplate(tokenizer, None, {}))
     with pytest.raises(BadRecord, match="only a fast tokenizer"):
         encoder.special.chat_text(template, parse_record(chat_of("a</s>", "b")).content, "encode")
 

@@ -42,18 +42,16 @@ def test_run_ends_with_a_table_and_a_bad_record_with_code_1(tmp_path: Path) -> N
 
 def test_killed_run_leaves_nothing_that_loads_and_the_next_cleans_up(tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
-    fifo = tmp_path / "in.jsonl"
-    os.mkfifo(fifo)  # a source that never ends
+    (tmp_path / "in.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 2_000_000)  # minutes of work
     arguments = command("sources={a:in.jsonl}", "output_dir=out", "model.path=model", "num_workers=1")
     process = subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    with open(fifo, "w"):  # returns when the run looks at its source
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob(".out.unfinished-*")):
-            assert time.monotonic() < deadline
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                assert process.wait(timeout=0.02) is None
-        process.kill()
-        process.wait(timeout=60)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".out.unfinished-*")):
+        assert time.monotonic() < deadline
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert process.wait(timeout=0.02) is None
+    process.kill()
+    process.wait(timeout=60)
     assert not (tmp_path / "out").exists()
     assert len(list(tmp_path.glob(".out.unfinished-*"))) == 1
     with OutputFolder(str(tmp_path / "out"), overwrite=False):

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, load_from_disk
 
-from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
 from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.tokenize import dataset_writer, run
 from verl_ext.tokenize.config import load_config
 from verl_ext.tokenize.report import Report
+from verl_ext.tokenize.tally import Tally
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
 
@@ -185,6 +187,30 @@ def test_weights_are_a_column_only_when_some_record_has_one(
     assert all(len(row["loss_weight"]) == row["length"] for row in data)
 
 
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_each_turn_weighs_what_its_record_and_message_say(tmp_path: Path, template: str) -> None:
+    tiny_tokenizer(template).save_pretrained(tmp_path / "model")
+    turns = [("the cat", 0.5), ("sat", 0), ("on the mat", 1)]
+    messages = [
+        message
+        for text, weight in turns
+        for message in ({"role": "user", "content": "q"}, {"role": "assistant", "content": text, "weight": weight})
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages, "loss_weight": 4}, *QA[:1]])
+    tokenise({"a": source}, tmp_path / "out", tmp_path / "model")
+    tokenise({"a": source}, tmp_path / "cut", tmp_path / "model", "max_tokens=8", "over_length=split")
+    weighted, plain = rows(tmp_path / "out")
+    found = {weight: [] for weight in (2.0, 4.0)}
+    for token, target, weight in zip(*(weighted[k] for k in ("input_ids", "loss_mask", "loss_weight")), strict=True):
+        if target:
+            found[weight].append(token)
+    decode = tiny_tokenizer(template).decode
+    assert [decode(tokens) for tokens in found.values()] == ["the cat<|im_end|>", "on the mat<|im_end|>"]
+    assert set(plain["loss_weight"]) == {1.0}
+    pieces = rows(tmp_path / "cut")
+    assert [w for piece in pieces for w in piece["loss_weight"]] == weighted["loss_weight"] + plain["loss_weight"]
+
+
 def test_last_turn_only_leaves_one_target_turn(tmp_path: Path, model: Path) -> None:
     turns = [("user", "a"), ("assistant", "the cat"), ("user", "b"), ("assistant", "sat")]
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
@@ -245,12 +271,135 @@ def test_the_table_says_what_was_cut_and_whether_a_last_target_was_lost(tmp_path
     assert row.split() == ["a", "truncated", "1", str(removed), share, lost, "1"]
 
 
+def test_records_give_their_category_numbered_as_they_appear_in_the_output(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 2)
+    values = ["code", "web", None, 7, "code", "a", 0.5, "never"]
+    records = [{**qa, "meta": {"source": value}} for qa, value in zip(QA, values, strict=False)]
+    records[-1] = {"text": "", "meta": {"source": "never"}}
+    source, other = write_jsonl(tmp_path / "a.jsonl", records), write_jsonl(tmp_path / "b.jsonl", QA[:1])
+    sources, options = {"a": source, "b": other}, ("category_field=meta.source", "on_bad_record=skip")
+    report = tokenise(sources, tmp_path / "out", model, *options)
+    names = json.loads((tmp_path / "out/categories.json").read_text())
+    assert names == {"1": "code", "2": "web", "3": "a", "4": "7", "5": "b"}
+    data = rows(tmp_path / "out")
+    assert [max(row["category_ids"]) for row in data] == [1, 2, 3, 4, 1, 3, 5]
+    assert all([c > 0 for c in row["category_ids"]] == [m > 0 for m in row["loss_mask"]] for row in data)
+    written = json.loads((tmp_path / "out/report.json").read_text())
+    counts = {name: (c["records"], c["documents"]) for name, c in written["categories"].items()}
+    assert counts == {"code": (2, 2), "web": (1, 1), "a": (3, 2), "7": (1, 1), "never": (1, 0), "b": (1, 1)}
+    assert written["categories"]["a"]["bad_records"] == {"bad_category": 1}
+    assert written["sources"]["a"]["records_without_category"] == 1
+    assert written["sources"]["a"]["documents"] == 6
+    assert written["sources"]["a"]["unused_fields"] == {}
+    assert "a: no meta.source: 1 records, which have the source's name as their category" in report.table()
+    many = write_jsonl(tmp_path / "many.jsonl", [{"text": "cat", "id": number} for number in range(1001)])
+    with pytest.raises(DataError, match=r"category_field=id must give at most 1,000 categories"):
+        tokenise({"a": many}, tmp_path / "many", model, "category_field=id")
+
+
+def test_columns_of_every_format_may_be_null_in_a_record(tmp_path: Path, model: Path) -> None:
+    records = [
+        {"problem": "the cat", "hint": None, "solution": "sat"},
+        {"problem": "q", "hint": "mat", "solution": "a"},
+    ]
+    options = ("columns={instruction:problem,input:hint,output:solution}",)
+    tokenise({"a": write_jsonl(tmp_path / "a.jsonl", records)}, tmp_path / "jsonl", model, *options)
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    tokenise({"a": tmp_path / "a.parquet"}, tmp_path / "parquet", model, *options)
+    (tmp_path / "a.csv").write_text("problem,hint,solution\nthe cat,,sat\nq,mat,a\n")
+    tokenise({"a": tmp_path / "a.csv"}, tmp_path / "csv", model, *options)
+    assert rows(tmp_path / "jsonl") == rows(tmp_path / "parquet") == rows(tmp_path / "csv")
+    with pytest.raises(DataError, match=r"a\.csv:2: columns\.input must name a field of the record; got hints"):
+        tokenise({"a": tmp_path / "a.csv"}, tmp_path / "out", model, "columns={instruction:problem,input:hints}")
+
+
+def sampled(output: Path) -> list[int]:
+    return [row["length"] for row in rows(output)]
+
+
+def test_a_sample_depends_on_seed_source_and_place_alone(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"text": "cat " * (number + 1)} for number in range(200)]
+    sources = {"a": write_jsonl(tmp_path / "a.jsonl", records), "b": write_jsonl(tmp_path / "b.jsonl", QA)}
+    report = tokenise(sources, tmp_path / "fraction", model, "sample={a:0.25}")
+    read = json.loads((tmp_path / "fraction/report.json").read_text())["sources"]
+    drawn = sampled(tmp_path / "fraction")[:-20]
+    assert read["a"]["records_read"] == 200
+    assert 25 < read["a"]["records_sampled"] == len(drawn) < 75
+    assert (read["b"]["records_read"], read["b"]["records_sampled"]) == (20, 20)
+    assert f"a: sampled: {len(drawn)} of 200 records" in report.table()
+    monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 7)
+    tokenise({"a": sources["a"]}, tmp_path / "count", model, f"sample={len(drawn)}", "num_workers=2")
+    assert sampled(tmp_path / "count") == drawn  # the lowest numbers, which are those below the fraction
+    tokenise({"a": sources["a"]}, tmp_path / "more", model, "sample=100")
+    assert set(drawn) < set(sampled(tmp_path / "more"))
+    assert len(rows(tmp_path / "more")) == 100
+    tokenise({"a": sources["a"]}, tmp_path / "seed", model, "sample=0.25", "seed=1")
+    assert sampled(tmp_path / "seed") != drawn
+    tokenise({"a": sources["a"]}, tmp_path / "all", model, "sample=1.0")
+    assert len(rows(tmp_path / "all")) == 200
+    with pytest.raises(DataError, match=r"sample must leave a record of sources\.b, which has 20; it left none"):
+        tokenise(sources, tmp_path / "none", model, "sample={b:1e-9}")
+
+
+def test_fields_that_nothing_reads_and_media_are_counted_and_told(tmp_path: Path, model: Path) -> None:
+    named = [{"role": "user", "content": "q", "lang": "en"}, {"role": "assistant", "content": "a", "lang": "en"}]
+    records = [{"messages": named, "title": "t", "\x1b[1m\ud800": 1}, {**QA[0], "title": "u", "images": ["x", "y"]}]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the record has images, and only text is tokenised; media=drop"):
+        tokenise({"a": source}, tmp_path / "out", model)
+    report = tokenise({"a": source}, tmp_path / "out", model, "media=drop")
+    counts = json.loads((tmp_path / "out/report.json").read_text())["categories"]["a"]
+    assert counts["unused_fields"] == {"\\x1b[1m\\ud800": 1, "messages.lang": 2, "title": 2}
+    assert counts["dropped_media"] == {"image": 2}
+    assert "a: fields not used: messages.lang (2), title (2), \\x1b[1m\\ud800 (1)\n" in report.table() + "\n"
+    assert "a: left out: image (2)\n" in report.table()
+    prints_lang = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ m.lang }}")
+    (tmp_path / "lang.jinja").write_text(prints_lang)
+    options = ("media=drop", f"chat_template={tmp_path / 'lang.jinja'}")
+    assert "messages.lang" not in tokenise({"a": source}, tmp_path / "lang", model, *options).table()
+
+
+def test_a_run_shows_the_first_documents_of_every_source_as_they_were_written(tmp_path: Path, model: Path) -> None:
+    qa = write_jsonl(tmp_path / "qa.jsonl", [{"text": " "}, *QA])
+    prose = write_jsonl(tmp_path / "t.jsonl", [{"text": "the cat"}])
+    report = tokenise({"qa": qa, "prose": prose}, tmp_path / "out", model, "on_bad_record=skip")
+    written = json.loads((tmp_path / "out/report.json").read_text())["sources"]
+    first = [[False, "<|im_start|>user\nthe cat 0<|im_end|>\n<|im_start|>assistant\n"]]
+    first += [[True, "sat on the mat <|im_end|>"], [False, "\n"]]
+    assert written["qa"]["preview"][0] == first
+    assert len(written["qa"]["preview"]) == 2
+    assert ["".join(text for _, text in runs) for runs in written["prose"]["preview"]] == ["the cat<|im_end|>"]
+    assert [len(documents) for documents in report.previews.values()] == [2, 1]
+    assert tokenise({"prose": prose}, tmp_path / "none", model, "preview=0").previews == {"prose": []}
+
+
+def test_the_table_says_how_turns_end_and_what_the_template_does_not_print(tmp_path: Path, model: Path) -> None:
+    options = ["sources={a:a.jsonl,b:b.jsonl}", f"output_dir={tmp_path / 'out'}", f"model.path={model}"]
+    report = Report(load_config(options))
+    counts = Tally(end_of_turn=Counter({"<|im_end|>": 1200, "</s>\n": 3}), unprinted=Counter(tools=2))
+    report.tallies["a"].add(counts)
+    report.tallies["a"].add(counts)
+    report.tallies["b"].add(Tally(end_of_turn=Counter({"": 5})))
+    assert report.table().split("\n\n")[-1].splitlines() == [
+        "a: end of turn: <|im_end|> (2,400 turns), </s>\\n (6 turns)",
+        "a: not printed by the chat template: tools (4 records)",
+        "b: warning: 5 turns have no end-of-turn token: the model does not learn to stop there",
+    ]
+    assert report.as_dict()["categories"]["a"]["end_of_turn"] == {"</s>\n": 6, "<|im_end|>": 2400}
+
+
 def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 3)
     monkeypatch.setattr(run, "CHUNK_BYTES", 100)
-    sources = {"a": write_jsonl(tmp_path / "a.jsonl", QA), "b": write_jsonl(tmp_path / "b.jsonl", [{"text": "cat"}, 3])}
+    records = [{**qa, "kind": f"k{number % 4}"} for number, qa in enumerate(QA)]
+    bad = [{"text": "cat"}, 3]
+    sources = {"a": write_jsonl(tmp_path / "a.jsonl", records), "b": write_jsonl(tmp_path / "b.jsonl", bad)}
     for workers in (1, 2):
-        options = (f"num_workers={workers}", "on_bad_record=skip")
+        options = (f"num_workers={workers}", "on_bad_record=skip", "category_field=kind", "sample={a:11}")
         tokenise(sources, tmp_path / "out", model, *options)
         (tmp_path / "out").rename(tmp_path / str(workers))
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
@@ -299,6 +448,22 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
         (["sources={b:'x{c:1,c:2}.jsonl',c:[{d:1,d:2}]}"], "got d more than once"),
         (["sources.a=3"], "sources.a must be a path"),
         (["sources={}"], "sources must name at least one category"),
+        (["sources=ok.jsonl"], "sources must map a category to files, e.g. 'sources={ok:ok.jsonl}'; got ok.jsonl"),
+        (["sources=[a.jsonl]"], "sources must map a category to files"),
+        (
+            ["columns=question"],
+            "columns must map a field to a column, e.g. 'columns={question:question}'; got question",
+        ),
+        (["columns={promt:question}"], "a name in columns must be one of messages, "),
+        (["columns={prompt:question,answer:solution}"], "columns must name fields of one shape of messages | "),
+        (["columns.prompt=3"], "columns.prompt must be a column's name, or null; got 3"),
+        (["category_field=''"], "category_field must name a field"),
+        (["sample=0"], "sample must be a fraction above 0 and at most 1.0, or a number of records from 1; got 0"),
+        (["sample=1.5"], "sample must be a fraction"),
+        (["sample={b:0.5}"], "sample.b must be one of sources (a); got b"),
+        (["sample.a=half"], "sample.a must be a fraction"),
+        (["media=keep"], "media must be one of error, drop; got keep"),
+        (["preview=-1"], "preview must be at least 0; got -1"),
         (["nonsense"], "an override must be key=value"),
     ],
 )

@@ -1,17 +1,24 @@
 """Which tokens of a chat are targets, for the kinds of chat template that exist."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from verl_ext.commands.errors import DataError
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import ChatTemplate
+from verl_ext.tokenize.chat_spans import locate
+from verl_ext.tokenize.chat_template import ChatTemplate
+from verl_ext.tokenize.config import load_config
 from verl_ext.tokenize.records import parse_record
+from verl_ext.tokenize.run import tokenize
 from verl_ext.tokenize.target_mask import mask_from_offsets, mask_from_prefixes
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|end|>", "<|assistant|>"]
@@ -81,18 +88,24 @@ WITH_TOOLS = (
 
 
 @functools.cache
-def tiny_tokenizer(template: str | None = CHATML, bos_token: str = "<s>") -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    template: str | None = CHATML,
+    bos_token: str = "<s>",
+    eos_token: str | None = "<|im_end|>",
+    special_tokens: tuple[str, ...] = tuple(SPECIAL_TOKENS),
+    corpus: tuple[str, ...] = tuple(CORPUS),
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of a few hundred tokens, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token=bos_token, pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer, eos_token=eos_token, bos_token=bos_token, pad_token="<|endoftext|>"
     )
     wrapped.chat_template = template
     return wrapped
@@ -106,11 +119,12 @@ def target_texts(
     chat = parse_record(record).content
     if last_turn_only:
         chat.keep_last_target()
-    text, spans = ChatTemplate(tokenizer, None, template_kwargs).spans(chat)
+    rendered = locate(ChatTemplate(tokenizer, None, template_kwargs), chat)
+    text, spans = rendered.text, rendered.spans
     at_once = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True, **template_kwargs)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert encoded["input_ids"] == at_once["input_ids"]
-    mask = mask_from_offsets(text, encoded["offset_mapping"], spans)
+    mask, _ = mask_from_offsets(text, encoded["offset_mapping"], spans)
     without_offsets = mask_from_prefixes(
         encoded["input_ids"], text, spans, lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]
     )
@@ -202,7 +216,7 @@ def test_assistant_that_speaks_first_is_a_target() -> None:
 
 
 def test_tool_calls_are_targets_and_tool_answers_are_not() -> None:
-    call = {"type": "function", "function": {"name": "sit", "arguments": '{"on": "mat"}'}}
+    call = {"type": "function", "function": {"name": "sit", "arguments": {"on": "mat"}}}
     messages = [
         {"role": "user", "content": "sit"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -221,6 +235,80 @@ def test_weight_zero_makes_a_turn_no_target() -> None:
     for template in (CHATML, GENERATION, STRIPS_THINKING):
         turns = target_texts(template, record, enable_thinking=False)
         assert turns == ["sat<|im_end|>"]
+
+
+def documents(tmp_path: Path, template: str, record: dict[str, Any], *options: str) -> list[dict[str, Any]]:
+    """The rows that the command writes of one record."""
+    tiny_tokenizer(template).save_pretrained(tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text(json.dumps(record))
+    base = [f"sources={{chat:{tmp_path / 'in.jsonl'}}}", f"output_dir={tmp_path / 'out'}", "num_workers=1"]
+    tokenize(load_config([*base, f"model.path={tmp_path / 'model'}", *options]))
+    return load_from_disk(str(tmp_path / "out")).to_list()
+
+
+def learnt(row: dict[str, Any]) -> str:
+    """A row's targets, decoded."""
+    tokens = zip(row["input_ids"], row["loss_mask"], strict=True)
+    return tiny_tokenizer().decode([token for token, target in tokens if target])
+
+
+THINKING = (
+    "hello",
+    "<think>\nfirst\n</think>\n\nthe cat",
+    "more",
+    "<think>\nsecond\n</think>\n\nsat",
+    "bye",
+    "on mats",
+)
+
+
+def test_turns_each_gives_every_turn_its_document_with_its_reasoning_as_inference_sees_it(tmp_path: Path) -> None:
+    record = chat(*THINKING, system="be kind")
+    rows = documents(tmp_path, STRIPS_THINKING, record, "turns=each")
+    messages = record["messages"]
+    tokenizer = tiny_tokenizer(STRIPS_THINKING)
+    alone = [tokenizer.apply_chat_template(messages[:n], return_dict=True)["input_ids"] for n in (3, 5, 7)]
+    assert [row["input_ids"] for row in rows] == alone
+    assert [learnt(row) for row in rows] == [
+        "<think>\nfirst\n</think>\n\nthe cat<|im_end|>",
+        "<think>\nsecond\n</think>\n\nsat<|im_end|>",
+        "<think>\n\n</think>\n\non mats<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("all", ["the cat<|im_end|>sat<|im_end|><think>\n\n</think>\n\non mats<|im_end|>"]),
+        ("last", ["<think>\n\n</think>\n\non mats<|im_end|>"]),
+    ],
+)
+def test_turns_all_and_last_give_one_document_as_the_template_prints_it(
+    tmp_path: Path, turns: str, expected: list[str]
+) -> None:
+    record = chat(*THINKING)
+    rows = documents(tmp_path, STRIPS_THINKING, record, f"turns={turns}")
+    assert [learnt(row) for row in rows] == expected
+    at_once = tiny_tokenizer(STRIPS_THINKING).apply_chat_template(record["messages"], return_dict=True)
+    assert rows[0]["input_ids"] == at_once["input_ids"]
+
+
+def test_turns_each_keeps_the_weights_of_turns_and_leaves_out_those_of_weight_zero(tmp_path: Path) -> None:
+    record = chat(*THINKING)
+    record["messages"][1]["weight"], record["messages"][3]["weight"] = 0, 0.5
+    rows = documents(tmp_path, STRIPS_THINKING, {**record, "loss_weight": 3}, "turns=each")
+    assert [learnt(row)[-13:] for row in rows] == ["sat<|im_end|>", "ats<|im_end|>"]
+    for row, weight in zip(rows, (1.5, 3.0), strict=True):
+        pairs = zip(row["loss_weight"], row["loss_mask"], strict=True)
+        assert {value for value, target in pairs if target} == {weight}
+
+
+def test_turns_last_of_a_chat_whose_last_turn_is_not_learnt_is_refused(tmp_path: Path) -> None:
+    record = chat("hello", "the cat", "more", "sat")
+    record["messages"][3]["weight"] = 0
+    with pytest.raises(DataError, match="the last assistant turn is no target"):
+        documents(tmp_path, CHATML, record, "turns=last")
+    assert [learnt(row) for row in documents(tmp_path, CHATML, record, "turns=each")] == ["the cat<|im_end|>"]
 
 
 def test_template_that_refuses_a_chat_is_reported() -> None:
@@ -255,8 +343,9 @@ def test_targets_decode_to_the_assistant_contents_and_their_end_tokens(turns: li
 def target_texts_or_straddled(template: str, record: dict[str, Any]) -> list[str]:
     """As target_texts, without the prefix check, which a newline bound to the header's own rightly fails."""
     tokenizer = tiny_tokenizer(template)
-    text, spans = ChatTemplate(tokenizer, None, {}).spans(parse_record(record).content)
+    rendered = locate(ChatTemplate(tokenizer, None, {}), parse_record(record).content)
+    text, spans = rendered.text, rendered.spans
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = mask_from_offsets(text, encoded["offset_mapping"], spans)
+    mask, _ = mask_from_offsets(text, encoded["offset_mapping"], spans)
     targets = [token for token, target in zip(encoded["input_ids"], mask, strict=True) if target]
     return [turn + "<|im_end|>" for turn in tokenizer.decode(targets).split("<|im_end|>")[:-1]]

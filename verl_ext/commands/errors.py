@@ -21,6 +21,11 @@ def reason_of(error: OSError) -> str:
     return error.strerror or first_line(error)
 
 
+def one_line(text: str) -> str:
+    """Text on one line that any terminal or file takes: characters that do not print are written as Python does."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def first_line(error: BaseException) -> str:
     """An exception's message as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -2,13 +2,16 @@
 
 import os
 import re
+import unicodedata
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Optional
 
-from verl_ext.commands.errors import UsageError, first_line
+from verl_ext.commands.errors import UsageError, first_line, reason_of
 
 # What load_tokenizer imports, seconds long: for worker processes to have beforehand.
 TOKENIZER_MODULE = "transformers.models.auto.tokenization_auto"
+LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
 # Added tokens of no text, such as <think>, which not every tokenizer marks as special.
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
@@ -45,11 +48,49 @@ class ModelConfig:
         return []
 
 
+def is_template_text(chat_template: str) -> bool:
+    """Whether an option holds the template itself, and does not name its file."""
+    return "{" in chat_template or "\n" in chat_template
+
+
+def read_template_file(path: str, key: str) -> str:
+    """The text of a chat template's file; `UsageError` that names `key` for one that cannot be, such as a program."""
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UsageError(f"{key} must be a Jinja template or a file with one; got {path}, which is no regular file")
+        if (size := os.path.getsize(path)) > LONGEST_TEMPLATE:
+            got = f"got {path} of {size:,} bytes"
+            raise UsageError(f"{key} must be a Jinja template of at most {LONGEST_TEMPLATE:,} bytes; {got}")
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{key} must be UTF-8; got {path}, whose byte {error.start + 1} is not") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        why = reason_of(error) if isinstance(error, OSError) else first_line(error)
+        raise UsageError(f"{key} must be a Jinja template or a file that exists; got {path[:200]}: {why}") from error
+
+
+def check_template(template: str, named: str, key: str) -> None:
+    """Refuse a chat template that is no Jinja, with its line: `UsageError`. What it says to a chat is its business."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template  # here, because importing it takes seconds
+
+    try:
+        render_jinja_template([[{"role": "user", "content": "hello"}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        line = f"line {error.lineno}: {error.message}"
+        raise UsageError(f"{key} must be a Jinja template; got {named}, {line}") from error
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return  # a program of its own, which may want what this chat does not have
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
     # The processes are the parallelism; threads inside each would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = read_tokenizer(model.tokenizer, model.tokenizer_key, trust_remote_code=model.trust_remote_code)
+    check_round_trip(tokenizer, model.tokenizer, model.tokenizer_key)
     tokenizer.model_max_length = int(1e30)  # lengths are the command's business: no warning per text
     return tokenizer
 
@@ -64,6 +105,27 @@ def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
         raise UsageError(f"{key} must hold a tokenizer; got {path}: {first_line(error)}") from error
     check_tokenizer(tokenizer, path, key)
     return tokenizer
+
+
+def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None:
+    """Refuse a tokenizer that loses text unsaid: spaces or letters that are neither in its tokens nor unknown to it.
+
+    transformers makes such a one of a folder whose tokenizer_config.json names another class than its tokenizer.json
+    is of, where no config.json says so: of DeepSeek-V3's a Llama tokenizer without spaces and Chinese. `UsageError`.
+    """
+    for text in ("one two", "你好"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+            continue
+        back = unicodedata.normalize("NFKC", tokenizer.decode(ids)).casefold()
+        letters = "".join(character for character in back if character.isalpha())
+        loses_spaces = " " in text and len(ids) > 1 and back.strip() == "onetwo"
+        if loses_spaces or any(letter not in letters for letter in text if letter.isalpha()):
+            raise UsageError(
+                f"{key} must hold a tokenizer that keeps text; got {path}, whose {type(tokenizer).__name__} makes"
+                f" {back!r} of {text!r}. Add the model's config.json where it is missing, or name the class in"
+                ' tokenizer_config.json: "tokenizer_class": "PreTrainedTokenizerFast" takes tokenizer.json as it is'
+            )
 
 
 def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:

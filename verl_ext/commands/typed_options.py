@@ -6,6 +6,7 @@ because OmegaConf's structured configs read them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar, get_type_hints
 
 from hydra import compose, initialize_config_module
@@ -30,15 +31,16 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def load_options(
-    name: str, schema: type[OptionsT], overrides: Iterable[str], open_nodes: Sequence[str] = ()
+    name: str, schema: type[OptionsT], overrides: Iterable[str], open_nodes: Mapping[str, str] | None = None
 ) -> OptionsT:
     """Compose `conf/<name>.yaml` with command-line overrides into a checked `schema`.
 
-    `open_nodes` are those whose keys are the user's own. A mandatory key without a value arrives as an empty string.
+    `open_nodes` are those whose keys are the user's own, with what they map to what ("a category to files"; empty where
+    the node may hold a single value instead). A mandatory key without a value arrives as an empty string.
     Raises `UsageError` with one line for every mistake.
     """
     known = known_keys(schema)
-    overrides = [_checked_override(text, known, open_nodes) for text in overrides]
+    overrides = [_checked_override(text, known, open_nodes or {}) for text in overrides]
     try:
         with initialize_config_module(version_base="1.3", config_module="verl_ext.conf"):
             node = compose(name, overrides=overrides)
@@ -77,16 +79,20 @@ def least_problems(lowest: Mapping[str, tuple[int | None, int]]) -> list[str]:
     ]
 
 
-def _checked_override(text: str, known: Sequence[str], open_nodes: Sequence[str]) -> str:
+def _checked_override(text: str, known: Sequence[str], open_nodes: Mapping[str, str]) -> str:
     """One override whose key is known, with `++` added where it opens a key of the user's own."""
     try:
-        key = OverridesParser.create().parse_override(text).key_or_group
+        override = OverridesParser.create().parse_override(text)
+        key, value = override.key_or_group, override.value()
     except HydraException as error:
         hint = "key=value, with quotes around a value that holds spaces or '='"
         raise UsageError(f"an override must be {hint}; got {text!r}") from error
     if repeated := repeated_keys(text):
         names = ", ".join(repeated)
         raise UsageError(f"{key} must have each name once, several values of it as a list; got {names} more than once")
+    if open_nodes.get(key) and not override.is_delete() and not isinstance(value, dict):
+        example = f"'{key}={{{Path(str(value)).name.partition('.')[0] or 'name'}:{value}}}'"
+        raise UsageError(f"{key} must map {open_nodes[key]}, e.g. {example}; got {value}")
     if key.partition(".")[0] in open_nodes:
         return text if text.startswith(("+", "~")) else f"++{text}"
     if key not in known and not key.startswith("hydra."):

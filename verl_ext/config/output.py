@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.config.resolution import PATHS
 from verl_ext.config.writable import writable_problem
+from verl_ext.tokenize.remote_files import local_path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 REPORT = "data_report.json"
@@ -171,4 +172,4 @@ def _listed(value: Any) -> list[str]:
     if isinstance(value, DictConfig):
         return [path for held in value.values() for path in _listed(held)]
     values = value if isinstance(value, ListConfig) else [value]
-    return [str(path) for path in values if path]
+    return [local_path(str(path)) for path in values if path]

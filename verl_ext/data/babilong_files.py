@@ -113,6 +113,8 @@ def _kind(value: Any) -> str:
 
 def _checked(raw: Any, path: str, index: int, key: str) -> Record:
     where = f"record {index} of {path}"
+    if isinstance(raw, Exception):  # a BadRecord
+        raise ValueError(f"{key} must hold records of {', '.join(FIELDS)}; {where}: {raw}")
     if not isinstance(raw, dict):
         raise ValueError(f"{key} must hold records of {', '.join(FIELDS)}; {where} is no object")
     for name in FIELDS:

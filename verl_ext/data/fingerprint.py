@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from verl_ext.tokenize.remote_files import is_url, remote_facts
+
 
 def digest(facts: Any) -> str:
     """32 hex digits of plain JSON values."""
@@ -14,10 +16,13 @@ def digest(facts: Any) -> str:
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
-    """[real path, size, time of change] of each file, and of the files of each folder; no content is read."""
+    """[real path, size, time of change] of each file, and of the files of each folder; of a URL what its host
+    tells. No content is read."""
     facts: list[list[Any]] = []
     for path in paths:
-        if os.path.isdir(path):
+        if is_url(path):
+            facts.append(remote_facts(path))
+        elif os.path.isdir(path):
             facts += file_facts(sorted(entry.path for entry in os.scandir(path) if entry.is_file()))
         else:
             status = os.stat(path)

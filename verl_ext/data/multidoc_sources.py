@@ -19,6 +19,7 @@ from verl_ext.data.cached_folder import cached_folder
 from verl_ext.data.fingerprint import digest, file_facts, tokenizer_facts
 from verl_ext.data.megatron import TokenIndex
 from verl_ext.data.multidoc_options import MultiDocOptions, read_blend
+from verl_ext.tokenize.remote_files import absolute_path, is_url
 from verl_ext.tokenize.source_files import find_source_files, kind_of, without_compression
 
 FORMAT = 1  # to be raised when the same text is tokenised into something else
@@ -108,7 +109,7 @@ class SourceFinder:
         is_list = isinstance(paths, Sequence) and len(paths) > 0
         if not is_list or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
             raise ValueError(f"{self._key} must name texts or an index (PREFIX of PREFIX.bin, .idx); got {given!r}")
-        return [os.path.abspath(os.path.expanduser(path)) for path in paths]
+        return [absolute_path(path) for path in paths]
 
     def _text(self, name: str, paths: Sequence[str], weight: float | None) -> Source:
         if self._tokenizer is None:
@@ -163,6 +164,6 @@ def _name(path: str) -> str:
 
 def _together(paths: Sequence[str]) -> str:
     """What texts are named by: the only path, else the folder that holds them all."""
-    if len(paths) == 1:
+    if len(paths) == 1 or any(map(is_url, paths)):
         return paths[0]
     return os.path.commonpath([path if os.path.isdir(path) else os.path.dirname(path) for path in paths])

@@ -112,13 +112,14 @@ class _Maker:
         """The dataset, in `folder`."""
         from verl_ext.commands.progress import Progress
         from verl_ext.tokenize.dataset_writer import DatasetWriter
+        from verl_ext.tokenize.source_files import total_bytes
 
         begun = time.monotonic()
         writer = DatasetWriter(folder)
         results = self._results()
         try:
             first = next(results, None)  # before the bar: files with a mistake at their start show none
-            with Progress(sum(file.num_bytes for file in self.files)) as progress:
+            with Progress(total_bytes(self.files)) as progress:
                 progress.started = begun
                 for result in chain([first] if first else [], results):
                     writer.add(result)

@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 def find_files(given: Any, key: str) -> tuple[list["SourceFile"], dict[int, str]]:
-    """(files, category number -> name) of a path or a list of paths: files, folders and globs, in the order given;
-    those of a folder or a glob by name. A file's category_id is its number.
+    """(files, category number -> name) of a path or a list of paths: files, folders, globs and URLs, in the order
+    given; those of a folder or a glob by name. A file's category_id is its number.
 
     Raises:
         ValueError: no file, a file of no known format, one that cannot be read; `key` is named.
     """
     # Here, because the tokenise command's modules import config and transformers' template tools.
+    from verl_ext.tokenize.remote_files import absolute_path
     from verl_ext.tokenize.source_files import find_source_files
 
     paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
         raise ValueError(f"{key} must name files of records with a text; got {given!r}")
-    absolute = [os.path.abspath(os.path.expanduser(path)) for path in paths]
-    found = find_source_files({"text": absolute}, key)
+    found = find_source_files({"text": [absolute_path(path) for path in paths]}, key)
     return _by_category(found)
 
 
 def category_of(file: "SourceFile") -> str:
     """The file's name without its endings; an Arrow folder's name."""
-    from verl_ext.tokenize.source_files import without_compression  # here for the reason above
+    from verl_ext.tokenize.source_files import file_name, without_compression  # here for the reason above
 
-    name = Path(file.path).name
-    return name if file.kind == "arrow" else Path(without_compression(name)).stem
+    name = file_name(file.path)
+    return name if file.kind in ("arrow", "hub") else Path(without_compression(name)).stem
 
 
 def _by_category(files: Sequence["SourceFile"]) -> tuple[list["SourceFile"], dict[int, str]]:

@@ -15,7 +15,7 @@ from verl_ext.init_model.tokenizer_config import TokenizerConfig
 CONFIG_NAME = "init_model"
 MARKER = "init_model.json"  # what the model was made of, by which an output folder of this command is known
 DTYPES = ("float32", "bfloat16")
-OPEN_NODES = ("config",)
+OPEN_NODES = {"config": "fields of the model's config to values"}
 # Keys of the architecture that the command sets itself, and from what.
 GIVEN_KEYS = {
     "bos_token_id": "the tokenizer",

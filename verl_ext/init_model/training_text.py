@@ -7,9 +7,10 @@ from typing import Any
 from verl_ext.commands.errors import DataError
 from verl_ext.commands.progress import progress_bar
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chunks import parse_line, read_chunks, text_blocks
+from verl_ext.tokenize.chunks import read_chunks, text_blocks
+from verl_ext.tokenize.json_records import parse_line
 from verl_ext.tokenize.records import PlainText, parse_record
-from verl_ext.tokenize.source_files import SourceFile, find_source_files
+from verl_ext.tokenize.source_files import SourceFile, find_source_files, total_bytes
 
 
 def find_training_files(patterns: Sequence[str]) -> list[SourceFile]:
@@ -30,7 +31,7 @@ class TrainingText:
 
     def __iter__(self) -> Iterator[str]:
         self.characters = 0
-        total = sum(file.num_bytes for file in self.files)
+        total = total_bytes(self.files)
         texts = self._texts()
         first = list(islice(texts, 1))  # before the bar: files with a mistake at their start show none
         with progress_bar("training text", total, unit="B", unit_scale=True) as bar:
@@ -38,8 +39,8 @@ class TrainingText:
                 self.characters += len(text)
                 if text:
                     yield text
-                bar.update(min(num_bytes, total - bar.n))
-            bar.update(total - bar.n)
+                bar.update(num_bytes if total is None else min(num_bytes, total - bar.n))
+            bar.update((total or bar.n) - bar.n)
 
     def _texts(self) -> Iterator[tuple[str, int]]:
         """Every file's texts, and the bytes of the file that were read for each."""

@@ -19,9 +19,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def _tokenize(arguments: Sequence[str]) -> str:
     config = load_config(arguments)
-    from verl_ext.tokenize.run import tokenize  # heavy: not for a command with a mistake in it
+    # heavy: not for a command with a mistake in it
+    from rich.console import Console
 
-    return f"{tokenize(config).table()}\n\nwritten to {config.output_dir}"
+    from verl_ext.tokenize.preview import previews_text
+    from verl_ext.tokenize.run import tokenize
+
+    report = tokenize(config)
+    parts = [report.table(), previews_text(report.previews, Console()), f"written to {config.output_dir}"]
+    return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
 if __name__ == "__main__":

@@ -1,277 +1,492 @@
 """Where the assistant's turns lie in a rendered chat.
 
-A chat is rendered once, whole, and that text is what is tokenised. A target span runs from the end of the generation
-prompt (what the model is given at inference) to the end of the end-of-turn token:
+A chat is rendered whole, and that text is what is tokenised. Rendered once more with marks around what its messages
+say, it shows which words are whose:
 
-    <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
-                                                          ^^^^^^^^^^^^^^^
+    text      <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think></think>hello<|im_end|>\\n
+    marked    <|im_start|>user\\n[hi]<|im_end|>\\n<|im_start|>assistant\\n<think></think>[hello]<|im_end|>\\n
+    prompt    <|im_start|>user\\n[hi]<|im_end|>\\n<|im_start|>assistant\\n
+    target                                                         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 
-Three ways to find it, in this order:
+A target begins where the text, from the last word before it, parts from what the model is given at inference (the
+messages before it with the generation prompt; of a template without one, up to a plain answer's first word). So the
+head of a tool call, which the model must write, is learnt. It ends with what ends a turn (`ChatTemplate.ends`),
+closers of tool calls before it included. Words of others inside a turn, as a template prints tool results that it
+puts between an assistant's call and its content, cut the target in two.
 
-1. templates with `{% generation %}` say so themselves;
-2. the chat up to the turn, with generation prompt, is a prefix of the chat up to and with the turn, which is a prefix
-   of the whole;
-3. templates that rewrite earlier turns (thinking removed, other endings) have no such prefixes. There the turn's
-   content is swapped for a marker, the chat rendered again, and the text that changed is the content, whatever the
-   template made of it. Where the generation prompt goes on otherwise than the turn (an empty thinking block), what both
-   share is no target.
+Where a template says itself what is generated (`{% generation %}`), it is taken at its word.
 """
 
 import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.commands.errors import UsageError, first_line
 from verl_ext.tokenize.bad_record import BadRecord
+from verl_ext.tokenize.chat_template import ChatTemplate, Span, common_prefix, longest_prefix_in
 from verl_ext.tokenize.records import Chat, Message
 
-# Private-use characters: no template strips, splits or trims at them, and data does not have them.
-MARKER = "\ue0f0\ue0f1\ue0f2"
-OTHER_MARKER = "\ue0f3\ue0f4\ue0f5"
 SPOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
-Span = tuple[int, int]
+# Marks are of ASCII letters and digits, which no template trims, splits or escapes.
+_MARK = re.compile("Zq7([be])([0-9]+)x", re.IGNORECASE)
+# How words are marked, until the text without the marks is the text itself: some templates ask how a message begins
+# or ends, or look a function's name up.
+_WAYS = ("around", "around_but_blank", "around_but_names", "end", "middle")
+_TOOLS = -1  # the message that tool definitions count as
+_ANSWER = "Zq7a"  # where a plain answer begins
+_PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
 
 
-class ChatTemplate:
-    """A tokenizer's chat template, and what a plain chat shows of it: generation prompt and end-of-turn tokens."""
+@dataclass
+class Target:
+    """Characters start..stop of a rendered chat, said by the assistant's turn `message`, and the weight of its tokens.
 
-    def __init__(self, tokenizer: Any, template: str | None, template_kwargs: dict[str, Any]) -> None:
-        self.tokenizer = tokenizer
-        self.template = template
-        self.kwargs = template_kwargs
-        self.has_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._source()))
-        added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
-        self.special_tokens = sorted({*tokenizer.all_special_tokens, *added} - {""})
-        try:
-            self._probe()
-        except BadRecord as error:
-            raise UsageError(f"the chat template must render a user and an assistant turn; {error}") from error
+    `closed_by` is what ends the turn, "" where nothing does; None where the turn goes on in another target.
+    """
 
-    def _source(self) -> str:
-        source = self.template or self.tokenizer.chat_template
-        return source if isinstance(source, str) else "".join(source.values())
+    start: int
+    stop: int
+    message: int
+    closed_by: str | None
+    weight: float = 1.0
 
-    def _probe(self) -> None:
-        user = {"role": "user", "content": OTHER_MARKER}
-        assistant = {"role": "assistant", "content": MARKER}
-        base, prompt = self.render([user]), self.render([user], generation=True)
-        last, inner = self.render([user, assistant]), self.render([user, assistant, user])
-        if MARKER not in last or MARKER not in inner or OTHER_MARKER not in prompt:
-            raise BadRecord("template_error", "it leaves a turn's content out")
-        self.generation_prompt = prompt[_common_prefix(base, prompt) :]
-        gaps = (text.split(OTHER_MARKER)[1].split(MARKER)[0] for text in (last, inner))
-        self.header_length = min(_longest_prefix_in(self.generation_prompt, gap)[0] for gap in gaps)
-        self.last_tail = last.split(MARKER)[1]
-        inner_tail = inner.split(MARKER)[1].split(OTHER_MARKER)[0]
-        self.end_tokens = self._probed_end_tokens(inner_tail)
-        _, self.last_tail_end = self._find_end(self.last_tail) or (0, 0)
-
-    def _probed_end_tokens(self, inner_tail: str) -> list[str]:
-        """The end-of-turn tokens of a last and of an earlier turn: the first special token after the content."""
-        last = _earliest(self.last_tail, self.special_tokens)
-        if last is None:  # a template that never closes its last turn may still close the others
-            eos = self.tokenizer.eos_token
-            return [eos] if eos and eos in inner_tail else []
-        ends = [self.last_tail[slice(*last)]]
-        if ends[0] not in inner_tail and (inner := _earliest(inner_tail, self.special_tokens)):
-            ends.append(inner_tail[slice(*inner)])
-        return ends
-
-    def _find_end(self, text: str) -> Span | None:
-        return _earliest(text, self.end_tokens)
-
-    def render(self, messages: list[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
-        """The chat's text; `BadRecord` where the template refuses it."""
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=generation,
-                **self.kwargs,
-            )
-        except Exception as error:  # a template is a program of its own and may raise anything
-            raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
-
-    def text(self, chat: Chat) -> str:
-        """The whole chat's text, as `spans` gives it."""
-        return self._render_with_generation(chat)[0] if self.has_generation else self.render(chat.messages, chat.tools)
-
-    def spans(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The chat's text and the character spans of its targets, in order.
-
-        Raises `BadRecord` (`template_error`, `template_mismatch`) where a turn cannot be found in the text.
-        """
-        if self.has_generation:
-            return self._generation_spans(chat)
-        text = self.render(chat.messages, chat.tools)
-        rewritten = _RewrittenChat(self, chat, text)
-        spans: list[Span] = []
-        for index in chat.targets:
-            span = self._prefix_span(chat, text, index) or rewritten.span(index, spans[-1][1] if spans else 0)
-            if span[0] >= span[1] or (spans and span[0] < spans[-1][1]):
-                raise _mismatch(index, "is not where its content is")
-            spans.append(span)
-        return text, spans
-
-    def _prefix_span(self, chat: Chat, text: str, index: int) -> Span | None:
-        """The span of a turn that the template renders alike with and without what follows it."""
-        if not self.generation_prompt or index == 0:
-            return None
-        is_last = index == len(chat.messages) - 1
-        try:
-            turn = text if is_last else self.render(chat.messages[: index + 1], chat.tools)
-            if not text.startswith(turn) or not turn.endswith(self.last_tail):
-                return None
-            prompt = self.render(chat.messages[:index], chat.tools, generation=True)
-        except BadRecord:  # some templates refuse a part of a chat
-            return None
-        if not turn.startswith(prompt) or not prompt.endswith(self.generation_prompt):
-            return None
-        return len(prompt), len(turn) - len(self.last_tail) + self.last_tail_end
-
-    def _generation_spans(self, chat: Chat) -> tuple[str, list[Span]]:
-        text, marked = self._render_with_generation(chat)
-        spans: list[Span] = []
-        for start, end in marked:
-            if spans and start <= spans[-1][1]:  # blocks that touch are one turn
-                start = spans.pop()[0]
-            spans.append((start, end))
-        spans = [self._trimmed(text, span) for span in spans]
-        turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
-        if len(spans) == len(turns):
-            spans = [span for span, turn in zip(spans, turns, strict=True) if turn in chat.targets]
-        elif chat.targets != turns:
-            counts = f"{len(turns)} turns, {len(spans)} generation blocks"
-            raise _mismatch(chat.targets[0], f"cannot be told from the others: {counts}")
-        return text, [span for span in spans if span[0] < span[1]]
-
-    def _render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text and spans behind `apply_chat_template(return_assistant_tokens_mask=True)`, as characters."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=[chat.messages],
-                tools=chat.tools,
-                chat_template=self.tokenizer.get_chat_template(self.template, chat.tools),
-                return_assistant_tokens_mask=True,
-                add_generation_prompt=False,
-                **{**self.tokenizer.special_tokens_map, **self.kwargs},
-            )
-        except Exception as error:  # as in render()
-            raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
-        texts, spans = rendered
-        return texts[0], spans[0]
-
-    def _trimmed(self, text: str, span: Span) -> Span:
-        """A generation block less the generation prompt at its start, ended by its end-of-turn token."""
-        start, end = span
-        prompt = self.generation_prompt
-        if prompt and (at := text.find(prompt, max(start - len(prompt), 0), start + len(prompt))) >= 0:
-            start = max(start, at + len(prompt)) if at <= start else start
-        body = text[start:end].rstrip()
-        if any(body.endswith(token) for token in self.end_tokens):
-            return start, start + len(body)
-        rest = text[end:]
-        after = self._find_end(rest)
-        return start, end + after[1] if after and not rest[: after[0]].strip() else end
+    @property
+    def span(self) -> Span:
+        """The characters."""
+        return self.start, self.stop
 
 
-class _RewrittenChat:
-    """A chat whose turns are found by what changes in its text when their content does."""
+@dataclass
+class RenderedChat:
+    """A chat's text, its targets in order, and what kinds of words the template leaves out."""
+
+    text: str
+    targets: list[Target]
+    unprinted: list[str] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The targets' characters."""
+        return [target.span for target in self.targets]
+
+
+def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
+    """Render a chat and find the targets.
+
+    Raises `BadRecord`: `template_error` where the template refuses the chat, `template_mismatch` where a turn cannot be
+    found in the text.
+    """
+    chat, text = template.with_arguments_as_printed(chat)
+    located = _Located(template, chat, text)
+    return located.generation_blocks() if template.marks_generation else located.turns()
+
+
+@dataclass(frozen=True)
+class _Words:
+    """One string of a message, which a template prints or not."""
+
+    message: int
+    kind: str
+    text: str
+
+    @property
+    def second_half(self) -> str:
+        """What follows a mark in their middle, less white space at the end."""
+        core = self.text.strip()
+        return core[len(core) // 2 :]
+
+    @property
+    def space_before(self) -> str:
+        """White space that they begin with."""
+        return self.text[: len(self.text) - len(self.text.lstrip())]
+
+    @property
+    def space_after(self) -> str:
+        """White space that they end with."""
+        return self.text[len(self.text.rstrip()) :]
+
+
+@dataclass
+class _Place:
+    """Where marked words lie in the text: first and last character known to be theirs (or at their edge)."""
+
+    number: int
+    words: _Words
+    first: int
+    last: int
+    reaches_end: bool  # `last` is where the words end
+
+
+class _Marks:
+    """The messages and tools of a chat with marks in them, numbered in the chat's order."""
+
+    def __init__(self, chat: Chat, way: str) -> None:
+        self.way = way
+        self.words: list[_Words] = []
+        self.tools = [self._tool(tool) for tool in chat.tools] if chat.tools else chat.tools
+        self.messages = [self._message(index, message) for index, message in enumerate(chat.messages)]
+
+    def _tool(self, tool: Any) -> Any:
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        for name in ("description", "name"):
+            if isinstance(function.get(name), str) and function[name].strip():
+                marked = {**function, name: self._marked(_Words(_TOOLS, "tools", function[name]))}
+                return {**tool, "function": marked} if function is not tool else marked
+        return tool
+
+    def _message(self, index: int, message: Message) -> Message:
+        marked = dict(message)
+        for name in SPOKEN_FIELDS:
+            if isinstance(message.get(name), str):
+                kind = "reasoning_content" if name != "content" else f"{message['role']} content"
+                marked[name] = self._marked(_Words(index, kind, message[name]))
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        return marked
+
+    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._call(index, call["function"])}
+        marked = dict(call)
+        if isinstance(call.get("name"), str) and self.way != "around_but_names":
+            marked["name"] = self._marked(_Words(index, "tool_calls", call["name"]))
+        if "arguments" in call:
+            marked["arguments"] = self._argument(index, call["arguments"])
+        return marked
+
+    def _argument(self, index: int, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._marked(_Words(index, "tool_calls", value))
+        if isinstance(value, dict):
+            return {key: self._argument(index, item) for key, item in value.items()}
+        return [self._argument(index, item) for item in value] if isinstance(value, list) else value
+
+    def _marked(self, words: _Words) -> str:
+        """The words with marks, inside the white space around them, which templates trim. Of blank ones a tool's result
+        is marked, which a template may print inside the assistant's turn."""
+        text = words.text
+        if not (core := text.strip()) and (self.way != "around" or words.kind != "tool content"):
+            return text
+        at = len(text) - len(text.lstrip()) if core else 0
+        begin, end = f"Zq7b{len(self.words)}x", f"Zq7e{len(self.words)}x"
+        self.words.append(words)
+        if self.way == "end":
+            return f"{text[: at + len(core)]}{end}{text[at + len(core) :]}"
+        if self.way == "middle":
+            middle = at + len(core) // 2
+            return f"{text[:middle]}{begin}{text[middle:]}"
+        return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
+
+    def places(self, marked: str) -> tuple[str, list[_Place]]:
+        """A marked text without its marks, and where the words lie in it, in the text's order; printed again, words
+        lie where they were first."""
+        parts: list[str] = []
+        begins: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        at = length = 0
+        for match in _MARK.finditer(marked):
+            parts.append(marked[at : match.start()])
+            length += match.start() - at
+            at = match.end()
+            (begins if match[1] in "bB" else ends).setdefault(int(match[2]), length)
+        places = []
+        for number in {**begins, **ends}:
+            if number >= len(self.words):
+                continue
+            last = ends.get(number, begins.get(number, 0))
+            places.append(_Place(number, self.words[number], min(begins.get(number, last), last), last, number in ends))
+        places.sort(key=lambda place: (place.first, place.last))
+        return "".join([*parts, marked[at:]]), places
+
+
+class _Located:
+    """A chat, its text, and where its words lie in it."""
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
-        self.template = template
-        self.chat = chat
-        self.text = text
-        self.found: dict[int, Span | None] = {}
-
-    def span(self, index: int, previous_end: int) -> Span:
-        """The target span of assistant turn `index`; nothing of it lies before `previous_end`."""
-        content = self._content(index)
-        if content is None or content[0] < previous_end:
-            raise _mismatch(index, "is not rendered by the chat template")
-        before = self._content(index - 1) if index else None
-        floor = before[1] if before and previous_end <= before[1] <= content[0] else previous_end
-        gap = self.text[floor : content[0]]
-        length, at = _longest_prefix_in(self.template.generation_prompt, gap)
-        has_header = 0 < self.template.header_length <= length
-        start = floor + at + length if has_header else content[0]
-        return start, self._end(index, content[1])
-
-    def _end(self, index: int, content_end: int) -> int:
-        after = self._content(index + 1) if index + 1 < len(self.chat.messages) else None
-        tail = self.text[content_end : after[0] if after and after[0] >= content_end else None]
-        end = self.template._find_end(tail)
-        if end is None and self.template.end_tokens:
-            end = _earliest(tail, self.template.special_tokens)
-        return content_end + end[1] if end else content_end
-
-    def _content(self, index: int) -> Span | None:
-        """What of the text comes from message `index`; None where nothing does."""
-        if index not in self.found:
-            messages = list(self.chat.messages)
-            messages[index] = _with_markers(messages[index])
+        self.template, self.chat, self.text = template, chat, text
+        self._prompts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+        self._closings: dict[tuple[Any, ...], tuple[int, bool]] = {}
+        for way in _WAYS:
+            self.marks = _Marks(chat, way)
             try:
-                other = self.template.render(messages, self.chat.tools)
+                marked = template.render(self.marks.messages, self.marks.tools)
             except BadRecord:
-                other = self.text
-            self.found[index] = _changed(self.text, other) if other != self.text else None
-        return self.found[index]
-
-
-def _with_markers(message: Message) -> Message:
-    """The message with other words in every field that a template prints."""
-    marked = {key: MARKER if key in SPOKEN_FIELDS and isinstance(v, str) else v for key, v in message.items()}
-    if message.get("tool_calls"):
-        marked["tool_calls"] = [_call_with_markers(call) for call in message["tool_calls"]]
-    return marked
-
-
-def _call_with_markers(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _call_with_markers(call["function"])}
-    is_text = isinstance(call.get("arguments"), str)
-    return {**call, "arguments": MARKER if is_text else {MARKER: MARKER}}
-
-
-def _changed(text: str, other: str) -> Span:
-    """The part of `text` that is not in `other`."""
-    start = _common_prefix(text, other)
-    end = _common_prefix(text[start:][::-1], other[start:][::-1])
-    return start, len(text) - end
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """Length of the common beginning, by bisection: compared in C, so that long documents cost little."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
+                continue
+            found, self.places = self.marks.places(marked)
+            if found == text:
+                break
         else:
-            high = middle
-    return low
+            raise BadRecord(
+                "template_mismatch",
+                "the chat template changes with what messages say in a way that hides where they are in its text",
+            )
+
+    def turns(self) -> RenderedChat:
+        """Every turn that is to be learnt, as the text shows it."""
+        unprinted, targets = self.unprinted(), []
+        runs = _runs(self.places)
+        last_run = {self.places[first].words.message: (first, last) for first, last in runs}
+        for first, last in runs:
+            index = self.places[first].words.message
+            if index in self.chat.targets:
+                start = self._start(first, index)
+                limit = self.places[last + 1].first if last + 1 < len(self.places) else len(self.text)
+                stop, closed_by = self._end(self.places[last], limit, index)
+                targets.append(Target(start, stop, index, closed_by if last_run[index] == (first, last) else None))
+        spoken = {words.message for words in self.marks.words}
+        for index in self.chat.targets:
+            if index not in spoken:
+                if (target := self._empty_turn(index)) is not None:
+                    targets.append(target)
+                else:
+                    unprinted.append("empty turn")
+        targets.sort(key=lambda target: target.start)
+        previous = 0
+        for target in targets:
+            if not previous <= target.start < target.stop:
+                raise _mismatch(target.message, "is not where its content is")
+            previous, target.weight = target.stop, self.chat.targets[target.message]
+        return RenderedChat(self.text, targets, unprinted)
+
+    def unprinted(self) -> list[str]:
+        """The kinds of words that the text does not have, each once."""
+        printed = {place.number for place in self.places}
+        kinds = {
+            words.kind
+            for number, words in enumerate(self.marks.words)
+            if number not in printed and words.text.strip() and self._is_missed(words)
+        }
+        if self.marks.way == "around_but_names":
+            calls = (call for message in self.chat.messages for call in message.get("tool_calls") or [])
+            names = (call.get("function", call).get("name") for call in calls)
+            if any(isinstance(name, str) and name not in self.text for name in names):
+                kinds.add("tool_calls")
+        for number, place in enumerate(self.places):  # reasoning inside content, which some templates take out
+            if place.words.message in self.chat.targets and "</think>" in place.words.text:
+                thought = place.words.text.split("</think>")[0].split("<think>")[-1].strip()
+                begin = self.places[number - 1].last if number else 0
+                if thought and self.text.find(thought, begin, place.last) < 0:
+                    kinds.add("reasoning in content")
+        return sorted(kinds)
+
+    def _is_missed(self, words: _Words) -> bool:
+        """Whether it is told that words are not printed: reasoning is missed where it is to be learnt alone, since
+        templates take it out of earlier turns on purpose."""
+        return words.kind != "reasoning_content" or words.message in self.chat.targets
+
+    def _start(self, place: int, index: int) -> int:
+        """Where the target of message `index` begins, whose words are first at `self.places[place]`."""
+        first = self.places[place].first
+        before = self.places[place - 1] if place else None
+        begin = before.last if before else 0
+        starts = [0]
+        for given, before_header in self._prompts_before(before, index):
+            if self.text.startswith(given, begin):  # words may begin inside it, with a <think> of their own
+                starts.append(len(given))
+            elif length := _length_but_space(given, self.text[begin:first]):
+                starts.append(length)
+            else:
+                length = self.template.common_prefix(given, self.text[begin:first])
+                # Else they part before the header: what precedes it is printed otherwise where it ends a chat.
+                starts.append(length if given[before_header:length].strip() else 0)
+        if max(starts):
+            return begin + max(starts)
+        gap = self.text[begin:first]
+        length, at = longest_prefix_in(self.template.header, gap)
+        if 0 < self.template.header_length <= length:
+            return self.template.token_edge(self.text, begin + at + length)
+        if self.places[place].words.kind == "tool_calls" and gap.strip():
+            raise _mismatch(index, "begins with a tool call, of which the beginning cannot be told")
+        own = self.places[place].words.space_before
+        return first - len(own) if gap.endswith(own) else first
+
+    def _prompts_before(self, before: _Place | None, index: int) -> list[tuple[str, int]]:
+        """What the model may be given after the last words before message `index`, and the length of what precedes the
+        turn's header in it; nothing where the template refuses the chat so far."""
+        since = before.words.message if before else 0
+        count = max(index, since + 1 if before else 0)
+        between = self.chat.messages[max(since, 0) : count]
+        kinds = tuple(_kind(message, number > 0) for number, message in enumerate(between))
+        # What lies between the mark and the prompt: white space, or the words' second half.
+        rest = before and (before.words.space_after if before.reaches_end else before.words.text)
+        key = before and before.words.kind, rest, kinds, not since
+        if key not in self._prompts:
+            if self.template.generation_prompt:
+                own = self.template.generation_prompt
+                prompts = [self._rendered_prompt(before, self.marks.messages[:count], own)]
+            else:
+                prompts = [
+                    self._rendered_prompt(before, [*self.marks.messages[:count], _PLAIN_ANSWER]),
+                    self._rendered_prompt(before, self.marks.messages[:count]),
+                ]
+            self._prompts[key] = [prompt for prompt in prompts if prompt is not None and prompt[0]]
+        return self._prompts[key]
+
+    def _rendered_prompt(
+        self, before: _Place | None, messages: list[Message], generation_prompt: str = ""
+    ) -> tuple[str, int] | None:
+        try:
+            marked = self.template.render(messages, self.marks.tools, generation=bool(generation_prompt))
+        except BadRecord:
+            return None
+        has_answer = bool(messages) and messages[-1] == _PLAIN_ANSWER and _ANSWER in marked
+        text, places = self.marks.places(marked.split(_ANSWER)[0] if has_answer else marked)
+        begin = 0
+        if before is not None:
+            if not places or places[-1].number != before.number:
+                return None
+            begin = places[-1].last
+        elif places:
+            return None
+        given = text[begin:]
+        if has_answer:
+            return given, 0
+        is_header = generation_prompt and given.endswith(generation_prompt)
+        return given, len(given) - len(generation_prompt) if is_header else len(given)
+
+    def _end(self, place: _Place, limit: int, index: int) -> tuple[int, str]:
+        """Where the target ends whose last words are at `place`, before `limit`, and what ends the turn there."""
+        begin = place.last
+        if not place.reaches_end:
+            if not self.text.startswith(place.words.second_half, begin):
+                raise _mismatch(index, "is changed by the chat template")
+            begin += len(place.words.second_half)
+        tail = self.text[begin:limit]
+        found = self.template.find_end(tail)
+        if found and not tail[: found.start()].strip():
+            return begin + found.end(), found[0]
+        closed, is_whole = self._closed(place, index, tail, limit == len(self.text))
+        if found and (not is_whole or found.end() <= closed or not self._says(tail[closed : found.start()])):
+            return begin + found.end(), found[0]
+        end = len(tail[:closed].rstrip())
+        if not end:
+            own = place.words.space_after
+            return begin + (len(own) if tail.startswith(own) else 0), ""
+        return begin + end, self.template.last_special_token(tail[:end])
+
+    def _says(self, text: str) -> bool:
+        """Whether a piece of the template's text has more than special tokens and white space."""
+        return bool(self.template.special.sub("", text).strip())
+
+    def _closed(self, place: _Place, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
+        """How much of `tail`, the text after a turn's last words, is there too when the turn ends the chat; and whether
+        that is all that closes it there. Tails that differ before their first special token alone, by numbers in a
+        call, are closed alike."""
+        if is_last:
+            return len(tail), True
+        token = self.template.special.search(tail)
+        begin = token.start() if token else 0
+        key = (_kind(self.chat.messages[index]), tail[begin:])
+        if key not in self._closings:
+            closed, is_whole = self._closing(place, index, tail)
+            if closed < begin:
+                return closed, is_whole
+            self._closings[key] = closed - begin, is_whole
+        closed, is_whole = self._closings[key]
+        return closed + begin, is_whole
+
+    def _closing(self, place: _Place, index: int, tail: str) -> tuple[int, bool]:
+        """As `_closed`, from a rendering of the turn as the last."""
+        messages = self.marks.messages
+        user = next((m for m in messages if m["role"] == "user"), None)
+        alone = [user, messages[index]] if user else [messages[index]]
+        for chat in (alone, messages[: index + 1]):
+            try:
+                text, places = self.marks.places(self.template.render(chat, self.marks.tools))
+            except BadRecord:
+                continue
+            same = next((number for number, other in enumerate(places) if other.number == place.number), None)
+            if same is None:
+                continue
+            stop = places[same + 1].first if same + 1 < len(places) else len(text)
+            closing = text[places[same].last + (0 if place.reaches_end else len(place.words.second_half)) : stop]
+            length = self.template.common_prefix(closing, tail)
+            return length, length == len(closing) or self.template.find_end(tail[:length]) is not None
+        return 0, False
+
+    def _empty_turn(self, index: int) -> Target | None:
+        """The target of a turn that says nothing: what ends it."""
+        places = [place for place in self.places if place.words.message < index]
+        before = places[-1] if places else None
+        begin = before.last if before else 0
+        prompts = [given for given, _ in self._prompts_before(before, index) if self.text.startswith(given, begin)]
+        if not prompts:
+            return None
+        begin += max(map(len, prompts))
+        after = min((place.first for place in self.places if place.first >= begin), default=len(self.text))
+        found = self.template.find_end(self.text[begin:after])
+        if found is None or self._says(self.text[begin : begin + found.start()]):
+            return None
+        return Target(begin, begin + found.end(), index, found[0])
+
+    def generation_blocks(self) -> RenderedChat:
+        """The targets of a template that marks what is generated: what of the turns lies in its blocks.
+
+        A block may have more than the assistant generates, a header or the document's end, and less, the end of the
+        turn.
+        """
+        _, blocks = self.template.render_with_generation(self.chat)
+        blocks, turns, targets = _joined(blocks), self.turns(), []
+        for turn in turns.targets:
+            after = bisect_right(blocks, turn.start, key=lambda block: block[1])
+            inside = blocks[after : bisect_left(blocks, turn.stop, key=lambda block: block[0])]
+            if not inside:
+                continue
+            begin, end = inside[0][0], inside[-1][1]
+            if self.text[turn.start : begin].strip():
+                turn.start = begin
+            if end < turn.stop and self.text[end : turn.stop].strip() != turn.closed_by:
+                turn.stop, turn.closed_by = end, turn.closed_by and ""
+            targets.append(turn)
+        return RenderedChat(self.text, targets, turns.unprinted)
 
 
-def _longest_prefix_in(prompt: str, gap: str) -> tuple[int, int]:
-    """Length and place of the longest beginning of `prompt` that stands in `gap`."""
-    for length in range(len(prompt), 0, -1):
-        if (at := gap.find(prompt[:length])) >= 0:
-            return length, at
-    return 0, 0
+def _length_but_space(given: str, text: str) -> int:
+    """How much of `text` is `given` where white space inside them is not compared; 0 where it is not all there."""
+    core = given.rstrip()
+    at = 0
+    for char in "".join(core.split()):
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if not text.startswith(char, at):
+            return 0
+        at += 1
+    return at + common_prefix(given[len(core) :], text[at:]) if at else 0
 
 
-def _earliest(text: str, tokens: list[str]) -> Span | None:
-    """The first place where one of `tokens` stands; the longest of those that begin there."""
-    found = [(at, -len(token)) for token in tokens if (at := text.find(token)) >= 0]
-    if not found:
-        return None
-    at, length = min(found)
-    return at, at - length
+def _runs(places: list[_Place]) -> list[tuple[int, int]]:
+    """First and last place of every run of one message's words."""
+    runs: list[tuple[int, int]] = []
+    for number, place in enumerate(places):
+        if runs and places[number - 1].words.message == place.words.message:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The spans, those that touch as one."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and start <= joined[-1][1]:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return joined
+
+
+def _kind(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
+    """What of a message decides how a template frames it, and what of it is printed without marks."""
+    said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
+    if not with_unmarked:
+        return message["role"], *said
+    unmarked = sorted(
+        (key, str(value))
+        for key, value in message.items()
+        if key != "tool_calls" and not (key in SPOKEN_FIELDS and isinstance(value, str) and value.strip())
+    )
+    return message["role"], *said, *unmarked
 
 
 def _mismatch(index: int, what: str) -> BadRecord:

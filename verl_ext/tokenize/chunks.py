@@ -9,20 +9,26 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TextIO
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from verl_ext.commands.errors import DataError, first_line
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.source_files import SourceFile, open_source
+from verl_ext.tokenize.json_records import JsonList, LineColumn, parse_line
+from verl_ext.tokenize.remote_files import hub_tables
+from verl_ext.tokenize.source_files import OpenedFile, SourceFile, check_is_utf8, encoding_problem, open_source
 
 CHUNK_BYTES = 256 * 1024
 CHUNK_RECORDS = 256
-BLOCK = 1 << 20  # of a JSON list or a text file, taken at once
+BLOCK = 1 << 20  # of a text file, taken at once
 
-# (line of the file, or number of the record where there are no lines; the record, still unparsed where it is bytes)
-NumberedRecord = tuple[int, Any]
+# Line of the file, or number of the record where there are no lines; of a JSON list, line and column.
+Place = int | LineColumn
+NumberedRecord = tuple[Place, Any]  # the record is still unparsed where it is bytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Chunk:
     whole_file: bool = False  # the one record is the file's text
     text_bytes: int = 0  # about how much the records are once read, which of a compressed file is more
 
-    def place(self, number: int) -> str:
+    def place(self, number: Place) -> str:
         """Where record `number` stands, as errors name it."""
         return self.path if self.whole_file else f"{self.path}:{number}"
 
@@ -73,6 +79,7 @@ Read = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds non
 def _batches(source: SourceFile, read: Callable[[BinaryIO], Read]) -> Batches:
     """What `read` finds in the file's bytes, in batches of about CHUNK_BYTES and at most CHUNK_RECORDS."""
     with open_source(source.path) as file:
+        check_is_utf8(source.path, file)
         records: list[NumberedRecord] = []
         size = position = 0
         for record, length in read(file.stream):
@@ -82,7 +89,8 @@ def _batches(source: SourceFile, read: Callable[[BinaryIO], Read]) -> Batches:
             if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
                 yield records, file.position - position, size
                 records, size, position = [], 0, file.position
-        yield records, max(source.num_bytes - position, 0), size
+        file.check_end()
+        yield records, max((source.num_bytes or file.position) - position, 0), size
 
 
 def _jsonl(source: SourceFile) -> Batches:
@@ -91,141 +99,66 @@ def _jsonl(source: SourceFile) -> Batches:
 
 def _lines(stream: BinaryIO) -> Read:
     for number, line in enumerate(stream, start=1):
-        has_record = line.removeprefix(codecs.BOM_UTF8).strip()
-        yield ((number, line) if has_record else None), len(line)
+        yield ((number, line) if _has_text(line) else None), len(line)
 
 
-def parse_line(line: bytes) -> Any:
-    """The record of one JSONL line; `BadRecord` where it is no JSON."""
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise BadRecord("malformed_json", f"malformed JSON: {error.msg} at column {error.colno}") from error
-    except UnicodeDecodeError as error:
-        raise BadRecord("malformed_json", f"malformed JSON: no UTF-8 at byte {error.start + 1}") from error
-    except RecursionError as error:
-        raise BadRecord("malformed_json", "malformed JSON: nested too deep") from error
+def _has_text(line: bytes) -> bool:
+    return bool(line.removeprefix(codecs.BOM_UTF8).strip())
 
 
 def _json(source: SourceFile) -> Batches:
+    """Many published .json files hold one object per line: one that begins with an object is read as these."""
     with open_source(source.path) as file:
-        start = file.stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    # Many published .json files hold one object per line.
-    if start == b"{":
-        return _jsonl(source)
-    return _batches(source, lambda stream: iter(_JsonListScanner(source.path, stream)))
-
-
-class _JsonListScanner:
-    """Iterates over the elements of a JSON list without holding the file: yields ((line, element), characters)."""
-
-    def __init__(self, path: str, stream: BinaryIO) -> None:
-        self.path = path
-        self.stream = io.TextIOWrapper(stream, encoding="utf-8-sig")
-        self.decoder = json.JSONDecoder()
-        self.text = ""
-        self.position = 0
-        self.line = 1  # of `position`
-        self.ended = False
-
-    def __iter__(self) -> Read:
-        try:
-            yield from self._elements()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}:{self.line}: malformed JSON: no UTF-8") from error
-
-    def _elements(self) -> Read:
-        self._expect("[", "a list of records")
-        if self._next_character() == "]":
-            self._advance(1)
-        else:
-            while True:
-                self._next_character()
-                line = self.line
-                value, length = self._decode()
-                yield (line, value), length
-                if self._next_character() == "]":
-                    self._advance(1)
-                    break
-                self._expect(",", "',' or ']' after a record")
-        if self._next_character():
-            self._fail("text after the list's end")
-
-    def _decode(self) -> tuple[Any, int]:
-        block = BLOCK
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.text, self.position)
-            except json.JSONDecodeError as error:
-                # A value cut off by the buffer's end looks malformed: read on, twice as far, before saying so.
-                if self.ended:
-                    self.line += self.text.count("\n", self.position, error.pos)
-                    self._fail(error.msg)
-                self._read(block)
-                block *= 2
-                continue
-            except RecursionError:
-                self._fail("nested too deep")
-            if end == len(self.text) and not self.ended:  # a number might go on
-                self._read(block)
-                continue
-            length = end - self.position
-            self._advance(length)
-            return value, length
-
-    def _read(self, size: int) -> None:
-        more = self.stream.read(size)
-        self.text, self.position = self.text[self.position :] + more, 0
-        self.ended = len(more) < size
-
-    def _advance(self, count: int) -> None:
-        self.line += self.text.count("\n", self.position, self.position + count)
-        self.position += count
-
-    def _next_character(self) -> str:
-        """Skip white space; the character there, empty at the file's end."""
-        while True:
-            while self.position < len(self.text):
-                if not self.text[self.position].isspace():
-                    return self.text[self.position]
-                self._advance(1)
-            if self.ended:
-                return ""
-            self._read(BLOCK)
-
-    def _expect(self, character: str, what: str) -> None:
-        if self._next_character() != character:
-            self._fail(f"expected {what}")
-        self._advance(1)
-
-    def _fail(self, message: str) -> None:
-        # The records' borders are lost from here on, so that there is nothing to skip to.
-        raise DataError(f"{self.path}:{self.line}: malformed JSON: {message}")
-
-
-def _csv(source: SourceFile) -> Batches:
-    csv.field_size_limit(sys.maxsize)
-    return _batches(source, lambda stream: _rows(source.path, io.TextIOWrapper(stream, "utf-8-sig", newline="")))
-
-
-def _rows(path: str, stream: TextIO) -> Read:
-    reader = csv.DictReader(stream, strict=True)
+        lines = iter(lambda: file.stream.readline(BLOCK), b"")
+        first = next((line for line in lines if _has_text(line)), None)
+    if first is None:
+        raise DataError(f"{source.path}: must be JSON; it is empty")
+    if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+        return _batches(source, lambda stream: iter(JsonList(source.path, stream)))
     try:
-        line = 2
+        parse_line(first)
+    except BadRecord as error:
+        cause = error.__cause__
+        if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
+            what = "a list of records, or one object on each line"
+            raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
+    return _batches(source, _lines)
+
+
+def _table_of_text(source: SourceFile) -> Batches:
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if source.kind == "tsv" else ","
+    return _batches(
+        source, lambda stream: _rows(source.path, io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter)
+    )
+
+
+def _rows(path: str, stream: io.TextIOWrapper, delimiter: str) -> Read:
+    reader = csv.reader(stream, delimiter=delimiter, strict=True)
+    try:
+        header = next(filter(None, reader), [])
+        if repeated := [name for name, count in Counter(header).items() if name and count > 1]:
+            got = f"got {repeated[0]!r} more than once"
+            raise DataError(f"{path}:{reader.line_num}: the header's columns must have different names; {got}")
+        line = reader.line_num + 1
         for row in reader:
-            yield (line, _csv_record(row)), sum(len(value) for value in row.values() if isinstance(value, str))
+            if row:
+                yield (line, _row_record(header, row)), sum(map(len, row))
             line = reader.line_num + 1
+        stream.detach()  # else it closes the file, whose end is yet to be checked
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
 
 
-def _csv_record(row: dict[Any, Any]) -> Any:
-    """A row as a record: an empty cell is an absent field, a weight is a number."""
-    if None in row or None in row.values():
-        return BadRecord("malformed_row", "malformed CSV: the row's cells and the header's do not match")
-    record: dict[str, Any] = {key: value for key, value in row.items() if value != ""}
+def _row_record(header: list[str], row: list[str]) -> Any:
+    """A row as a record: an empty cell is null, a weight is a number."""
+    if len(row) != len(header):
+        return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
+    if any("\0" in cell for cell in row):
+        return BadRecord("nul_byte", "malformed CSV: a cell has a NUL byte")
+    record: dict[str, Any] = {key: value or None for key, value in zip(header, row, strict=True)}
     for key in ("loss_weight", "weight"):
-        if key in record:
+        if record.get(key) is not None:
             try:
                 record[key] = float(record[key])
             except ValueError:
@@ -240,10 +173,14 @@ def _text(source: SourceFile) -> Batches:
         text, _ = next(blocks, ("", 0))
         is_long = next(blocks, None) is not None
     except BadRecord as error:
-        yield [(1, error)], source.num_bytes, 0
+        yield [(1, error)], source.num_bytes or 0, 0
     else:
         blocks.close()
-        yield [(1, {"text": TextFile(source.path) if is_long else text})], source.num_bytes, len(text) * (1 + is_long)
+        yield (
+            [(1, {"text": TextFile(source.path) if is_long else text})],
+            source.num_bytes or 0,
+            len(text) * (1 + is_long),
+        )
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
@@ -259,6 +196,10 @@ def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
         while True:
             data = file.stream.read(BLOCK)
             data += file.stream.readline(BLOCK)
+            if not position and (problem := encoding_problem(data[:4])):
+                raise BadRecord("not_utf8", f"text must be UTF-8; {problem}")
+            if (nul := data.find(b"\0")) >= 0:
+                raise BadRecord("nul_byte", f"text must have no NUL bytes; byte {position + nul + 1} is one")
             begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
             try:
                 text = decoder.decode(data, final=not data)
@@ -269,6 +210,7 @@ def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
                 yield text, file.position - done
                 done = file.position
             if not data:
+                file.check_end()
                 return
             position += len(data)
 
@@ -278,29 +220,117 @@ def _parquet(source: SourceFile) -> Batches:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(source.path) as file:
-            batches = (pa.Table.from_batches([b]) for b in file.iter_batches(batch_size=CHUNK_RECORDS))
-            yield from _table_records(batches, source.num_bytes, file.metadata.num_rows)
-    except pa.ArrowException as error:
+        with open_source(source.path) as opened, pq.ParquetFile(opened.stream) as file:
+            rows, found = file.metadata.num_rows, 0
+            for records, size in _table_records(source.path, file.iter_batches(batch_size=CHUNK_RECORDS)):
+                yield _numbered(records, found), (source.num_bytes or 0) * len(records) // max(rows, 1), size
+                found += len(records)
+            if found != rows:
+                raise DataError(f"{source.path}: cannot be read as parquet: it has {found} of its {rows} rows")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise DataError(f"{source.path}: cannot be read as parquet: {first_line(error)}") from error
 
 
 def _arrow(source: SourceFile) -> Batches:
-    from datasets import load_from_disk
+    """The shards that an Arrow folder's state.json names, each a stream of record batches.
 
+    Not through `load_from_disk`, which takes a shard that is cut off between two batches for a whole one.
+    """
+    import pyarrow as pa
+
+    found, schemas = 0, list[Any]()
+    for shard in _arrow_shards(source.path):
+        try:
+            with open_source(shard) as opened:
+                position = 0
+                for records, size in _table_records(shard, _stream_batches(shard, opened, schemas)):
+                    yield _numbered(records, found), opened.position - position, size
+                    position = opened.position
+                    found += len(records)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
+            raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
+
+
+def _arrow_shards(folder: str) -> list[str]:
     try:
-        dataset = load_from_disk(source.path).with_format("arrow")
-    except Exception as error:  # damaged folders fail in many ways inside datasets and pyarrow
-        raise DataError(f"{source.path}: cannot be read as an Arrow folder: {first_line(error)}") from error
-    yield from _table_records(dataset.iter(batch_size=CHUNK_RECORDS), source.num_bytes, len(dataset))
+        with open_source(f"{folder}/state.json") as file:
+            state = json.loads(file.stream.read())
+        if state.get("_indices_data_files"):
+            raise DataError(f"{folder}: must be saved anew: its rows are in an order of their own")
+        names = [str(part["filename"]) for part in state["_data_files"]]
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{folder}: cannot be read as an Arrow folder: its state.json names no files") from error
+    if len({*names}) != len(names) or any(Path(name).name != name for name in names):
+        raise DataError(f"{folder}: cannot be read as an Arrow folder: its state.json names files that cannot be")
+    return [f"{folder}/{name}" for name in names]
 
 
-def _table_records(tables: Iterator[Any], num_bytes: int, num_rows: int) -> Batches:
-    number = 0
+def _stream_batches(path: str, opened: OpenedFile, schemas: list[Any]) -> Iterator[Any]:
+    """The record batches of an Arrow stream, which must end where its file does, and have the schema of those before it
+    (`schemas`, added to)."""
+    import pyarrow as pa
+
+    end = b"\xff\xff\xff\xff\0\0\0\0"
+    opened.stream.seek(-len(end), io.SEEK_END)
+    is_whole = opened.stream.read() == end
+    opened.stream.seek(0)
+    with pa.ipc.open_stream(opened.stream) as batches:
+        schemas.append(batches.schema)
+        if not batches.schema.equals(schemas[0]):
+            raise DataError(f"{path}: must have the columns of the folder's first file")
+        yield from batches
+    if not is_whole or opened.stream.read():
+        raise DataError(f"{path}: cannot be read as Arrow: it does not end where its stream of records does")
+
+
+def _hub(source: SourceFile) -> Batches:
+    found = 0
+    for records, size in _table_records(source.path, hub_tables(source.path, CHUNK_RECORDS)):
+        yield _numbered(records, found), size, size
+        found += len(records)
+
+
+def _numbered(records: list[Any], before: int) -> list[NumberedRecord]:
+    return list(enumerate(records, start=before + 1))
+
+
+def _table_records(path: str, tables: Iterable[Any]) -> Iterator[tuple[list[Any], int]]:
+    """(records, bytes of them) of each table or record batch, at most CHUNK_RECORDS at once."""
     for table in tables:
-        rows = [_without_none(row) for row in table.to_pylist()]
-        yield list(enumerate(rows, start=number + 1)), num_bytes * len(rows) // max(num_rows, 1), table.nbytes
-        number += len(rows)
+        if repeated := [name for name, count in Counter(table.schema.names).items() if count > 1]:
+            raise DataError(f"{path}: must have columns of different names; got {repeated[0]!r} more than once")
+        for start in range(0, table.num_rows, CHUNK_RECORDS):
+            part = table.slice(start, CHUNK_RECORDS)
+            yield _rows_of(part), part.nbytes
+
+
+def _rows_of(table: Any) -> list[Any]:
+    """A table's rows as records; `BadRecord` for a row that Arrow or Python cannot read, such as text in no UTF-8."""
+    try:
+        return _read_rows(table)
+    except _ROW_ERRORS:
+        if table.num_rows > 1:
+            return [record for row in range(table.num_rows) for record in _rows_of(table.slice(row, 1))]
+    for name in table.schema.names:
+        try:
+            _read_rows(table.select([name]))
+        except _ROW_ERRORS as error:
+            if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
+                return [BadRecord("not_utf8", f"column {name} must be UTF-8")]
+            return [BadRecord("unreadable_row", f"column {name} cannot be read: {first_line(error)}")]
+    return [BadRecord("unreadable_row", "the row cannot be read")]
+
+
+# ArrowInvalid is a ValueError, as what Python says of a date that it does not have or of text in no UTF-8.
+_ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
+
+
+def _read_rows(table: Any) -> list[Any]:
+    table.validate(full=True)  # a damaged Arrow file may point beyond its own bytes
+    # A record's own null fields stay: the column is there.
+    return [{key: _without_none(value) for key, value in row.items()} for row in table.to_pylist()]
 
 
 def _without_none(value: Any) -> Any:
@@ -312,4 +342,13 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-READERS = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv, "text": _text, "arrow": _arrow}
+READERS = {
+    "jsonl": _jsonl,
+    "json": _json,
+    "parquet": _parquet,
+    "csv": _table_of_text,
+    "tsv": _table_of_text,
+    "text": _text,
+    "arrow": _arrow,
+    "hub": _hub,
+}

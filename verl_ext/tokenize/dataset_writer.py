@@ -27,7 +27,7 @@ WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
 class DatasetWriter:
     """Appends results to the shards of `folder`; nothing there loads before `close()`.
 
-    The column `loss_weight` exists only when some record has a weight, which may be known late: shards written before
+    The column `loss_weight` exists only when some target has a weight, which may be known late: shards written before
     the first such record get the column, filled with 1, at the end.
     """
 
@@ -92,14 +92,14 @@ class DatasetWriter:
 
     def _batch(self, result: ChunkResult) -> pa.RecordBatch:
         mask = result.loss_mask
-        categories = np.where(mask == 1, np.int32(result.category_id), np.int32(0))
+        category = result.category_id if result.category_ids is None else np.repeat(result.category_ids, result.lengths)
+        categories = np.where(mask == 1, np.int32(category), np.int32(0))
         offsets = np.concatenate([[0], np.cumsum(result.lengths, dtype=np.int64)])
         if offsets[-1] > np.iinfo(np.int32).max:
             raise OverflowError("a chunk of records must have fewer than 2^31 tokens")
         flat = [result.input_ids, mask, categories]
         if self.weighted:
-            weights = np.ones(len(result.lengths), np.float32) if result.weights is None else result.weights
-            flat.append(np.repeat(weights, result.lengths))
+            flat.append(np.ones(len(mask), np.float32) if result.weights is None else result.weights)
         for array in (*flat, result.lengths):
             self._hash.update(np.ascontiguousarray(array).data)
         rows = pa.array(offsets.astype(np.int32))

@@ -16,17 +16,18 @@ from verl_ext.tokenize.bad_record import BadRecord
 
 @dataclass
 class Document:
-    """input_ids[T] int32 and loss_mask[T] int8 of one document; `weight` is that of its target tokens."""
+    """input_ids[T] int32, loss_mask[T] int8 of one document, and weights[T] float32 where a target has one."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
-    weight: float | None = None
+    weights: np.ndarray | None = None
 
     def part(self, start: int, stop: int) -> "Document":
         """Tokens start..stop as a document of its own: its first token is no target."""
         mask = self.loss_mask[start:stop].copy()
         mask[:1] = 0
-        return Document(self.input_ids[start:stop], mask, self.weight)
+        weights = None if self.weights is None else self.weights[start:stop]
+        return Document(self.input_ids[start:stop], mask, weights)
 
 
 def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter[str]) -> list[Document]:

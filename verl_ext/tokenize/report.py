@@ -1,34 +1,66 @@
-"""The closing table and report.json: what was written, and everything that was not, by category."""
+"""The closing table and report.json: what was written, and everything that was not, by category and source."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from verl_ext.commands.errors import DataError, one_line
 from verl_ext.commands.table import aligned
 from verl_ext.tokenize.config import REPORT, TokenizeConfig
+from verl_ext.tokenize.preview import Run
 from verl_ext.tokenize.tally import Tally
 
+if TYPE_CHECKING:
+    from verl_ext.tokenize.worker import ChunkResult
+
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
-NOT_REPORTED = ("num_workers", "overwrite")
+NOT_REPORTED = ("num_workers", "overwrite", "preview")
+MAX_CATEGORIES = 1000
+NAMED = 12  # of fields and the like, in a line of the closing table
 _TEXT = ("category", "over max_tokens", "encoded as text", "bad record", "first")  # columns to the left
 
 
 class Report:
-    """One tally per category, in the order of `sources`."""
+    """One tally per source, in the order of `sources`, and one per category: the source, unless records give theirs.
+
+    `numbers` are those of the categories, from 1: in the order of `sources`, or of the first document of each.
+    """
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.config = config
         self.tallies = {name: Tally() for name in config.sources}
+        self.categories = {} if config.category_field else self.tallies
+        self.numbers = {} if config.category_field else {name: i for i, name in enumerate(config.sources, start=1)}
+        self.read: Counter[str] = Counter()  # records by source, those that `sample` left out included
+        self.previews: dict[str, list[list[Run]]] = {name: [] for name in config.sources}
 
-    def tally(self, category_id: int) -> Tally:
-        """The tally of a category by its number, from 1."""
-        return list(self.tallies.values())[category_id - 1]
+    def add(self, result: "ChunkResult") -> None:
+        """Count a chunk; where records give their category, number those of its documents.
+
+        Raises `DataError` for more than MAX_CATEGORIES of them.
+        """
+        name = list(self.tallies)[result.category_id - 1]
+        self.tallies[name].add(result.tally)
+        self.previews[name] += result.preview[: self.config.preview - len(self.previews[name])]
+        for category, tally in result.tallies.items():
+            self.categories.setdefault(category, Tally()).add(tally)
+        if len(self.categories) > MAX_CATEGORIES and self.config.category_field:
+            raise DataError(
+                f"category_field={self.config.category_field} must give at most {MAX_CATEGORIES:,} categories;"
+                f" got more, such as {', '.join(list(self.categories)[-3:])}"
+            )
+        if result.categories is not None:
+            numbers = [self.numbers.setdefault(category, len(self.numbers) + 1) for category in result.categories]
+            result.category_ids = np.array(numbers, dtype=np.int32)
 
     @property
     def total(self) -> Tally:
-        """All categories together."""
+        """All sources together."""
         total = Tally()
         for tally in self.tallies.values():
             total.add(tally)
@@ -39,40 +71,80 @@ class Report:
         options = {key: value for key, value in asdict(self.config).items() if key not in NOT_REPORTED}
         total = self.total.as_dict()
         del total["examples"]
+        categories = {name: tally.as_dict() for name, tally in self.categories.items()}
+        sources = {name: self._source(name) for name in self.tallies}
         return {
             "tokenizer": self.config.model.tokenizer,
             "options": options,
-            "categories": {name: tally.as_dict() for name, tally in self.tallies.items()},
+            "categories": categories,
+            "sources": sources,
             "total": total,
         }
 
+    def _source(self, name: str) -> dict[str, Any]:
+        """What report.json has of a source beside its category's counts, or with counts where records give that."""
+        counts = self.tallies[name].as_dict() if self.config.category_field else {}
+        read = {"records_read": self.read[name], "records_sampled": self.tallies[name].records}
+        without = {"records_without_category": self.tallies[name].uncategorised} if self.config.category_field else {}
+        return {**read, **without, **counts, "preview": self.previews[name]}
+
     def write(self, folder: Path) -> None:
         """Write report.json and categories.json into the dataset's folder."""
-        names = {str(number): name for number, name in enumerate(self.tallies, start=1)}
+        names = {str(number): name for name, number in self.numbers.items()}
         for file, content in ((REPORT, self.as_dict()), ("categories.json", names)):
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (folder / file).write_text(text, encoding="utf-8")
 
     def table(self) -> str:
         """The closing table, and one each of documents over max_tokens, special tokens in text and bad records, where
-        there are any."""
-        rows = [_row(name, tally) for name, tally in self.tallies.items()]
+        there are any; then a line for everything else that a source's records were found to have."""
+        rows = [_row(name, tally) for name, tally in self.categories.items()]
         if len(rows) > 1:
             rows.append(_row("all", self.total))
         parts = [aligned(rows, _TEXT)]
-        cut = [row for name, tally in self.tallies.items() for row in _cut_rows(name, tally)]
+        cut = [row for name, tally in self.categories.items() for row in _cut_rows(name, tally)]
         if cut:
             parts.append(aligned(cut, _TEXT))
-        if special := special_token_rows("category", self.tallies):
+        if special := special_token_rows("category", self.categories):
             parts.append(aligned(special, _TEXT))
         bad = [
             {"category": name, "bad record": reason, "records": f"{count:,}", "first": tally.examples[reason][0]}
-            for name, tally in self.tallies.items()
+            for name, tally in self.categories.items()
             for reason, count in sorted(tally.bad.items())
         ]
         if bad:
             parts.append(aligned(bad, _TEXT))
+        if notes := [f"{name}: {note}" for name, tally in self.tallies.items() for note in self._notes(name, tally)]:
+            parts.append("\n".join(notes))
         return "\n\n".join(parts)
+
+    def _notes(self, name: str, tally: Tally) -> Iterator[str]:
+        """One line for each thing that a reader should know of a source."""
+        if self.read[name] > tally.records:
+            yield f"sampled: {tally.records:,} of {self.read[name]:,} records"
+        if tally.uncategorised:
+            field = self.config.category_field
+            yield f"no {field}: {tally.uncategorised:,} records, which have the source's name as their category"
+        if ends := {text: count for text, count in tally.end_of_turn.most_common() if text}:
+            yield f"end of turn: {_counted(ends, 'turns')}"
+        if open_turns := tally.end_of_turn[""]:
+            yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
+        if tally.border_tokens:
+            yield f"{tally.border_tokens:,} tokens at borders of turns hold text of the template too, and are learnt"
+        if tally.unprinted:
+            yield f"not printed by the chat template: {_counted(tally.unprinted, 'records')}"
+        if tally.dropped_media:
+            yield f"left out: {_counted(tally.dropped_media, '')}"
+        if tally.unused_fields:
+            yield f"fields not used: {_counted(tally.unused_fields, '')}"
+
+
+def _counted(counts: Mapping[str, int], what: str) -> str:
+    """`a (3 turns), b (1 turns)`: the most frequent."""
+    unit = f" {what}" if what else ""
+    most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
+    told = [f"{one_line(name)} ({count:,}{unit})" for name, count in most]
+    return ", ".join(told) + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
 
 
 def _row(name: str, tally: Tally) -> dict[str, str]:
@@ -83,6 +155,7 @@ def _row(name: str, tally: Tally) -> dict[str, str]:
         "documents": tally.documents,
         "tokens": tally.tokens,
         "targets": tally.target_tokens,
+        "share": f"{tally.target_share:.1%}",
         "median": tally.length_quantile(0.5),
         "p95": tally.length_quantile(0.95),
         "max": max(tally.lengths, default=0),

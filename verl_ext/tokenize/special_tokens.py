@@ -14,7 +14,7 @@ A stand-in is as long as what it stands for, so that spans and offsets are those
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import ChatTemplate, Span
+from verl_ext.tokenize.chat_spans import RenderedChat
+from verl_ext.tokenize.chat_template import any_of
+from verl_ext.tokenize.proven_chats import ProvenChats
 from verl_ext.tokenize.records import Chat
 
 _HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15
@@ -42,16 +44,19 @@ def as_plain_text(tokenizer: Any) -> dict[str, bool]:
 
 @dataclass
 class ChatText:
-    """A rendered chat and the character spans of its targets.
+    """A rendered chat; where messages hold the names of special tokens, `disguised` is the text for
+    `SpecialTokens.renamed_tokenizer`, and `special_tokens` counts them. `border_tokens` are the targets' tokens that
+    hold text of others as well."""
 
-    Where messages hold the names of special tokens, `disguised` is the text for `SpecialTokens.renamed_tokenizer`, and
-    `special_tokens` counts them.
-    """
-
-    text: str
-    spans: list[Span]
+    rendered: RenderedChat
     disguised: str | None = None
     special_tokens: int = 0
+    border_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """What is tokenised."""
+        return self.rendered.text
 
 
 class SpecialTokens:
@@ -69,12 +74,12 @@ class SpecialTokens:
             if name:
                 special.setdefault(name, AddedToken(name, normalized=False))
         self._added = {name: special[name] for name in sorted(special, key=len, reverse=True) if name}
-        self._pattern = _any_of(self._added)
+        self._pattern = any_of(set(self._added))
         control = self._control_names() if self._added else []
         self._ids = np.array([tokenizer.convert_tokens_to_ids(name) for name in control], dtype=np.int64)
         # Stand-ins in messages, and the names of the template's own tokens in the copy of the tokenizer.
         self._hidden = _stand_ins(self._added, _HIDDEN)
-        self._hidden_pattern = _any_of(self._hidden.values())
+        self._hidden_pattern = any_of(set(self._hidden.values()))
         self._disguises = _stand_ins(self._added, _DISGUISED)
 
     def _control_names(self) -> list[str]:
@@ -102,32 +107,33 @@ class SpecialTokens:
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
 
-    def chat_text(self, template: ChatTemplate, chat: Chat, on_found: str) -> ChatText:
+    def chat_text(self, chats: ProvenChats, chat: Chat, on_found: str) -> ChatText:
         """The chat rendered; `on_found` is one of SPECIAL_TOKENS_IN_TEXT.
 
         Raises `BadRecord`: for `error`, where a message that is rendered holds the name of a special token; for
         `encode`, where its place in the rendered text cannot be told, or the tokenizer is not a fast one.
         """
-        if on_found == "keep" or not self._may_hold(strings := _strings([chat.messages, chat.tools])):
-            return ChatText(*template.spans(chat))
+        if on_found == "keep" or not self._may_hold(strings := _strings(chat)):
+            return ChatText(chats.located(chat))
         first = next((found[0][0] for text in strings if (found := self.found(text))), None)
         if any(_STAND_INS.search(text) for text in strings):
             if first is not None:
                 raise self.refused(first, "beside private-use characters, which encoding it as text needs")
-            return ChatText(*template.spans(chat))
-        rendered, spans = template.spans(Chat(self._hide(chat.messages), chat.targets, self._hide(chat.tools)))
-        count = len(self._hidden_pattern.findall(rendered))
-        text = self._shown(rendered)
-        if first is not None and text != template.text(chat):
+            return ChatText(chats.located(chat))
+        rendered = chats.located(Chat(self._hide(chat.messages), chat.targets, self._hide(chat.tools)))
+        hidden = rendered.text
+        count = len(self._hidden_pattern.findall(hidden))
+        text = rendered.text = self._shown(hidden)
+        if first is not None and text != chats.template.text(chat):
             raise self.refused(first, "and the chat template changes it, so that its place cannot be told")
         if first is not None and count and on_found == "error":
             raise self.refused(first)
         if not self.tokenizer.is_fast:
             if first is not None and count:
                 raise self.refused(first, "and only a fast tokenizer can encode it as text")
-            return ChatText(text, spans)
-        disguised = self._pattern.sub(lambda match: self._disguises[match[0]], rendered)
-        return ChatText(text, spans, self._shown(disguised), count)
+            return ChatText(rendered)
+        disguised = self._pattern.sub(lambda match: self._disguises[match[0]], hidden)
+        return ChatText(rendered, self._shown(disguised), count)
 
     def _may_hold(self, strings: list[str]) -> bool:
         """Whether text could give a special token: almost always not, and this is all that it costs."""
@@ -186,15 +192,17 @@ def _stand_ins(names: Mapping[str, AddedToken], first: int) -> dict[str, str]:
     return {name: chr(first + number) * len(name) for number, name in enumerate(names)}
 
 
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of any of `names`, the first of them that stands at a place; of none it matches nowhere."""
-    return re.compile("|".join(map(re.escape, names)) or "(?!)")
-
-
-def _strings(value: Any) -> list[str]:
-    """Every string in nested lists and dicts, keys included."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for pair in value.items() for part in pair for text in _strings(part)]
-    return [text for item in value for text in _strings(item)] if isinstance(value, list) else []
+def _strings(chat: Chat) -> list[str]:
+    """Every string in a chat's messages and tools, keys included."""
+    found: list[str] = []
+    rest: list[Any] = [*chat.messages, *(chat.tools or [])]
+    for value in rest:  # which grows
+        if isinstance(value, dict):
+            found += (key for key in value if isinstance(key, str))
+            for item in value.values():
+                (found if isinstance(item, str) else rest).append(item)
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found

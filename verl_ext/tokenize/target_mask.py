@@ -1,44 +1,38 @@
 """From character spans to tokens: which tokens of the one-go tokenisation are targets."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import Span
+from verl_ext.tokenize.chat_template import Span
 
 
-def mask_from_offsets(text: str, offsets: Sequence[Span] | np.ndarray, spans: list[Span]) -> np.ndarray:
-    """mask[T] int8: 1 for the tokens that lie in a span. `offsets` are the tokens' characters.
+def mask_from_offsets(text: str, offsets: Sequence[Span], spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+    """mask[T] int8: 1 for the tokens that lie in a span; and how many of these hold text of others as well.
 
-    A token across a span's border whose outer part is white space belongs to the span: the template's own text ends in
-    a space that the tokenizer binds to the first word. Any other such token would be unlike what the model is given at
-    inference: `BadRecord`, `template_mismatch`.
+    `offsets` are the tokens' characters, which only move on along the text; few are looked at, by bisection. A token
+    across a span's border belongs to the span: the template's last characters before a turn, and the first after it,
+    may be bound to the turn's words.
     """
-    raw = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-    mask = np.zeros(len(raw), dtype=np.int8)
-    if not len(raw):
-        return mask
-    ends = np.maximum.accumulate(raw[:, 1])
-    # Tokenizers that trim a token's leading space from its offsets leave a gap, which is the token's.
-    starts = np.minimum(raw[:, 0], np.concatenate([[0], ends[:-1]]))
-    starts = np.maximum.accumulate(np.where(raw[:, 0] < raw[:, 1], starts, raw[:, 0]))
+    tokens = range(len(offsets))
+    mask = np.zeros(len(offsets), dtype=np.int8)
+    across = 0
+
+    def begin(token: int) -> int:
+        # Tokenizers that trim a token's leading space from its characters leave a gap, which is the token's.
+        start = offsets[token][0]
+        return min(start, offsets[token - 1][1]) if token else start
+
     for start, end in spans:
-        first, stop = np.searchsorted(starts, start), np.searchsorted(starts, end)
-        if first > 0 and ends[first - 1] > start:
-            _check_border(text[starts[first - 1] : start], start)
-            first -= 1
-        if stop > first and ends[stop - 1] > end:
-            _check_border(text[end : ends[stop - 1]], end)
+        first = bisect_left(tokens, start + 1, key=lambda token: offsets[token][1])
+        stop = bisect_left(tokens, end, lo=first, key=begin)
         if first >= stop:
             raise BadRecord("template_mismatch", f"no token lies in the assistant's turn at character {start}")
         mask[first:stop] = 1
-    return mask
-
-
-def _check_border(outside: str, at: int) -> None:
-    if outside.strip():
-        raise BadRecord("template_mismatch", f"a token crosses the border of the assistant's turn at character {at}")
+        across += bool(text[begin(first) : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
+    return mask, across
 
 
 def mask_from_prefixes(ids: list[int], text: str, spans: list[Span], encode: Callable[[str], list[int]]) -> np.ndarray:

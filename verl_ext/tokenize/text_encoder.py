@@ -42,12 +42,52 @@ SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
 
 @dataclass
 class Encoded:
-    """ids int32[T] of a text, offsets int64[T, 2] (characters of each token) where they were asked for, and how many
-    names of special tokens the text holds that are encoded as text."""
+    """ids int32[T] of a text, the characters of each token where they were asked for, and how many names of special
+    tokens the text holds that are encoded as text."""
 
     ids: NDArray[np.int32]
-    offsets: NDArray[np.int64] | None = None
+    offsets: Sequence[tuple[int, int]] | None = None
     special_tokens: int = 0
+
+
+class _Offsets(Sequence[tuple[int, int]]):
+    """The characters of an encoding's tokens, each taken when it is asked for: a list of all costs a tenth of encoding
+    the text."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding, self._length = encoding, len(encoding)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, token: Any) -> Any:
+        return self._encoding.token_to_chars(range(self._length)[token])  # IndexError ends an iteration
+
+
+class _ByteOffsets(Sequence[tuple[int, int]]):
+    """The characters of tokens that are a text's bytes: `ends` int64[T] are the bytes after each token."""
+
+    def __init__(self, text: bytes, ends: NDArray[np.int64]) -> None:
+        self._text, self._ends = text, ends
+        self._is_ascii = text.isascii()
+
+    @cached_property
+    def _characters(self) -> NDArray[np.int64]:
+        """int64[bytes]: the character that each byte is of."""
+        begins = (np.frombuffer(self._text, np.uint8) & 0xC0) != 0x80
+        return np.cumsum(begins) - 1
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, token: Any) -> Any:
+        token = range(len(self._ends))[token]  # IndexError past the last, which ends an iteration
+        begin, end = int(self._ends[token - 1]) if token else 0, int(self._ends[token])
+        if self._is_ascii:
+            return begin, end
+        if begin == end:
+            return (at := int(self._characters[begin]) if begin < len(self._text) else len(self._characters)), at
+        return int(self._characters[begin]), int(self._characters[end - 1]) + 1
 
 
 class TextEncoder:
@@ -89,23 +129,63 @@ class TextEncoder:
         return [item for item in encoded if item is not None]
 
     def encode_chats(self, chats: Sequence[ChatText]) -> list[Encoded | BadRecord]:
-        """The tokens of each chat, with offsets where the tokenizer is a fast one."""
-        encoded: list[Encoded | BadRecord] = []
+        """The tokens of each chat, with their characters where the tokenizer is a fast one."""
         plain = [chat.text for chat in chats if chat.disguised is None and len(chat.text) <= WINDOW]
-        out: Any = self._call(self.tokenizer, plain, offsets=self.tokenizer.is_fast) if plain else None
-        at = 0
+        short = iter(self._short(plain) if self.tokenizer.is_fast else ())
+        encoded: list[Encoded | BadRecord] = []
         for chat in chats:
-            if chat.disguised is None and len(chat.text) <= WINDOW:
-                is_fast = "offset_mapping" in out
-                offsets = np.asarray(out["offset_mapping"][at], np.int64).reshape(-1, 2) if is_fast else None
-                encoded.append(Encoded(np.asarray(out["input_ids"][at], np.int32), offsets))
-                at += 1
-                continue
             try:
-                encoded.append(self._chat(chat))
+                if chat.disguised is not None or len(chat.text) > WINDOW:
+                    encoded.append(self._chat(chat))
+                elif self.tokenizer.is_fast:
+                    encoded.append(next(short))
+                else:
+                    ids = self._call(self.tokenizer, [chat.text])["input_ids"][0]
+                    encoded.append(Encoded(np.asarray(ids, np.int32)))
             except BadRecord as error:
                 encoded.append(error)
         return encoded
+
+    def _short(self, texts: list[str]) -> Iterator[Encoded]:
+        """The tokens of short texts by a fast tokenizer's own calls: transformers makes lists of everything.
+
+        Where tokens are bytes of the text their characters are counted, and the tokenizer need not follow them.
+        """
+        if not texts:
+            return
+        self._call(self.tokenizer, [""])  # sets truncation, padding and special tokens as a call without options
+        backend, sizes = self.tokenizer.backend_tokenizer, self._bytes_of_tokens
+        encode = backend.encode_batch if sizes is None else backend.encode_batch_fast
+        for text, encoding in zip(texts, encode(texts, add_special_tokens=False), strict=True):
+            ids = np.array(encoding.ids, np.int32)
+            if sizes is None:
+                yield Encoded(ids, _Offsets(encoding))
+                continue
+            data = text.encode()
+            ends = np.cumsum(sizes[ids])
+            if (ends[-1] if len(ends) else 0) == len(data):
+                yield Encoded(ids, _ByteOffsets(data, ends))
+                continue
+            if data.isascii():  # nothing that is normalised: a prefix of the tokenizer's own, which every text has
+                self._bytes_of_tokens = None
+            yield Encoded(ids, _Offsets(backend.encode(text, add_special_tokens=False)))
+
+    @cached_property
+    def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
+        """int64[ids]: how many bytes of text each token is; None of a tokenizer that is not a byte-level one."""
+        from tokenizers import decoders, pre_tokenizers
+
+        backend = self.tokenizer.backend_tokenizer
+        if not isinstance(backend.decoder, decoders.ByteLevel):
+            return None
+        added = backend.get_added_tokens_decoder()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, np.int64)
+        for token, number in vocabulary.items():
+            # A token that is no text of the alphabet is none that text becomes.
+            sizes[number] = len(token.encode()) if number in added else len(token) if alphabet.issuperset(token) else -1
+        return sizes
 
     def _chat(self, chat: ChatText) -> Encoded:
         """A long chat, or one that holds special tokens."""
@@ -117,8 +197,10 @@ class TextEncoder:
         if chat.disguised is not None:
             self.special.check_ids(ids)
             ids = self.special.real_ids[ids]
-        offsets = np.concatenate([offsets for _, offsets in pieces]) if self.tokenizer.is_fast else None
-        return Encoded(ids, offsets, chat.special_tokens)
+        if not self.tokenizer.is_fast:
+            return Encoded(ids, None, chat.special_tokens)
+        offsets = np.concatenate([offsets for _, offsets in pieces])
+        return Encoded(ids, offsets.tolist(), chat.special_tokens)
 
     def _count(self, text: str) -> int:
         """How many names of special tokens a text holds; `BadRecord` where it may hold none."""

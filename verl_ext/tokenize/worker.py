@@ -1,19 +1,25 @@
 """Chunks of records tokenised: the part that runs in every worker process."""
 
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.commands.errors import DataError, UsageError, one_line
 from verl_ext.commands.tokenizer import load_tokenizer
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import ChatTemplate
-from verl_ext.tokenize.chunks import Chunk, TextFile, parse_line
+from verl_ext.tokenize.chat_renderer import ChatRenderer
+from verl_ext.tokenize.chat_template import Span
+from verl_ext.tokenize.chunks import Chunk, Place, TextFile
 from verl_ext.tokenize.config import TokenizeConfig
+from verl_ext.tokenize.json_records import parse_line
 from verl_ext.tokenize.over_length import Document, fit
-from verl_ext.tokenize.records import Chat, PlainText, parse_record
+from verl_ext.tokenize.preview import Run, preview_of
+from verl_ext.tokenize.records import Chat, PlainText, Record, category_of, parse_record
 from verl_ext.tokenize.special_tokens import ChatText
 from verl_ext.tokenize.tally import Tally
 from verl_ext.tokenize.target_mask import mask_from_offsets, mask_from_prefixes
@@ -22,7 +28,7 @@ from verl_ext.tokenize.text_encoder import Encoded, TextEncoder
 
 @dataclass
 class ChunkResult:
-    """input_ids[ΣT] int32, loss_mask[ΣT] int8, lengths[D] int32 and, where a record gave one, weights[D] float32."""
+    """input_ids[ΣT] int32, loss_mask[ΣT] int8, lengths[D] int32 and, where a target has one, weights[ΣT] float32."""
 
     category_id: int
     num_bytes: int
@@ -31,6 +37,12 @@ class ChunkResult:
     lengths: np.ndarray
     weights: np.ndarray | None
     tally: Tally
+    # Where records give their category: the name of each document's, the counts of each, and the numbers int32[D] of
+    # the documents', which the process that writes gives.
+    categories: list[str] | None = None
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    category_ids: np.ndarray | None = None
+    preview: list[list[Run]] = field(default_factory=list)  # of the first documents
 
     @property
     def records(self) -> int:
@@ -45,23 +57,32 @@ class ChunkResult:
 
 @dataclass
 class _Prepared:
-    number: int
+    number: Place
     text: str | TextFile | ChatText
     weight: float | None
+    category: str | None
 
 
 @dataclass
 class _Bad:
-    number: int
-    reason: str
-    message: str
+    number: Place
+    category: str | None
+    error: BadRecord
+    is_fatal: bool = True  # under on_bad_record=error
 
 
 @dataclass
 class _Outcome:
     documents: list[Document] = field(default_factory=list)
+    categories: list[str | None] = field(default_factory=list)  # of the documents
     bad: list[_Bad] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
+    by_category: dict[str, Tally] = field(default_factory=dict)
+    preview: list[list[Run]] = field(default_factory=list)
+
+    def tallies(self, category: str | None) -> list[Tally]:
+        """Those that count a record: its source's, and its category's where records give it."""
+        return [self.tally, *([self.by_category.setdefault(category, Tally())] if category is not None else [])]
 
 
 class ChunkTokenizer:
@@ -71,61 +92,88 @@ class ChunkTokenizer:
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.encoder = TextEncoder(self.tokenizer, config.special_tokens_in_text)
-        self._template: ChatTemplate | None = None
 
     def tokenise(self, chunk: Chunk) -> ChunkResult:
         """Tokenise a chunk; `DataError` for the first bad record under `on_bad_record=error`."""
         outcome = _Outcome(tally=Tally(records=len(chunk.records)))
         prepared = list(self._prepared(chunk, outcome))
-        for item, ids, mask in self._encoded(prepared, outcome):
-            self._keep(Document(ids, mask, item.weight), item, chunk.path, outcome)
+        for item, document in self._encoded(prepared, outcome):
+            self._keep(document, item, chunk.path, outcome)
         for bad in sorted(outcome.bad, key=lambda bad: bad.number):
-            line = f"{chunk.place(bad.number)}: {bad.message}"
-            # A target lost to truncation follows from the policy asked for, not from bad data: counted, never fatal.
-            if self.config.on_bad_record == "error" and not bad.reason.startswith("no_target_after"):
-                raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
-            outcome.tally.add_bad(bad.reason, line)
+            reason, line = bad.error.reason, f"{chunk.place(bad.number)}: {bad.error}"
+            if self.config.on_bad_record == "error" and bad.is_fatal:
+                raise DataError(f"{line} ({reason}; on_bad_record=skip leaves such records out)")
+            for tally in outcome.tallies(bad.category):
+                tally.add_bad(reason, line)
         return _result(chunk, outcome)
 
     def _prepared(self, chunk: Chunk, outcome: _Outcome) -> Iterator[_Prepared]:
         for number, raw in chunk.records:
+            category = self._source_name(chunk) if self.config.category_field else None
             try:
-                record = parse_record(parse_line(raw) if isinstance(raw, bytes) else raw)
-                yield _Prepared(number, self._text(record.content, chunk.place(number)), record.weight)
+                raw = parse_line(raw) if isinstance(raw, bytes) else raw
+                category = self._category(raw, category, outcome)
+                record = parse_record(raw, self.config.columns, drop_media=self.config.media == "drop")
+                texts = self._texts(record.content)
+                self._count_fields(record, outcome.tallies(category))
+                for text in texts:
+                    yield _Prepared(number, text, record.weight, category)
+            except RecursionError:
+                error = BadRecord("malformed_json", "the record is nested too deep")
+                outcome.bad.append(_Bad(number, category, error))
             except BadRecord as error:
-                outcome.bad.append(_Bad(number, error.reason, str(error)))
+                is_fatal = error.reason != "unprinted" or self.config.on_unprinted == "error"
+                outcome.bad.append(_Bad(number, category, error, is_fatal))
+            for tally in outcome.tallies(category)[1:]:
+                tally.records += 1
 
-    def _text(self, content: Chat | PlainText, place: str) -> str | TextFile | ChatText:
+    def _source_name(self, chunk: Chunk) -> str:
+        return list(self.config.sources)[chunk.category_id - 1]
+
+    def _category(self, raw: Any, source: str | None, outcome: _Outcome) -> str | None:
+        """The category that a record gives, or else its source's name; None without `category_field`."""
+        if source is None or self.config.category_field is None:
+            return None
+        category = category_of(raw, self.config.category_field)
+        outcome.tally.uncategorised += category is None
+        return source if category is None else category
+
+    def _count_fields(self, record: Record, tallies: list[Tally]) -> None:
+        """Count the fields that nothing reads: of messages those that the template does not name."""
+        if not (record.unused or record.message_fields or record.dropped):
+            return
+        category = self.config.category_field or ""
+        unused = (name for name in record.unused if name not in (category, category.partition(".")[0]))
+        counts = Counter(map(one_line, unused))
+        names = self._template_words if record.message_fields else set()
+        counts.update(
+            {one_line(f"messages.{name}"): n for name, n in record.message_fields.items() if name not in names}
+        )
+        for tally in tallies:
+            tally.unused_fields.update(counts)
+            tally.dropped_media.update(record.dropped)
+
+    @cached_property
+    def _template_words(self) -> set[str]:
+        return set(re.findall(r"\w+", self.chats.template_source))
+
+    def _texts(self, content: Chat | PlainText) -> Sequence[str | TextFile | ChatText]:
         if isinstance(content, Chat):
-            if self.config.last_turn_only:
-                content.keep_last_target()
-            if not content.targets:
-                raise BadRecord("no_target", "the last assistant turn is no target")
-            template = self._chat_template(place)
-            chat = self.encoder.special.chat_text(template, content, self.config.special_tokens_in_text)
-            if not chat.spans:
-                raise BadRecord("no_target", "the chat template marks no assistant turn")
-            _check_characters(chat.text)
-            return chat
+            texts = self.chats.texts(content)
+            for text in texts:
+                _check_characters(text.text)
+            return texts
         if isinstance(content.text, str):
             _check_characters(content.text)
-        return content.text
+        return [content.text]
 
-    def _chat_template(self, place: str) -> ChatTemplate:
-        if self._template is None:
-            template = _template_text(self.config.chat_template)
-            if template is None and not self.tokenizer.chat_template:
-                path = self.config.model.tokenizer
-                raise UsageError(
-                    f"chat_template must be given for chat records such as {place}: the tokenizer of {path} has none"
-                )
-            self._template = ChatTemplate(self.tokenizer, template, self.config.apply_chat_template_kwargs)
-        return self._template
+    @cached_property
+    def chats(self) -> ChatRenderer:
+        """Made for the first chat: texts need no chat template."""
+        return ChatRenderer(self.tokenizer, self.encoder.special, self.config)
 
-    def _encoded(
-        self, prepared: list[_Prepared], outcome: _Outcome
-    ) -> Iterator[tuple[_Prepared, np.ndarray, np.ndarray]]:
-        """The tokens and mask of every text, in order."""
+    def _encoded(self, prepared: list[_Prepared], outcome: _Outcome) -> Iterator[tuple[_Prepared, Document]]:
+        """The document of every text, in order."""
         chats = iter(self.encoder.encode_chats([item.text for item in prepared if isinstance(item.text, ChatText)]))
         plain = [item.text for item in prepared if not isinstance(item.text, ChatText)]
         texts = iter(self.encoder.encode(plain, add_special_tokens=True))
@@ -137,24 +185,44 @@ class ChunkTokenizer:
                 ids, mask = self._with_mask(encoded, item.text)
                 if not mask.any():
                     raise BadRecord("no_target", "no token is left to learn after the first")
+                weights = self._weights(encoded, item, len(ids))
             except BadRecord as error:
-                outcome.bad.append(_Bad(item.number, error.reason, str(error)))
+                outcome.bad.append(_Bad(item.number, item.category, error))
                 continue
-            outcome.tally.add_special_tokens(encoded.special_tokens)
-            yield item, ids, mask
+            for tally in outcome.tallies(item.category):
+                tally.add_special_tokens(encoded.special_tokens)
+                if isinstance(item.text, ChatText):
+                    tally.add_chat(item.text)
+            yield item, Document(ids, mask, weights)
 
     def _with_mask(self, encoded: Encoded, text: str | TextFile | ChatText) -> tuple[np.ndarray, np.ndarray]:
         """A document's tokens and int8 mask; a plain text ends with EOS."""
-        if not isinstance(text, ChatText):
+        if isinstance(text, ChatText):
+            ids = encoded.ids
+            mask, text.border_tokens = self._span_mask(encoded, text, text.rendered.spans)
+        else:
             ids = self._with_eos(encoded.ids)
             mask = np.ones(len(ids), dtype=np.int8)
-        elif encoded.offsets is not None:
-            ids, mask = encoded.ids, mask_from_offsets(text.text, encoded.offsets, text.spans)
-        else:
-            ids = encoded.ids
-            mask = mask_from_prefixes(ids.tolist(), text.text, text.spans, self._chat_ids)
         mask[:1] = 0
         return ids, mask
+
+    def _span_mask(self, encoded: Encoded, chat: ChatText, spans: list[Span]) -> tuple[np.ndarray, int]:
+        if encoded.offsets is not None:
+            return mask_from_offsets(chat.text, encoded.offsets, spans)
+        return mask_from_prefixes(encoded.ids.tolist(), chat.text, spans, self._chat_ids), 0
+
+    def _weights(self, encoded: Encoded, item: _Prepared, tokens: int) -> np.ndarray | None:
+        """weights[T] float32: the record's weight times that of the turn a token is in; None where neither is given."""
+        targets = item.text.rendered.targets if isinstance(item.text, ChatText) else []
+        turn_weights = {target.weight for target in targets} - {1.0}
+        if item.weight is None and not turn_weights:
+            return None
+        weights = np.full(tokens, 1.0 if item.weight is None else item.weight, np.float64)
+        for weight in turn_weights:
+            assert isinstance(item.text, ChatText)
+            spans = [target.span for target in targets if target.weight == weight]
+            weights[self._span_mask(encoded, item.text, spans)[0] == 1] *= weight
+        return weights.astype(np.float32)
 
     def _chat_ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -166,16 +234,28 @@ class ChunkTokenizer:
         return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
 
     def _keep(self, document: Document, item: _Prepared, path: str, outcome: _Outcome) -> None:
+        over_length: Counter[str] = Counter()
+        tallies = outcome.tallies(item.category)
         try:
-            pieces = fit(document, self.config.max_tokens, self.config.over_length, outcome.tally.over_length)
+            pieces = fit(document, self.config.max_tokens, self.config.over_length, over_length)
         except BadRecord as error:
-            outcome.bad.append(_Bad(item.number, error.reason, str(error)))
+            # A target lost to truncation follows from the policy asked for, not from bad data.
+            outcome.bad.append(_Bad(item.number, item.category, error, is_fatal=False))
             return
         except DataError as error:
             raise DataError(f"{path}:{item.number}: {error}") from error
+        for tally in tallies if over_length else ():
+            tally.over_length.update(over_length)
         for piece in pieces:
             outcome.documents.append(piece)
-            outcome.tally.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+            outcome.categories.append(item.category)
+            if len(outcome.preview) < self.config.preview:
+                outcome.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
+            for tally in tallies:
+                tally.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _check_characters(text: str) -> None:
@@ -187,26 +267,19 @@ def _check_characters(text: str) -> None:
 
 def _result(chunk: Chunk, outcome: _Outcome) -> ChunkResult:
     documents = outcome.documents
-    weighted = any(document.weight is not None for document in documents)
-    weights = [1.0 if document.weight is None else document.weight for document in documents]
+    weights = None
+    if any(document.weights is not None for document in documents):
+        ones = (np.ones(len(d.input_ids), np.float32) if d.weights is None else d.weights for d in documents)
+        weights = np.concatenate(list(ones))
     return ChunkResult(
         category_id=chunk.category_id,
         num_bytes=chunk.num_bytes,
         input_ids=np.concatenate([d.input_ids for d in documents]) if documents else np.empty(0, np.int32),
         loss_mask=np.concatenate([d.loss_mask for d in documents]) if documents else np.empty(0, np.int8),
         lengths=np.array([len(d.input_ids) for d in documents], dtype=np.int32),
-        weights=np.array(weights, dtype=np.float32) if weighted else None,
+        weights=weights,
         tally=outcome.tally,
+        categories=[name for name in outcome.categories if name is not None] if outcome.by_category else None,
+        tallies=outcome.by_category,
+        preview=outcome.preview,
     )
-
-
-def _template_text(chat_template: str | None) -> str | None:
-    """The override: the file of that name, or the text itself."""
-    if chat_template is None or "{" in chat_template or "\n" in chat_template:
-        return chat_template
-    try:
-        return Path(chat_template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"chat_template must be a Jinja template or a file that exists; got {chat_template}"
-        ) from error

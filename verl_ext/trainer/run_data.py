@@ -55,7 +55,7 @@ def _run_options(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 def _tokenizer(config: DictConfig) -> Any:
     from verl.utils import hf_tokenizer
 
-    from verl_ext.commands.tokenizer import check_tokenizer
+    from verl_ext.commands.tokenizer import check_round_trip, check_tokenizer
 
     model = config.model
     key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
@@ -65,4 +65,5 @@ def _tokenizer(config: DictConfig) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"{key} must hold a tokenizer; got {path} ({str(error).splitlines()[0]})") from None
     check_tokenizer(tokenizer, path, key)
+    check_round_trip(tokenizer, path, key)
     return tokenizer

@@ -12,11 +12,12 @@ from verl_ext.commands.tokenizer import ModelConfig
 from verl_ext.commands.typed_options import least_problems, load_options
 from verl_ext.config.nearest import choice_problem
 from verl_ext.tokenize.bad_record import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
+from verl_ext.tokenize.remote_files import local_path
 
 CONFIG_NAME = "index"
 REPORT = "report.json"
 # Nodes whose keys are the user's own.
-OPEN_NODES = ("sources",)
+OPEN_NODES = {"sources": "a source to its files"}
 
 
 # Optional[...] and not `| None`: OmegaConf's structured configs read the annotations.
@@ -58,7 +59,7 @@ class IndexConfig:
 
     def _output_problems(self) -> list[str]:
         sources = [path for value in self.sources.values() if _is_names(value) for path in _as_list(value)]
-        keep = [self.model.path, self.model.tokenizer_path, *sources]
+        keep = [self.model.path, self.model.tokenizer_path, *map(local_path, sources)]
         problems = output_problems(self.output_dir, self.overwrite, REPORT, keep, kept="a source, the tokenizer")
         output = Path(self.output_dir)
         # A tokenised dataset has a report.json as well.

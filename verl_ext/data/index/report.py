@@ -9,13 +9,13 @@ from verl_ext.commands.table import aligned
 from verl_ext.data.index.config import REPORT, IndexConfig
 from verl_ext.data.index.text_documents import TextTokenizer
 from verl_ext.tokenize.report import special_token_rows
-from verl_ext.tokenize.tally import Tally
+from verl_ext.tokenize.tally import CHAT_COUNTS, Tally
 
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("num_workers", "overwrite")
 TEXT_COLUMNS = ("source", "encoded as text", "bad record", "first")
 # Counts of `Tally` that mean nothing for text without targets and limits.
-NOT_COUNTED = ("target_tokens", "over_length")
+NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 
 
 class Report:

@@ -14,7 +14,7 @@ from verl_ext.data.index.parcels import read_parcels
 from verl_ext.data.index.report import Report
 from verl_ext.data.index.text_documents import Documents, TextOptions, TextTokenizer
 from verl_ext.data.index.text_index import TextIndex, Written, no_document_error, show_progress
-from verl_ext.tokenize.source_files import SourceFile, find_source_files
+from verl_ext.tokenize.source_files import SourceFile, find_source_files, total_bytes
 from verl_ext.tokenize.tally import Tally
 
 WORKER_BYTES = 8 << 20  # of text, that make another process worth its start of a few seconds
@@ -51,7 +51,7 @@ def _write_indices(
     config: IndexConfig, files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, report: Report
 ) -> None:
     with closing(_written(config, files, tokenizer, folder, report)) as work:
-        show_progress(work, sum(file.num_bytes for file in files))
+        show_progress(work, total_bytes(files))
 
 
 def _written(
@@ -63,7 +63,7 @@ def _written(
     for source, results in groupby(_documents(config, files, tokenizer, full), key=lambda result: result.source):
         name = names[source - 1]
         with TextIndex(folder / name, tokenizer.dtype, config.max_corpus_tokens, f"sources.{name}") as index:
-            unread = sum(file.num_bytes for file in files if file.category_id == source)
+            unread = sum(file.num_bytes or 0 for file in files if file.category_id == source)
             report.tallies[name] = index.tally
             for result in results:
                 written = index.add(result)
@@ -71,7 +71,7 @@ def _written(
                     full.add(source)
                 unread -= written.num_bytes
                 yield written
-            yield Written(unread, 0, 0)
+            yield Written(max(unread, 0), 0, 0)
             _refuse_nothing(config, name, index.tally)
             index.close()
     for name in names:
@@ -92,7 +92,8 @@ def _documents(
 
 
 def _useful_workers(files: list[SourceFile]) -> int:
-    return min(available_cpus(), 1 + sum(file.num_bytes for file in files) // WORKER_BYTES)
+    num_bytes = total_bytes(files)
+    return available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
 
 
 def _refuse_nothing(config: IndexConfig, name: str, tally: Tally) -> None:

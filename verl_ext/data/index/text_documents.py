@@ -14,7 +14,8 @@ from verl_ext.commands.errors import DataError, UsageError
 from verl_ext.data.index.parcels import Parcel
 from verl_ext.data.megatron.idx_format import optimal_dtype
 from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chunks import Chunk, TextFile, parse_line
+from verl_ext.tokenize.chunks import Chunk, TextFile
+from verl_ext.tokenize.json_records import parse_line
 from verl_ext.tokenize.text_encoder import Encoded, TextEncoder
 
 

@@ -16,7 +16,7 @@ from verl_ext.commands.progress import Progress
 from verl_ext.data.index.parcels import read_parcels
 from verl_ext.data.index.text_documents import Documents, TextOptions, TextTokenizer
 from verl_ext.data.megatron.index_writer import IndexWriter
-from verl_ext.tokenize.source_files import SourceFile
+from verl_ext.tokenize.source_files import SourceFile, total_bytes
 from verl_ext.tokenize.tally import Tally
 
 BATCH_BYTES = 4 << 20  # of text handed to a tokenizer whose own threads share the documents of a call
@@ -121,7 +121,7 @@ def write_text_index(
     with TextIndex(prefix, worker.dtype, max_tokens, key) as index:
         work = _add_all(index, worker, files)
         if progress:
-            show_progress(work, sum(file.num_bytes for file in files))
+            show_progress(work, total_bytes(files))
         else:
             deque(work, maxlen=0)
         index.close()
@@ -135,7 +135,7 @@ def _add_all(index: TextIndex, worker: TextTokenizer, files: Sequence[SourceFile
         raise no_document_error(", ".join(file.path for file in files[:3]), index.tally)
 
 
-def show_progress(work: Iterator[Written], total_bytes: int) -> None:
+def show_progress(work: Iterator[Written], num_bytes: int | None) -> None:
     """Do all the work, with a bar from the first document on: a mistake before it is told without one."""
     begun = time.monotonic()
     before = []
@@ -143,7 +143,7 @@ def show_progress(work: Iterator[Written], total_bytes: int) -> None:
         before.append(written)
         if written.tokens:
             break
-    with Progress(total_bytes, "index") as bar:
+    with Progress(num_bytes, "index") as bar:
         bar.started = begun
         for written in chain(before, work):
             bar.add(written)

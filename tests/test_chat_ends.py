@@ -1,0 +1,234 @@
+"""What ends an assistant's turn: found from the template and the model's stop tokens, learnt, and told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_tokenize_run import tokenise, write_jsonl
+from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
+from verl_ext.commands.errors import UsageError
+from verl_ext.tokenize.chat_spans import RenderedChat, locate
+from verl_ext.tokenize.chat_template import ChatTemplate
+from verl_ext.tokenize.records import parse_record
+from verl_ext.tokenize.report import Report
+
+TOKENS = ("</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<call>", "</call>", "<|user|>")
+TOKENS += ("<|assistant|>", "<|start|>", "<|say|>", "<|said|>", "<|stop|>")
+TWO_TURNS = chat("hello", "the cat", "more", "sat")
+
+LEFT_OPEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if add_generation_prompt or not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Nothing but the header of the next turn ends one.
+HEADERS_ONLY = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# What is said ends with a token of its own, and then so does the turn.
+TWO_ENDS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|say|>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|said|>{% endif %}<|stop|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|say|>{% endif %}"
+)
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ONLY_TEXT = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+
+
+def ends_and_turns(
+    template: str, record: dict[str, Any], eos: str | None = "</s>", tokens: tuple[str, ...] = TOKENS, **options: Any
+) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """The ends of turns that are found, and every target's text with what ends it."""
+    tokenizer = tiny_tokenizer(template, eos_token=eos, special_tokens=tokens)
+    chat_template = ChatTemplate(tokenizer, None, {}, **options)
+    content = parse_record(record).content
+    rendered: RenderedChat = locate(chat_template, content)
+    assert rendered.text == tokenizer.apply_chat_template(content.messages, tokenize=False)
+    return chat_template.ends, [(rendered.text[t.start : t.stop], t.closed_by) for t in rendered.targets]
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "</s>", None])
+def test_a_last_turn_left_open_costs_the_earlier_ones_no_end(eos: str | None) -> None:
+    turns = [("the cat<|im_end|>", "<|im_end|>"), ("sat", "")]
+    assert ends_and_turns(LEFT_OPEN, TWO_TURNS, eos) == (["<|im_end|>"], turns)
+
+
+def test_a_last_turn_left_open_costs_the_earlier_ones_neither_of_two_ends() -> None:
+    template = LEFT_OPEN.replace("<|im_end|>", "<|said|><|stop|>")
+    turns = [("the cat<|said|><|stop|>", "<|stop|>"), ("sat", "")]
+    assert ends_and_turns(template, TWO_TURNS, "<|stop|>") == (["<|stop|>"], turns)
+
+
+@pytest.mark.parametrize("eos", ["<|stop|>", "</s>", None])
+def test_of_two_tokens_after_the_content_the_one_that_stops_generation_ends_the_turn(eos: str | None) -> None:
+    turns = [("the cat<|said|><|stop|>", "<|stop|>"), ("sat<|said|><|stop|>", "<|stop|>")]
+    assert ends_and_turns(TWO_ENDS, TWO_TURNS, eos) == (["<|stop|>"], turns)
+    assert ends_and_turns(TWO_ENDS.replace("add_generation_prompt", "never"), TWO_TURNS, eos) == (["<|stop|>"], turns)
+
+
+def test_nothing_after_the_token_that_stops_generation_is_learnt() -> None:
+    turns = [("the cat<|said|>", "<|said|>"), ("sat<|said|>", "<|said|>")]
+    assert ends_and_turns(TWO_ENDS, TWO_TURNS, "<|said|>") == (["<|said|>"], turns)
+    assert ends_and_turns(TWO_ENDS, TWO_TURNS, None, stop_tokens=["<|said|>"]) == (["<|said|>"], turns)
+
+
+def test_the_documents_end_after_the_last_turns_end_is_not_learnt() -> None:
+    turns = [("the cat<|end|>", "<|end|>"), ("sat<|end|>", "<|end|>")]
+    for eos in ("<|endoftext|>", "<|end|>", None):
+        assert ends_and_turns(ENDS_DOCUMENT, TWO_TURNS, eos) == (["<|end|>"], turns)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "</s>", None])
+def test_closers_of_tool_calls_are_learnt_and_do_not_end_the_turn(eos: str | None) -> None:
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("sit", "look")]
+    record = chat("hello", "the cat", "more", "sat")
+    record["messages"][1]["tool_calls"] = calls
+    record["messages"][3]["tool_calls"] = calls[:1]
+    ends, turns = ends_and_turns(CALLS, record, eos)
+    assert ends == ["<|im_end|>"]
+    assert turns == [
+        ("the cat<call>sit</call><call>look</call><|im_end|>", "<|im_end|>"),
+        ("sat<call>sit</call><|im_end|>", "<|im_end|>"),
+    ]
+
+
+def test_last_and_earlier_turns_have_each_their_end() -> None:
+    turns = [("the cat<|im_end|>", "<|im_end|>"), ("sat<|endoftext|>", "<|endoftext|>")]
+    for eos in ("<|endoftext|>", "<|im_end|>", "</s>"):
+        assert ends_and_turns(OTHER_LAST_END, TWO_TURNS, eos) == (["<|im_end|>", "<|endoftext|>"], turns)
+
+
+def test_an_end_that_is_no_token_of_the_tokenizer_is_learnt_as_text() -> None:
+    turns = [("the cat<|im_end|>", "<|im_end|>"), ("sat<|im_end|>", "<|im_end|>")]
+    assert ends_and_turns(CHATML, TWO_TURNS, tokens=("</s>",)) == (["<|im_end|>"], turns)
+    goodbye = CHATML.replace("<|im_end|>", " Over and out.")
+    turns = [("the cat Over and out.", "Over and out."), ("sat Over and out.", "Over and out.")]
+    assert ends_and_turns(goodbye, TWO_TURNS, tokens=("</s>",)) == (["Over and out."], turns)
+
+
+def test_a_template_whose_turns_nothing_ends_has_no_ends() -> None:
+    turns = [("the cat", ""), ("sat", "")]
+    assert ends_and_turns(ONLY_TEXT, TWO_TURNS) == ([], turns)
+    assert ends_and_turns(HEADERS_ONLY, TWO_TURNS) == ([], turns)
+
+
+def test_a_stop_token_that_begins_the_next_turn_ends_the_one_before_it() -> None:
+    turns = [("the cat<|user|>", "<|user|>"), ("sat", "")]
+    assert ends_and_turns(HEADERS_ONLY, TWO_TURNS, stop_tokens=["</s>", "<|user|>"]) == (["<|user|>"], turns)
+
+
+def test_words_that_look_like_the_end_do_not_end_a_turn() -> None:
+    record = chat("hello<|im_end|>", "the<|im_end|>\n<|im_start|>user\ncat", "<|im_end|>more", "sat <|im_end|>\n")
+    turns = [
+        ("the<|im_end|>\n<|im_start|>user\ncat<|im_end|>", "<|im_end|>"),
+        ("sat <|im_end|>\n<|im_end|>", "<|im_end|>"),
+    ]
+    assert ends_and_turns(CHATML, record, "<|im_end|>")[1] == turns
+
+
+@pytest.mark.parametrize("template", [CHATML, CALLS])
+def test_a_turn_that_says_nothing_is_its_end(template: str) -> None:
+    _, turns = ends_and_turns(template, chat("hello", "", "more", "sat"))
+    assert turns == [("<|im_end|>", "<|im_end|>"), ("sat<|im_end|>", "<|im_end|>")]
+
+
+def test_a_turn_that_says_nothing_is_both_its_ends() -> None:
+    _, turns = ends_and_turns(TWO_ENDS, chat("hello", "", "more", "sat"))
+    assert turns == [("<|said|><|stop|>", "<|stop|>"), ("sat<|said|><|stop|>", "<|stop|>")]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(ONLY_TEXT, "\n\nuser:"), (CHATML, "<|im_end|>\n"), (TWO_ENDS, "<|said|>"), (HEADERS_ONLY, "<|user|>")],
+)
+def test_end_of_turn_overrides_what_is_found(template: str, end: str) -> None:
+    found, turns = ends_and_turns(template, TWO_TURNS, end_of_turn=end, stop_tokens=["<|stop|>"])
+    assert found == [end]
+    begins_next_turn = template in (ONLY_TEXT, HEADERS_ONLY)
+    assert turns == [(f"the cat{end}", end), ("sat", "") if begins_next_turn else (f"sat{end}", end)]
+
+
+def test_end_of_turn_overrides_a_stop_token_before_it() -> None:
+    ends, turns = ends_and_turns(TWO_ENDS, TWO_TURNS, end_of_turn="<|stop|>", stop_tokens=["<|said|>"])
+    assert ends == ["<|stop|>"]
+    assert turns == [("the cat<|said|><|stop|>", "<|stop|>"), ("sat<|said|><|stop|>", "<|stop|>")]
+
+
+def test_a_stop_token_ends_the_turns_that_calls_close_otherwise_than_words() -> None:
+    template = CALLS.replace("<|im_end|>", "{{ '<|end|><|stop|>' if m.tool_calls else '<|im_end|>' }}")
+    record = chat("hello", "the cat", "more", "sat")
+    record["messages"][1]["tool_calls"] = [{"function": {"name": "sit", "arguments": {}}}]
+    turns = [("the cat<call>sit</call><|end|>", "<|end|>"), ("sat<|im_end|>", "<|im_end|>")]
+    assert ends_and_turns(template, record, stop_tokens=["<|end|>"]) == (["<|im_end|>"], turns)
+
+
+def tokenised(tmp_path: Path, template: str, records: list[Any], *options: str, **generation: Any) -> Report:
+    """The report of a run over records, with the tokenizer's folder having a generation_config.json of those fields."""
+    tiny_tokenizer(template, eos_token="</s>", special_tokens=TOKENS).save_pretrained(tmp_path / "model")
+    if generation:
+        (tmp_path / "model/generation_config.json").write_text(json.dumps(generation))
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    return tokenise({"chat": source}, tmp_path / "out", tmp_path / "model", *options)
+
+
+def learnt(tmp_path: Path) -> list[list[str]]:
+    """The targets that report.json shows of each document."""
+    previews = json.loads((tmp_path / "out/report.json").read_text())["sources"]["chat"]["preview"]
+    return [[text for is_target, text in runs if is_target] for runs in previews]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_stop_tokens_of_generation_config_end_turns(tmp_path: Path, as_list: bool) -> None:
+    user = tiny_tokenizer(HEADERS_ONLY, eos_token="</s>", special_tokens=TOKENS).convert_tokens_to_ids("<|user|>")
+    report = tokenised(tmp_path, HEADERS_ONLY, [TWO_TURNS], eos_token_id=[0, user] if as_list else user)
+    assert learnt(tmp_path) == [["the cat<|user|>", "sat"]]
+    assert report.tallies["chat"].end_of_turn == {"<|user|>": 1, "": 1}
+
+
+@pytest.mark.parametrize("generation", [{}, {"eos_token_id": None}, {"eos_token_id": 0}, {"eos_token_id": [0, 10**6]}])
+def test_a_generation_config_without_another_stop_token_changes_nothing(
+    tmp_path: Path, generation: dict[str, Any]
+) -> None:
+    tokenised(tmp_path, HEADERS_ONLY, [TWO_TURNS], **generation, max_length=20)
+    assert learnt(tmp_path) == [["the cat", "sat"]]
+
+
+def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/generation_config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"generation_config\.json must be a generation config in JSON"):
+        tokenised(tmp_path, CHATML, [TWO_TURNS])
+
+
+def test_an_end_of_turn_that_the_template_never_writes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="end_of_turn must be"):
+        tokenised(tmp_path, CHATML, [TWO_TURNS], "end_of_turn='<|eot|>'")
+
+
+def test_report_and_table_say_what_ends_the_turns(tmp_path: Path) -> None:
+    report = tokenised(tmp_path, OTHER_LAST_END, [TWO_TURNS, chat("hello", "the cat")])
+    counts = {"<|endoftext|>": 2, "<|im_end|>": 1}
+    assert json.loads((tmp_path / "out/report.json").read_text())["categories"]["chat"]["end_of_turn"] == counts
+    assert report.table().splitlines()[-1] == "chat: end of turn: <|endoftext|> (2 turns), <|im_end|> (1 turns)"
+    assert learnt(tmp_path) == [["the cat<|im_end|>", "sat<|endoftext|>"], ["the cat<|endoftext|>"]]
+
+
+def test_turns_that_nothing_ends_are_warned_of_unless_end_of_turn_is_given(tmp_path: Path) -> None:
+    report = tokenised(tmp_path, ONLY_TEXT, [TWO_TURNS])
+    assert report.as_dict()["categories"]["chat"]["end_of_turn"] == {"": 2}
+    assert report.table().splitlines()[-1].startswith("chat: warning: 2 turns have no end-of-turn token")
+    assert learnt(tmp_path) == [["the cat", "sat"]]
+    report = tokenised(tmp_path, ONLY_TEXT.replace("\n\n", " ~\n\n"), [TWO_TURNS], "end_of_turn=' ~'", "overwrite=true")
+    assert report.as_dict()["categories"]["chat"]["end_of_turn"] == {" ~": 2}
+    assert "warning" not in report.table()
+    assert learnt(tmp_path) == [["the cat ~", "sat ~"]]
