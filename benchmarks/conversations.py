@@ -59,6 +59,17 @@ class Corpus:
     tokenizer: PreTrainedTokenizerFast
 
 
+def write_conversations(conversations: list[Conversation], folder: Path) -> tuple[Path, PreTrainedTokenizerFast]:
+    """Their JSONL file, and a tokenizer trained on them, saved beside it as `tokenizer`."""
+    lines = folder / "conversations.jsonl"
+    lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    texts = (message["content"] for messages in conversations for message in messages)
+    tokenizer = trained_tokenizer(texts, TokenizerConfig(vocab_size=TOKENIZER, bos_token=None))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return lines, tokenizer
+
+
 def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
     """Write them below ``folder``, with a tokenizer trained on them, tokenised by ``verl_ext.tokenize``."""
     from verl_ext.tokenize.config import load_config
@@ -66,13 +77,8 @@ def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
 
     folder.mkdir(parents=True)
     conversations = make_conversations(kind, count, np.random.default_rng(seed))
-    lines = folder / "conversations.jsonl"
-    lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    lines, tokenizer = write_conversations(conversations, folder)
     pd.DataFrame({"messages": conversations}).to_parquet(folder / "conversations.parquet")
-    texts = (message["content"] for messages in conversations for message in messages)
-    tokenizer = trained_tokenizer(texts, TokenizerConfig(vocab_size=TOKENIZER, bos_token=None))
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
     command = [f"sources={{made_up:{lines}}}", f"output_dir={folder / 'tokenised'}", "num_workers=1"]
     tokenize(load_config([*command, f"model.path={folder / 'tokenizer'}"]))
     return Corpus(kind, folder / "conversations.parquet", folder / "tokenised", tokenizer)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl_ext.commands.tokenizer import TOKENIZER_MODULE, ModelConfig
+from verl_ext.commands.tokenizer import ModelConfig, tokenizer_module
 from verl_ext.commands.worker_pool import ordered_results
 from verl_ext.data.index.parcels import Parcel, read_parcels
 from verl_ext.data.index.run import load_text_tokenizer
@@ -73,7 +73,7 @@ def command(corpus: Corpus) -> Speed:
     """Ours with worker processes."""
     make = partial(load_text_tokenizer, ModelConfig(corpus.tokenizer_folder), TextOptions())
     parcels = read_parcels(corpus.files, lambda source: False)
-    results = ordered_results(make, _tokenise, parcels, corpus.workers, name="tokenise", preload=[TOKENIZER_MODULE])
+    results = ordered_results(make, _tokenise, parcels, corpus.workers, name="tokenise", preload=[tokenizer_module()])
     with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
         speed = _timed(results, lambda result: index.add(result).tokens)
         index.close()

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -24,6 +24,7 @@ from verl_ext.tokenize.chat_spans import RenderedChat
 from verl_ext.tokenize.chunks import TextFile
 from verl_ext.tokenize.source_files import find_source_files
 from verl_ext.tokenize.special_tokens import ChatText
+from verl_ext.tokenize.target_mask import ListedCharacters
 from verl_ext.tokenize.text_encoder import TextEncoder
 
 CORPUS = [
@@ -31,6 +32,7 @@ CORPUS = [
     "def f(x):\n    return x + 1  # the cat\n\tan aside…   three   spaces\r\nand x = 3.14159 ;;",
 ] * 3
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PREFIX_SPACE = pre_tokenizers.ByteLevel(add_prefix_space=True)
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
@@ -56,7 +58,7 @@ def bpe(pre: Any = None, normalizer: Any = None, spans_spaces: bool = False) -> 
         tokenizer.normalizer = normalizer
     else:  # trained on words, also where it is to be used without them
         tokenizer.pre_tokenizer = METASPACE["always"] if pre is None else pre
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if pre in (GPT2, QWEN, LLAMA3) else ["▁"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if pre in (GPT2, PREFIX_SPACE, QWEN, LLAMA3) else ["▁"]
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=["<unk>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
@@ -67,6 +69,8 @@ def bpe(pre: Any = None, normalizer: Any = None, spans_spaces: bool = False) -> 
         rebuilt.pre_tokenizer = pre
     if normalizer is not None:
         rebuilt.normalizer = normalizer
+    if len(alphabet) > 1:
+        rebuilt.decoder = decoders.ByteLevel()
     return rebuilt
 
 
@@ -104,7 +108,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "llama3": lambda: bpe(LLAMA3),
     "lowercase": lambda: bpe(QWEN, normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()])),
     "strip": lambda: bpe(QWEN, normalizers.Strip()),
-    "prefix space": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "prefix space": lambda: bpe(PREFIX_SPACE),
+    "prefix space nfc": lambda: bpe(PREFIX_SPACE, normalizers.NFC()),
     "metaspace always": lambda: bpe(METASPACE["always"]),
     "metaspace first": lambda: bpe(METASPACE["first"]),
     "metaspace never": lambda: bpe(METASPACE["never"]),
@@ -166,6 +171,7 @@ PARTS = st.sampled_from(
         "x" * 30,
         "İ",
         "ﬁ",
+        "\u0958",
     ]
 )
 TEXTS = st.lists(PARTS, min_size=1, max_size=120).map("".join)
@@ -180,7 +186,9 @@ def small_windows(patch: pytest.MonkeyPatch, window: int, overlap: int, longest:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_found", ["encode", "keep"])
 @settings(max_examples=40, deadline=None)
-@given(text=TEXTS, window=st.sampled_from([64, 100, 150]))
+@given(text=TEXTS, window=st.sampled_from([64, 100, 150, 1000]))
+@example(text="e\u0301e\u0301e\u0301 the \u0958 cat", window=1000)  # as many bytes after NFC as before
+@example(text="e\u0301 the cat", window=1000)  # the same with a prefix
 def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, text: str, window: int) -> None:
     tokenizer = tokenizer_of(kind)
     whole = tokenizer(
@@ -200,6 +208,10 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
         assert np.array_equal(
             np.reshape(list(chat.offsets), (-1, 2))[:, 1], np.reshape(whole["offset_mapping"], (-1, 2))[:, 1]
         )
+        own = ListedCharacters(whole["offset_mapping"])
+        for place in range(len(text)):
+            assert chat.offsets.first_after(place) == own.first_after(place)
+            assert chat.offsets.first_from(place) == own.first_from(place)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"strip"}))

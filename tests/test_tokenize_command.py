@@ -40,6 +40,19 @@ def test_run_ends_with_a_table_and_a_bad_record_with_code_1(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "model", "out"]
 
 
+def test_torch_which_takes_seconds_is_not_imported(tmp_path: Path) -> None:
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n')
+    program = (
+        "import sys; from verl_ext.tokenize.__main__ import main\n"
+        "print(main(sys.argv[1:]), 'transformers' in sys.modules, 'torch' in sys.modules)"
+    )
+    arguments = ["sources={a:in.jsonl}", "output_dir=out", "model.path=model", "num_workers=1"]
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "0 True False", done.stderr
+
+
 def test_killed_run_leaves_nothing_that_loads_and_the_next_cleans_up(tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 2_000_000)  # minutes of work

@@ -19,7 +19,7 @@ from verl_ext.tokenize.chat_template import ChatTemplate
 from verl_ext.tokenize.config import load_config
 from verl_ext.tokenize.records import parse_record
 from verl_ext.tokenize.run import tokenize
-from verl_ext.tokenize.target_mask import mask_from_offsets, mask_from_prefixes
+from verl_ext.tokenize.target_mask import ListedCharacters, mask_from_offsets, mask_from_prefixes
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|end|>", "<|assistant|>"]
 CORPUS = ["user assistant system tool the cat sat on the mat and said hello to the world\n\n<think>\n</think>"] * 4
@@ -124,7 +124,7 @@ def target_texts(
     at_once = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True, **template_kwargs)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert encoded["input_ids"] == at_once["input_ids"]
-    mask, _ = mask_from_offsets(text, encoded["offset_mapping"], spans)
+    mask, _ = mask_from_offsets(text, ListedCharacters(encoded["offset_mapping"]), spans)
     without_offsets = mask_from_prefixes(
         encoded["input_ids"], text, spans, lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]
     )
@@ -346,6 +346,6 @@ def target_texts_or_straddled(template: str, record: dict[str, Any]) -> list[str
     rendered = locate(ChatTemplate(tokenizer, None, {}), parse_record(record).content)
     text, spans = rendered.text, rendered.spans
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask, _ = mask_from_offsets(text, encoded["offset_mapping"], spans)
+    mask, _ = mask_from_offsets(text, ListedCharacters(encoded["offset_mapping"]), spans)
     targets = [token for token, target in zip(encoded["input_ids"], mask, strict=True) if target]
     return [turn + "<|im_end|>" for turn in tokenizer.decode(targets).split("<|im_end|>")[:-1]]

@@ -2,15 +2,18 @@
 
 import os
 import re
+import sys
 import unicodedata
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Optional
 
 from verl_ext.commands.errors import UsageError, first_line, reason_of
 
-# What load_tokenizer imports, seconds long: for worker processes to have beforehand.
-TOKENIZER_MODULE = "transformers.models.auto.tokenization_auto"
+# What load_tokenizer imports, seconds long with torch.
+_WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.commands.torchless_tokenizers"
+_tokenizer_module = _WITH_TORCH
 LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
 # Added tokens of no text, such as <think>, which not every tokenizer marks as special.
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
@@ -85,6 +88,19 @@ def check_template(template: str, named: str, key: str) -> None:
         return  # a program of its own, which may want what this chat does not have
 
 
+def leave_out_torch(model: ModelConfig) -> None:
+    """Load tokenizers without torch in this process and its workers, unless it has transformers or a tokenizer's own
+    code may want torch. Only for a process that is a command's and ends with it: transformers has no models then."""
+    global _tokenizer_module
+    if "transformers" not in sys.modules and not model.trust_remote_code:
+        _tokenizer_module = _WITHOUT_TORCH
+
+
+def tokenizer_module() -> str:
+    """What load_tokenizer imports, a second or several long: for worker processes to have beforehand."""
+    return _tokenizer_module
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
     # The processes are the parallelism; threads inside each would only compete.
@@ -97,7 +113,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
     """transformers' tokenizer of a folder or Hub name; `UsageError` that names `key` where there is none."""
-    from transformers import AutoTokenizer  # here, because importing it takes seconds
+    import_module(_tokenizer_module)  # here, because importing it takes seconds
+    from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from verl_ext.commands.command_line import run_command
+from verl_ext.commands.tokenizer import leave_out_torch
 from verl_ext.tokenize.config import CONFIG_NAME, load_config
 
 USAGE = (
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _tokenize(arguments: Sequence[str]) -> str:
     config = load_config(arguments)
+    leave_out_torch(config.model)
     # heavy: not for a command with a mistake in it
     from rich.console import Console
 

@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from transformers.utils import cached_file
-
 from verl_ext.commands.errors import UsageError, first_line
 from verl_ext.commands.tokenizer import check_template, is_template_text, read_template_file
 from verl_ext.tokenize.bad_record import BadRecord
@@ -90,6 +88,8 @@ def _template_text(chat_template: str | None) -> str | None:
 
 def _stop_tokens(tokenizer: Any, config: TokenizeConfig) -> list[str]:
     """The tokens that stop generation by the model's generation_config.json, where there is one."""
+    from transformers.utils import cached_file
+
     path = cached_file(
         config.model.path or config.model.tokenizer,
         "generation_config.json",

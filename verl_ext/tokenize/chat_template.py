@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-from transformers.utils import chat_template_utils
-
 from verl_ext.commands.errors import UsageError, first_line
 from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.json_records import parse_json
@@ -58,6 +56,8 @@ class ChatTemplate:
 
         Raises `UsageError` where a user's and an assistant's turn cannot be rendered.
         """
+        from transformers.utils import chat_template_utils  # here and below: the process that writes needs it not
+
         self.tokenizer = tokenizer
         self.template = template
         self.kwargs = template_kwargs
@@ -117,6 +117,8 @@ class ChatTemplate:
 
     def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
         """The text and, as characters, what `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
+        from transformers.utils import chat_template_utils
+
         try:
             rendered: Any = chat_template_utils.render_jinja_template(
                 conversations=[self._as_given(chat.messages)],

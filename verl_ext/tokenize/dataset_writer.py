@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class DatasetWriter:
         files = []
         for number, (path, has_weights) in enumerate(self._shards):
             if self.weighted and not has_weights:
-                _add_weights(path, self._schema(True))
+                _add_weights(path, _schema(True))
             files.append(f"data-{number:05d}-of-{len(self._shards):05d}.arrow")
             os.replace(path, self.folder / files[-1])
         self._write_metadata(files)
@@ -105,19 +106,13 @@ class DatasetWriter:
         rows = pa.array(offsets.astype(np.int32))
         columns = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in flat]
         columns.insert(3, pa.array(result.lengths))
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema(self.weighted))
-
-    def _schema(self, weighted: bool) -> pa.Schema:
-        from datasets import Features
-
-        plain = pa.schema({**COLUMNS, **WEIGHT_COLUMN} if weighted else COLUMNS)
-        return Features.from_arrow_schema(plain).arrow_schema
+        return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted))
 
     def _begin_shard(self) -> None:
         path = self.folder / f"part-{len(self._shards):05d}.arrow"
         self._shards.append((path, self.weighted))
         self._sink = pa.OSFile(str(path), "wb")
-        self._stream = pa.ipc.new_stream(self._sink, self._schema(self.weighted))
+        self._stream = pa.ipc.new_stream(self._sink, _schema(self.weighted))
 
     def _end_shard(self) -> None:
         self.abandon()
@@ -126,7 +121,7 @@ class DatasetWriter:
         """dataset_info.json and state.json as `datasets` itself writes them for these columns, naming our shards."""
         import datasets
 
-        schema = self._schema(self.weighted)
+        schema = _schema(self.weighted)
         empty = datasets.Dataset(schema.empty_table())
         template = self.folder / "metadata"
         with _no_progress_bars():
@@ -137,6 +132,14 @@ class DatasetWriter:
         state["_fingerprint"] = self._hash.hexdigest()
         shutil.rmtree(template)
         (self.folder / "state.json").write_text(json.dumps(state, indent=2, sort_keys=True), encoding="utf-8")
+
+
+@cache
+def _schema(weighted: bool) -> pa.Schema:
+    from datasets import Features
+
+    plain = pa.schema({**COLUMNS, **WEIGHT_COLUMN} if weighted else COLUMNS)
+    return Features.from_arrow_schema(plain).arrow_schema
 
 
 class _no_progress_bars:

@@ -6,7 +6,7 @@ from functools import partial
 from verl_ext.commands.errors import DataError
 from verl_ext.commands.output_folder import OutputFolder
 from verl_ext.commands.progress import Progress
-from verl_ext.commands.tokenizer import TOKENIZER_MODULE
+from verl_ext.commands.tokenizer import tokenizer_module
 from verl_ext.commands.worker_pool import available_cpus, ordered_results
 from verl_ext.tokenize.chunks import CHUNK_BYTES
 from verl_ext.tokenize.config import TokenizeConfig
@@ -49,7 +49,7 @@ def _write_documents(config: TokenizeConfig, chunks: SampledSources, writer: Dat
         chunks,
         num_workers,
         name="tokenise",
-        preload=[TOKENIZER_MODULE],
+        preload=[tokenizer_module()],
     )
     with Progress(num_bytes) as progress:
         for result in results:

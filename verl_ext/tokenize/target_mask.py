@@ -9,29 +9,42 @@ from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chat_template import Span
 
 
-def mask_from_offsets(text: str, offsets: Sequence[Span], spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+class TokenCharacters(Sequence[Span]):
+    """The characters (begin, end) of each token of a text, which only move on along it; few are looked at."""
+
+    def first_after(self, character: int) -> int:
+        """The first token that ends after a character; the number of tokens where none does."""
+        return bisect_left(range(len(self)), character + 1, key=lambda token: self[token][1])
+
+    def first_from(self, character: int) -> int:
+        """The first token that begins at a character or after it; the number of tokens where none does."""
+        return bisect_left(range(len(self)), character, key=self.begin)
+
+    def begin(self, token: int) -> int:
+        """Where a token begins. Tokenizers that trim its leading space from its characters leave a gap, which is the
+        token's."""
+        start = self[token][0]
+        return min(start, self[token - 1][1]) if token else start
+
+
+class ListedCharacters(list[Span], TokenCharacters):
+    """Those of a list."""
+
+
+def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
     """mask[T] int8: 1 for the tokens that lie in a span; and how many of these hold text of others as well.
 
-    `offsets` are the tokens' characters, which only move on along the text; few are looked at, by bisection. A token
-    across a span's border belongs to the span: the template's last characters before a turn, and the first after it,
-    may be bound to the turn's words.
+    A token across a span's border belongs to the span: the template's last characters before a turn, and the first
+    after it, may be bound to the turn's words.
     """
-    tokens = range(len(offsets))
     mask = np.zeros(len(offsets), dtype=np.int8)
     across = 0
-
-    def begin(token: int) -> int:
-        # Tokenizers that trim a token's leading space from its characters leave a gap, which is the token's.
-        start = offsets[token][0]
-        return min(start, offsets[token - 1][1]) if token else start
-
     for start, end in spans:
-        first = bisect_left(tokens, start + 1, key=lambda token: offsets[token][1])
-        stop = bisect_left(tokens, end, lo=first, key=begin)
+        first, stop = offsets.first_after(start), offsets.first_from(end)
         if first >= stop:
             raise BadRecord("template_mismatch", f"no token lies in the assistant's turn at character {start}")
         mask[first:stop] = 1
-        across += bool(text[begin(first) : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
+        across += bool(text[offsets.begin(first) : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
     return mask, across
 
 

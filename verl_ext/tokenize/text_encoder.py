@@ -32,11 +32,13 @@ from verl_ext.commands.errors import DataError
 from verl_ext.tokenize.bad_record import BadRecord
 from verl_ext.tokenize.chunks import TextFile
 from verl_ext.tokenize.special_tokens import ChatText, SpecialTokens, as_plain_text
+from verl_ext.tokenize.target_mask import ListedCharacters, TokenCharacters
 
 WINDOW = 1 << 18  # characters tokenised at once: about 50 MB of memory
 OVERLAP = 1 << 12  # characters of a window after the cut
 LONGEST = 1 << 25  # characters of a text that cannot be cut: about 6 GB
 TRIES = 16  # places tried for a cut before a window is doubled
+NO_SIZE = -(1 << 40)  # bytes: of a token that no text becomes, so that a text that has it is no sum of sizes
 SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
 
 
@@ -46,11 +48,11 @@ class Encoded:
     tokens the text holds that are encoded as text."""
 
     ids: NDArray[np.int32]
-    offsets: Sequence[tuple[int, int]] | None = None
+    offsets: TokenCharacters | None = None
     special_tokens: int = 0
 
 
-class _Offsets(Sequence[tuple[int, int]]):
+class _Offsets(TokenCharacters):
     """The characters of an encoding's tokens, each taken when it is asked for: a list of all costs a tenth of encoding
     the text."""
 
@@ -64,8 +66,9 @@ class _Offsets(Sequence[tuple[int, int]]):
         return self._encoding.token_to_chars(range(self._length)[token])  # IndexError ends an iteration
 
 
-class _ByteOffsets(Sequence[tuple[int, int]]):
-    """The characters of tokens that are a text's bytes: `ends` int64[T] are the bytes after each token."""
+class _ByteOffsets(TokenCharacters):
+    """The characters of tokens that are a text's bytes, at least one each: `ends` int64[T] are the bytes after each
+    token."""
 
     def __init__(self, text: bytes, ends: NDArray[np.int64]) -> None:
         self._text, self._ends = text, ends
@@ -77,17 +80,24 @@ class _ByteOffsets(Sequence[tuple[int, int]]):
         begins = (np.frombuffer(self._text, np.uint8) & 0xC0) != 0x80
         return np.cumsum(begins) - 1
 
+    def _byte(self, character: int) -> int:
+        """The first byte of a character."""
+        return character if self._is_ascii else int(self._characters.searchsorted(character))
+
+    def first_after(self, character: int) -> int:
+        return int(self._ends.searchsorted(self._byte(character), "right"))
+
+    def first_from(self, character: int) -> int:
+        # A token begins where the one before it ends.
+        return int(self._ends.searchsorted(byte)) + 1 if (byte := self._byte(character)) else 0
+
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, token: Any) -> Any:
         token = range(len(self._ends))[token]  # IndexError past the last, which ends an iteration
         begin, end = int(self._ends[token - 1]) if token else 0, int(self._ends[token])
-        if self._is_ascii:
-            return begin, end
-        if begin == end:
-            return (at := int(self._characters[begin]) if begin < len(self._text) else len(self._characters)), at
-        return int(self._characters[begin]), int(self._characters[end - 1]) + 1
+        return (begin, end) if self._is_ascii else (int(self._characters[begin]), int(self._characters[end - 1]) + 1)
 
 
 class TextEncoder:
@@ -163,10 +173,10 @@ class TextEncoder:
                 continue
             data = text.encode()
             ends = np.cumsum(sizes[ids])
-            if (ends[-1] if len(ends) else 0) == len(data):
+            if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
                 yield Encoded(ids, _ByteOffsets(data, ends))
                 continue
-            if data.isascii():  # nothing that is normalised: a prefix of the tokenizer's own, which every text has
+            if data.isascii():  # a prefix of the tokenizer's own, which every text has, or a normaliser of all texts
                 self._bytes_of_tokens = None
             yield Encoded(ids, _Offsets(backend.encode(text, add_special_tokens=False)))
 
@@ -184,8 +194,18 @@ class TextEncoder:
         sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, np.int64)
         for token, number in vocabulary.items():
             # A token that is no text of the alphabet is none that text becomes.
-            sizes[number] = len(token.encode()) if number in added else len(token) if alphabet.issuperset(token) else -1
+            is_text = number in added or alphabet.issuperset(token)
+            sizes[number] = (len(token.encode()) if number in added else len(token)) if is_text else NO_SIZE
         return sizes
+
+    def _is_normal(self, text: str) -> bool:
+        """Whether the tokenizer's normaliser leaves a text as it is."""
+        from tokenizers import normalizers
+
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
+            return True
+        return normalizer.normalize_str(text) == text
 
     def _chat(self, chat: ChatText) -> Encoded:
         """A long chat, or one that holds special tokens."""
@@ -200,7 +220,7 @@ class TextEncoder:
         if not self.tokenizer.is_fast:
             return Encoded(ids, None, chat.special_tokens)
         offsets = np.concatenate([offsets for _, offsets in pieces])
-        return Encoded(ids, offsets.tolist(), chat.special_tokens)
+        return Encoded(ids, ListedCharacters(map(tuple, offsets.tolist())), chat.special_tokens)
 
     def _count(self, text: str) -> int:
         """How many names of special tokens a text holds; `BadRecord` where it may hold none."""

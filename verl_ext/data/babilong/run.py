@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.commands.output_folder import OutputFolder
 from verl_ext.commands.progress import progress_bar
-from verl_ext.commands.tokenizer import TOKENIZER_MODULE, load_tokenizer
+from verl_ext.commands.tokenizer import load_tokenizer, tokenizer_module
 from verl_ext.commands.worker_pool import available_cpus, ordered_results
 from verl_ext.data.babilong.background import Background, filler_background, filler_size, folder_background
 from verl_ext.data.babilong.config import MARKER, BabilongConfig
@@ -56,7 +56,7 @@ def _records(config: BabilongConfig, workshop: Workshop, jobs: list[Job], num_wo
     if num_workers == 1:
         return map(workshop.records, jobs)
     make = partial(load_workshop, config.model, workshop.options, workshop.backgrounds)
-    return ordered_results(make, Workshop.records, jobs, num_workers, name="generator", preload=[TOKENIZER_MODULE])
+    return ordered_results(make, Workshop.records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
 
 
 def _backgrounds(config: BabilongConfig, counter: TokenCounter) -> dict[str, Background]:

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from verl_ext.commands.output_folder import OutputFolder
-from verl_ext.commands.tokenizer import TOKENIZER_MODULE, ModelConfig, load_tokenizer
+from verl_ext.commands.tokenizer import ModelConfig, load_tokenizer, tokenizer_module
 from verl_ext.commands.worker_pool import available_cpus, ordered_results
 from verl_ext.data.index.config import IndexConfig
 from verl_ext.data.index.parcels import read_parcels
@@ -87,7 +87,7 @@ def _documents(
     if num_workers == 1:
         return map(tokenizer.tokenise, parcels)
     make = partial(load_text_tokenizer, config.model, tokenizer.options)
-    preload = [TOKENIZER_MODULE]
+    preload = [tokenizer_module()]
     return ordered_results(make, TextTokenizer.tokenise, parcels, num_workers, name="tokenise", preload=preload)
 
 

@@ -1,0 +1,159 @@
+"""The command that tokenises chats, beside the tokenizer's own batch call.
+
+    python benchmarks/tokenising.py --output tokenising.json
+
+Makes its own chats and tokenizer; `--records FILE.jsonl --tokenizer FOLDER` take yours. In every turn each contestant
+has the same chats:
+
+| contestant | what it does |
+|---|---|
+| `encode_batch` | the tokenizer's own call on one core: the chats' texts are rendered, in memory, no token is kept |
+| `N workers` | `python -m verl_ext.tokenize num_workers=N`, whole: records parsed, rendered, masked, written |
+
+Ratios are the command's speed by encode_batch's in the same turn, with and without its start: the seconds of the same
+command on one record, whatever the number of workers.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
+
+import numpy as np
+from tqdm import tqdm
+
+SEED = 1234
+BATCH = 1000  # texts of one call
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=Path, help="JSONL file; default: made-up chats of four turns")
+    parser.add_argument("--tokenizer", type=Path, help="folder with a chat template; default: trained on the chats")
+    parser.add_argument("--chats", type=int, default=50_000, help="made up, or taken of the records")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="one command each")
+    parser.add_argument("--repeats", type=int, default=3, help="turns")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args(argv)
+    if options.tokenizer is None and options.records is not None:
+        parser.error("--records must come with --tokenizer")
+    for name in ("chats", "repeats"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name} must be above 0; got {getattr(options, name)}")
+    return options
+
+
+def write_records(options: argparse.Namespace, folder: Path) -> Path:
+    """The chats' file, and the tokenizer's folder in `options`."""
+    from benchmarks.conversations import CHATS, make_conversations, write_conversations
+
+    if options.records is None:
+        options.tokenizer = folder / "tokenizer"
+        chats = make_conversations(CHATS, options.chats, np.random.default_rng(SEED))
+        return write_conversations(chats, folder)[0]
+    with open(options.records, "rb") as source, open(folder / "records.jsonl", "wb") as file:
+        taken = [line for line, _ in zip(source, range(options.chats), strict=False)]
+        file.writelines(taken * (options.chats // len(taken)))
+    return folder / "records.jsonl"
+
+
+def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
+    """Each chat as its template prints it."""
+    from verl_ext.tokenize.records import Chat, parse_record
+
+    contents = (parse_record(json.loads(line)).content for line in records.open(encoding="utf-8"))
+    chats = [content.messages for content in contents if isinstance(content, Chat)]
+    return [tokenizer.apply_chat_template(messages, tokenize=False) for messages in chats]
+
+
+def encode(tokenizer: Any, texts: list[str]) -> tuple[float, int]:
+    """The seconds of the tokenizer's calls, and the tokens."""
+    backend, tokens = tokenizer.backend_tokenizer, 0
+    began = time.perf_counter()
+    for at in range(0, len(texts), BATCH):
+        tokens += sum(map(len, backend.encode_batch(texts[at : at + BATCH], add_special_tokens=False)))
+    return time.perf_counter() - began, tokens
+
+
+def run_command(records: Path, tokenizer: Path, workers: int, folder: Path) -> float:
+    """The seconds of the whole command."""
+    output = folder / "tokenised"
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, "-m", "verl_ext.tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
+    command += [f"model.path={tokenizer}", f"num_workers={workers}"]
+    began = time.perf_counter()
+    root, nowhere = Path(__file__).resolve().parents[1], subprocess.DEVNULL
+    subprocess.run(command, cwd=root, check=True, stdout=nowhere, stderr=nowhere)
+    return time.perf_counter() - began
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Times of each turn, and the ratios."""
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    from transformers import AutoTokenizer
+
+    records = write_records(options, folder)
+    one_record = folder / "one.jsonl"
+    with open(records, "rb") as lines:
+        one_record.write_bytes(next(lines))
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    texts = rendered_texts(records, tokenizer)
+    rows: dict[int, list[dict[str, Any]]] = {workers: [] for workers in options.workers}
+    bar = tqdm(total=options.repeats * len(rows), desc="tokenise", file=sys.stderr)
+    tokens = 0
+    for _ in range(options.repeats):
+        for workers, turns in rows.items():
+            alone, tokens = encode(tokenizer, texts)
+            start = run_command(one_record, options.tokenizer, 1, folder)
+            whole = run_command(records, options.tokenizer, workers, folder)
+            turn = {"encode_batch": alone, "command": whole, "start": start}
+            turns.append({**turn, "ratio": alone / (whole - start), "ratio_with_start": alone / whole})
+            bar.update()
+    bar.close()
+    return {
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "machine": {"cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
+        "chats": len(texts),
+        "tokens": tokens,
+        "workers": {str(workers): turns for workers, turns in rows.items()},
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The table."""
+    lines = [f"{result['chats']:,} chats, {result['tokens']:,} tokens"]
+    lines.append("speed by encode_batch's, without and with the start: median [least, most]; median seconds")
+    for workers, turns in result["workers"].items():
+        ratios = "".join(f"{_spread([turn[key] for turn in turns]):>22}" for key in ("ratio", "ratio_with_start"))
+        seconds = {key: np.median([turn[key] for turn in turns]) for key in ("encode_batch", "command", "start")}
+        told = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+        lines.append(f"{workers} workers{ratios}   {told}")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{np.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = arguments(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(options, Path(folder))
+    print(report(result))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
