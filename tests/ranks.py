@@ -1,7 +1,8 @@
 """Start real ranks on gloo: ``run_ranks(function, world_size, *arguments)``.
 
 A test's function runs on every rank inside a process group and returns something picklable; the results come back as a
-list in rank order. The ranks fork from a server process that has imported verl once, so a start costs milliseconds.
+list in rank order. The ranks fork from a server process that has imported verl once (rank_server.py), so a start costs
+milliseconds.
 """
 
 import multiprocessing
@@ -17,14 +18,7 @@ from typing import Any
 
 _SECONDS = 240
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "verl_ext.engines.packed",
-        "verl_ext.engines.chunked",
-        "verl.workers.engine_workers",
-        "verl_ext.trainer.sft_trainer",
-    ]
-)
+_context.set_forkserver_preload(["tests.rank_server"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
