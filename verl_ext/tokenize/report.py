@@ -127,6 +127,9 @@ class Report:
             yield f"no {field}: {tally.uncategorised:,} records, which have the source's name as their category"
         if ends := {text: count for text, count in tally.end_of_turn.most_common() if text}:
             yield f"end of turn: {_counted(ends, 'turns')}"
+        if tally.text_ends:
+            told = _counted(tally.text_ends, "turns")
+            yield f"no token of the tokenizer, but learnt as text, is the end of turn {told}"
         if open_turns := tally.end_of_turn[""]:
             yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
         if tally.border_tokens:

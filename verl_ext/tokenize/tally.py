@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_ext.tokenize.special_tokens import ChatText
 
-CHAT_COUNTS = ("end_of_turn", "unprinted", "unused_fields", "dropped_media")
+CHAT_COUNTS = ("end_of_turn", "text_ends", "unprinted", "unused_fields", "dropped_media")
 EXAMPLES = 3  # places named per reason in the report
 
 
@@ -17,11 +17,11 @@ class Tally:
     `lengths` maps a document's length to how many have it; `special_tokens` are the records whose text holds names of
     special tokens, encoded as text, and how many of these there are.
 
-    `end_of_turn` counts the target turns by the text of the token that ends them, '' for none; `unprinted` the records
-    that have something of a kind that the chat template does not print; `unused_fields` the records, or messages as
-    `messages.<field>`, with a field that nothing reads; `dropped_media` images, audio and video that were left out;
-    `uncategorised` the records without a value of `category_field`; `border_tokens` targets' tokens that hold text of
-    others as well.
+    `end_of_turn` counts the target turns by the text that ends them, '' for none, and `text_ends` those whose end is no
+    single token; `unprinted` the records that have something of a kind that the chat template does not print;
+    `unused_fields` the records, or messages as `messages.<field>`, with a field that nothing reads; `dropped_media`
+    images, audio and video that were left out; `uncategorised` the records without a value of `category_field`;
+    `border_tokens` targets' tokens that hold text of others as well.
     """
 
     records: int = 0
@@ -34,6 +34,7 @@ class Tally:
     border_tokens: int = 0
     bad: Counter[str] = field(default_factory=Counter)
     end_of_turn: Counter[str] = field(default_factory=Counter)
+    text_ends: Counter[str] = field(default_factory=Counter)
     unprinted: Counter[str] = field(default_factory=Counter)
     unused_fields: Counter[str] = field(default_factory=Counter)
     dropped_media: Counter[str] = field(default_factory=Counter)

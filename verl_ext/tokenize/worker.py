@@ -92,6 +92,7 @@ class ChunkTokenizer:
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.encoder = TextEncoder(self.tokenizer, config.special_tokens_in_text)
+        self._tokens: dict[str, bool] = {}  # texts that end turns: whether each is one token
 
     def tokenise(self, chunk: Chunk) -> ChunkResult:
         """Tokenise a chunk; `DataError` for the first bad record under `on_bad_record=error`."""
@@ -105,6 +106,9 @@ class ChunkTokenizer:
                 raise DataError(f"{line} ({reason}; on_bad_record=skip leaves such records out)")
             for tally in outcome.tallies(bad.category):
                 tally.add_bad(reason, line)
+        for tally in (outcome.tally, *outcome.by_category.values()):
+            ends = {end: turns for end, turns in tally.end_of_turn.items() if end and not self._is_token(end)}
+            tally.text_ends.update(ends)
         return _result(chunk, outcome)
 
     def _prepared(self, chunk: Chunk, outcome: _Outcome) -> Iterator[_Prepared]:
@@ -223,6 +227,11 @@ class ChunkTokenizer:
             spans = [target.span for target in targets if target.weight == weight]
             weights[self._span_mask(encoded, item.text, spans)[0] == 1] *= weight
         return weights.astype(np.float32)
+
+    def _is_token(self, text: str) -> bool:
+        if text not in self._tokens:
+            self._tokens[text] = len(self._chat_ids(text)) == 1
+        return self._tokens[text]
 
     def _chat_ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
