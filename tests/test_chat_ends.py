@@ -203,6 +203,23 @@ def test_a_generation_config_without_another_stop_token_changes_nothing(
     assert learnt(tmp_path) == [["the cat", "sat"]]
 
 
+def test_the_header_of_a_second_assistants_turn_in_a_row_is_not_learnt() -> None:
+    prompt = "add_generation_prompt and messages[-1].role != 'assistant'"
+    for template in (CALLS, LEFT_OPEN):
+        template = template.replace("{% if add_generation_prompt %}<|im_start|>", f"{{% if {prompt} %}}<|im_start|>")
+        record = chat("hello", "the cat", "more", "sat")
+        record["messages"].insert(2, {"role": "assistant", "content": "and"})
+        texts = [text.removesuffix("<|im_end|>") for text, _ in ends_and_turns(template, record)[1]]
+        assert texts == ["the cat", "and", "sat"]
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_white_space_after_words_is_learnt_where_the_template_prints_it(trim: bool) -> None:
+    template = ONLY_TEXT.replace("m.content", "m.content.strip()" if trim else "m.content")
+    turns = ends_and_turns(template, chat("hello", "the cat\n", "more", "sat"))[1]
+    assert turns == [("the cat" if trim else "the cat\n", ""), ("sat", "")]
+
+
 def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/generation_config.json").write_text("{")

@@ -294,15 +294,24 @@ def test_a_longer_chat_of_calls_is_rendered_as_often_as_a_short_one(template: st
     assert [renders(template, agent_turns(number))[0] for number in (100, 1000)] == [few, few]
 
 
-def test_calls_whose_numbers_follow_their_arguments_are_rendered_as_often_in_a_longer_chat() -> None:
-    template = HEADERS.replace("</call>", " {{ c.id }}</call>")
+CALL_IDS = HEADERS.replace("</call>", " {{ c.id }}</call>")
+RESULT_IDS = HEADERS.replace("{{ m.content }}", "{{ m.content }} {{ m.tool_call_id or '' }}")
+
+
+@pytest.mark.parametrize("prompt", ["add_generation_prompt", "never"])
+@pytest.mark.parametrize("template", [CALL_IDS, RESULT_IDS])
+def test_calls_and_results_whose_ids_follow_their_words_are_rendered_as_often_in_a_longer_chat(
+    template: str, prompt: str
+) -> None:
     counts = []
     for number in (10, 100, 1000):
         record = agent_turns(number)
-        calls = [call for message in record["messages"] for call in message.get("tool_calls", ())]
-        for i, call in enumerate(calls):
-            call["id"] = f"call{i}"
-        counts.append(renders(template, record)[0])
+        for i, message in enumerate(record["messages"]):
+            for call in message.get("tool_calls", ()):
+                call["id"] = f"call{i}"
+            if message["role"] == "tool":
+                message["tool_call_id"] = f"call{i - 1}"
+        counts.append(renders(template.replace("add_generation_prompt", prompt), record)[0])
     assert counts[1:] == counts[:-1]
 
 

@@ -145,6 +145,44 @@ def test_users_who_say_nothing_in_two_ways_do_not_move_the_answer() -> None:
     assert learnt(template, record) == ["the cat<|im_end|>", "sat<|im_end|>", "ok<|im_end|>"]
 
 
+@pytest.mark.parametrize("prompt", ["add_generation_prompt", "never"])
+@pytest.mark.parametrize("ids", [("one", "two", "three"), ("a1B2c3D4e", "call00001", "call00002")])
+def test_the_ids_of_results_that_follow_their_words_are_not_learnt(ids: tuple[str, ...], prompt: str) -> None:
+    template = HEADERS.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_call_id %} ({{ m.tool_call_id }}){% endif %}"
+    )
+    record = agent_chat()
+    for i in ids:
+        calling = {"role": "assistant", "content": "", "tool_calls": [{"id": i, "function": SIT}]}
+        record["messages"] += [calling, {"role": "tool", "content": f"done {i}", "tool_call_id": i}]
+        record["messages"] += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "again"}]
+    del record["messages"][1:3]
+    turns = ['<call>sit {"on": "mat"}</call><|im_end|>', "ok<|im_end|>"]
+    assert learnt(template.replace("add_generation_prompt", prompt), record) == turns * 3
+
+
+def test_a_message_that_a_template_prints_as_two_turns_is_learnt_without_the_header_between() -> None:
+    template = HEADERS.replace(
+        "{% for c in", "{% if m.tool_calls %}<|im_end|>\n<|im_start|>assistant\n{% endif %}{% for c in"
+    )
+    assert learnt(template, agent_chat(SIT, content="Look:")) == [
+        "Look:<|im_end|>",
+        '<call>sit {"on": "mat"}</call><|im_end|>',
+        "ok<|im_end|>",
+    ]
+
+
+def test_what_a_template_says_at_the_end_of_a_chat_alone_is_not_learnt() -> None:
+    said = "{% if not add_generation_prompt %}That was checked.<|endoftext|>{% endif %}"
+    for template in (HEADERS, HEADERS.replace("<|im_end|>", "")):
+        end = "<|im_end|>" if "<|im_end|>" in template else ""
+        record = chat("hello", "the cat", "more", "sat")
+        assert learnt(template + said, record) == [f"the cat{end}", f"sat{end}"]
+        assert learnt(template + said, chat("hello", "the cat"), eos="<|endoftext|>") == [f"the cat{end}"]
+    tools_last = HEADERS.replace("<|im_end|>", "") + "{{ tools | tojson }}"
+    assert learnt(tools_last, {**chat("hello", "the cat"), "tools": [SIT_TOOL]}) == ["the cat"]
+
+
 def with_arguments(arguments: Any) -> dict[str, Any]:
     return agent_chat({"name": "sit", "arguments": arguments})
 
@@ -250,6 +288,11 @@ def test_reasoning_that_is_taken_out_of_earlier_turns_is_told() -> None:
     assert rendered(STRIPS_THINKING, record).unprinted == ["reasoning in content"]
     del record["messages"][:2]
     assert rendered(STRIPS_THINKING, record).unprinted == []
+
+
+def test_words_before_reasoning_that_a_template_takes_out_with_it_are_told() -> None:
+    record = chat("hello", "Well. <think>\nhm\n</think>\n\nthe cat", "more", "sat")
+    assert rendered(STRIPS_THINKING, record).unprinted == ["assistant content", "reasoning in content"]
 
 
 def tokenised(tmp_path: Path, template: str, records: list[Any], *options: str) -> Report:

@@ -19,8 +19,9 @@ Where a template says itself what is generated (`{% generation %}`), it is taken
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from verl_ext.tokenize.bad_record import BadRecord
@@ -205,8 +206,9 @@ class _Located:
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
         self.template, self.chat, self.text = template, chat, text
-        self._prompts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+        self._prompts: dict[tuple[Any, ...], tuple[list[tuple[str, int]], list[Message]]] = {}
         self._closings: dict[tuple[Any, ...], tuple[int, bool]] = {}
+        self._trimmed: dict[tuple[Any, ...], bool] = {}
         for way in _WAYS:
             self.marks = _Marks(chat, way)
             try:
@@ -226,13 +228,20 @@ class _Located:
         """Every turn that is to be learnt, as the text shows it."""
         unprinted, targets = self.unprinted(), []
         runs = _runs(self.places)
+        newest = max((place.words.message for place in self.places), default=0)
         last_run = {self.places[first].words.message: (first, last) for first, last in runs}
         for first, last in runs:
             index = self.places[first].words.message
             if index in self.chat.targets:
                 start = self._start(first, index)
-                limit = self.places[last + 1].first if last + 1 < len(self.places) else len(self.text)
-                stop, closed_by = self._end(self.places[last], limit, index)
+                after = self.places[last + 1] if last + 1 < len(self.places) else None
+                limit = after.first if after else len(self.text)
+                # What follows a chat's last words is the template's alone, also where it prints the tools there.
+                is_last = after is None or (after.words.message == _TOOLS and index == newest)
+                stop, closed_by = self._end(self.places[last], limit, index, is_last)
+                for end, begin, token in self._stops_inside(first, last):
+                    targets.append(Target(start, end, index, token))
+                    start = begin
                 targets.append(Target(start, stop, index, closed_by if last_run[index] == (first, last) else None))
         spoken = {words.message for words in self.marks.words}
         for index in self.chat.targets:
@@ -249,6 +258,17 @@ class _Located:
             previous, target.weight = target.stop, self.chat.targets[target.message]
         return RenderedChat(self.text, targets, unprinted)
 
+    def _stops_inside(self, first: int, last: int) -> Iterator[tuple[int, int, str]]:
+        """Where a template prints one message as two turns, content and calls: after the token that stops generation,
+        after the header that follows, and that token."""
+        for place, after in pairwise(self.places[first : last + 1]):
+            gap = self.text[place.last : after.first]
+            if (stop := self.template.find_stop(gap)) is None:
+                continue
+            rest = gap[stop.end() :].lstrip()
+            if length := self.template.header_at_start_of(rest):
+                yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
+
     def unprinted(self) -> list[str]:
         """The kinds of words that the text does not have, each once."""
         printed = {place.number for place in self.places}
@@ -264,10 +284,11 @@ class _Located:
                 kinds.add("tool_calls")
         for number, place in enumerate(self.places):  # reasoning inside content, which some templates take out
             if place.words.message in self.chat.targets and "</think>" in place.words.text:
-                thought = place.words.text.split("</think>")[0].split("<think>")[-1].strip()
+                before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
                 begin = self.places[number - 1].last if number else 0
-                if thought and self.text.find(thought, begin, place.last) < 0:
-                    kinds.add("reasoning in content")
+                for words, kind in ((before, place.words.kind), (thought, "reasoning in content")):
+                    if words.strip() and self.text.find(words.strip(), begin, place.last) < 0:
+                        kinds.add(kind)
         return sorted(kinds)
 
     def _is_missed(self, words: _Words) -> bool:
@@ -291,7 +312,7 @@ class _Located:
                 # Else they part before the header: what precedes it is printed otherwise where it ends a chat.
                 starts.append(length if given[before_header:length].strip() else 0)
         if max(starts):
-            return begin + max(starts)
+            return self._after_header(begin + max(starts), first)
         gap = self.text[begin:first]
         length, at = longest_prefix_in(self.template.header, gap)
         if 0 < self.template.header_length <= length:
@@ -300,6 +321,11 @@ class _Located:
             raise _mismatch(index, "begins with a tool call, of which the beginning cannot be told")
         own = self.places[place].words.space_before
         return first - len(own) if gap.endswith(own) else first
+
+    def _after_header(self, at: int, first: int) -> int:
+        """`at`, or the end of a header that stands there: some templates give none to generate after an assistant's
+        turn or a tool's result, and print it in the chat."""
+        return at + self.template.header_at_start_of(self.text[at:first])
 
     def _prompts_before(self, before: _Place | None, index: int) -> list[tuple[str, int]]:
         """What the model may be given after the last words before message `index`, and the length of what precedes the
@@ -312,16 +338,35 @@ class _Located:
         rest = before and (before.words.space_after if before.reaches_end else before.words.text)
         key = before and before.words.kind, rest, kinds, not since
         if key not in self._prompts:
-            if self.template.generation_prompt:
-                own = self.template.generation_prompt
-                prompts = [self._rendered_prompt(before, self.marks.messages[:count], own)]
-            else:
-                prompts = [
-                    self._rendered_prompt(before, [*self.marks.messages[:count], _PLAIN_ANSWER]),
-                    self._rendered_prompt(before, self.marks.messages[:count]),
-                ]
-            self._prompts[key] = [prompt for prompt in prompts if prompt is not None and prompt[0]]
-        return self._prompts[key]
+            self._prompts[key] = self._new_prompts(before, count), between[:1]
+        prompts, known = self._prompts[key]
+        if before is None or not between:
+            return prompts
+        # The message that holds these words may have an id, say, which the template prints after them.
+        values = dict(_unmarked(between[0]))
+        others = {old: values.get(name, "") for name, old in _unmarked(known[0]) if old and old != values.get(name)}
+        if not any(old in given for given, _ in prompts for old in others):
+            return prompts
+        for given, before_header in prompts:
+            for old, new in others.items():
+                before_header += given[:before_header].count(old) * (len(new) - len(old))
+                given = given.replace(old, new)
+            if self.text.startswith(given, before.last):
+                return [(given, before_header)]
+        exact = *key, *values.items()
+        if exact not in self._prompts:
+            self._prompts[exact] = self._new_prompts(before, count), between[:1]
+        return self._prompts[exact][0]
+
+    def _new_prompts(self, before: _Place | None, count: int) -> list[tuple[str, int]]:
+        if own := self.template.generation_prompt:
+            prompts = [self._rendered_prompt(before, self.marks.messages[:count], own)]
+        else:
+            prompts = [
+                self._rendered_prompt(before, [*self.marks.messages[:count], _PLAIN_ANSWER]),
+                self._rendered_prompt(before, self.marks.messages[:count]),
+            ]
+        return [prompt for prompt in prompts if prompt is not None and prompt[0]]
 
     def _rendered_prompt(
         self, before: _Place | None, messages: list[Message], generation_prompt: str = ""
@@ -345,7 +390,7 @@ class _Located:
         is_header = generation_prompt and given.endswith(generation_prompt)
         return given, len(given) - len(generation_prompt) if is_header else len(given)
 
-    def _end(self, place: _Place, limit: int, index: int) -> tuple[int, str]:
+    def _end(self, place: _Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
         """Where the target ends whose last words are at `place`, before `limit`, and what ends the turn there."""
         begin = place.last
         if not place.reaches_end:
@@ -356,14 +401,28 @@ class _Located:
         found = self.template.find_end(tail)
         if found and not tail[: found.start()].strip():
             return begin + found.end(), found[0]
-        closed, is_whole = self._closed(place, index, tail, limit == len(self.text))
+        closed, is_whole = self._closed(place, index, tail, is_last)
         if found and (not is_whole or found.end() <= closed or not self._says(tail[closed : found.start()])):
             return begin + found.end(), found[0]
         end = len(tail[:closed].rstrip())
         if not end:
             own = place.words.space_after
-            return begin + (len(own) if tail.startswith(own) else 0), ""
+            return begin + (len(own) if own and tail.startswith(own) and not self._is_trimmed(place) else 0), ""
         return begin + end, self.template.last_special_token(tail[:end])
+
+    def _is_trimmed(self, place: _Place) -> bool:
+        """Whether the template prints a turn's content without the white space at its end."""
+        messages = self.chat.messages[: place.words.message + 1]
+        if (kind := _kind(messages[-1])) not in self._trimmed:
+            trimmed = {**messages[-1], "content": place.words.text.rstrip()}
+            try:
+                texts = {
+                    self.template.render([*messages[:-1], last], self.chat.tools) for last in (messages[-1], trimmed)
+                }
+            except BadRecord:
+                return False
+            self._trimmed[kind] = len(texts) == 1
+        return self._trimmed[kind]
 
     def _says(self, text: str) -> bool:
         """Whether a piece of the template's text has more than special tokens and white space."""
@@ -374,7 +433,7 @@ class _Located:
         that is all that closes it there. Tails that differ before their first special token alone, by numbers in a
         call, are closed alike."""
         if is_last:
-            return len(tail), True
+            return (self._closing_before_a_turn(place, index, tail) if self._says(tail) else len(tail)), True
         token = self.template.special.search(tail)
         begin = token.start() if token else 0
         key = (_kind(self.chat.messages[index]), tail[begin:])
@@ -385,6 +444,22 @@ class _Located:
             self._closings[key] = closed - begin, is_whole
         closed, is_whole = self._closings[key]
         return closed + begin, is_whole
+
+    def _closing_before_a_turn(self, place: _Place, index: int, tail: str) -> int:
+        """How much of `tail`, the last turn's, is there too where another turn follows: not what a template says at the
+        end of a chat. All of it where no turn can follow."""
+        for role in ("user", "tool"):
+            follows = {"role": role, "content": _ANSWER}
+            try:
+                text = self.template.render([*self.marks.messages[: index + 1], follows], self.marks.tools)
+            except BadRecord:
+                continue
+            text, places = self.marks.places(text.split(_ANSWER)[0])
+            same = next((other for other in places if other.number == place.number), None)
+            if same is not None:
+                closing = text[same.last + (0 if place.reaches_end else len(place.words.second_half)) :]
+                return self.template.common_prefix(closing, tail)
+        return len(tail)
 
     def _closing(self, place: _Place, index: int, tail: str) -> tuple[int, bool]:
         """As `_closed`, from a rendering of the turn as the last."""
@@ -481,12 +556,16 @@ def _kind(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
     said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
     if not with_unmarked:
         return message["role"], *said
-    unmarked = sorted(
+    return message["role"], *said, *_unmarked(message)
+
+
+def _unmarked(message: Message) -> list[tuple[str, str]]:
+    """The fields of a message that are printed without marks, if at all."""
+    return sorted(
         (key, str(value))
         for key, value in message.items()
         if key != "tool_calls" and not (key in SPOKEN_FIELDS and isinstance(value, str) and value.strip())
     )
-    return message["role"], *said, *unmarked
 
 
 def _mismatch(index: int, what: str) -> BadRecord:

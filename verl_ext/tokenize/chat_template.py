@@ -167,6 +167,20 @@ class ChatTemplate:
         """The first end of a turn in `text`, a piece of the template's own."""
         return self._end.search(text)
 
+    def header_at_start_of(self, text: str) -> int:
+        """Length of the header of an assistant's turn that `text`, the template's own, begins with; 0 of none."""
+        header, printed = self.header, self.header_length
+        if end := self.find_end(header):  # of the turn before, in a template that leaves the last one open
+            header = header[end.end() :].lstrip()
+            printed -= len(self.header) - len(header)
+        length = common_prefix(header, text)
+        # A generation prompt may go on with a <think> that the chat itself has not.
+        return length if length == len(header) else printed if 0 < printed <= length else 0
+
+    def find_stop(self, text: str) -> re.Match[str] | None:
+        """The first token in `text` that stops generation."""
+        return self._stops.search(text)
+
     def last_special_token(self, text: str) -> str:
         """The special token that `text` ends with, or nothing."""
         found = [match for match in self.special.finditer(text) if match.end() == len(text)]
@@ -218,7 +232,7 @@ class ChatTemplate:
         if both.strip():
             return [end for end in [self._stop(both)] if end]
         ends = [self._inner_stop(inner_tail, first_header), self._stop(last_tail)]
-        return [end for end in ends if end]
+        return [end for end in ends if self.special.search(end)]  # text at the end of a chat alone ends no turn
 
     def _render_or_nothing(self, messages: list[Message], tools: list[Any] | None) -> str:
         try:
