@@ -189,6 +189,7 @@ def small_windows(patch: pytest.MonkeyPatch, window: int, overlap: int, longest:
 @given(text=TEXTS, window=st.sampled_from([64, 100, 150, 1000]))
 @example(text="e\u0301e\u0301e\u0301 the \u0958 cat", window=1000)  # as many bytes after NFC as before
 @example(text="e\u0301 the cat", window=1000)  # the same with a prefix
+@example(text="the <pad>", window=1000)  # a prefix, and a special token that swallows a space
 def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, text: str, window: int) -> None:
     tokenizer = tokenizer_of(kind)
     whole = tokenizer(

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
@@ -40,7 +41,8 @@ def test_run_ends_with_a_table_and_a_bad_record_with_code_1(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "model", "out"]
 
 
-def test_torch_which_takes_seconds_is_not_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trusted", [False, True])
+def test_torch_is_imported_only_for_a_tokenizers_own_code(tmp_path: Path, trusted: bool) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n')
     program = (
@@ -48,9 +50,9 @@ def test_torch_which_takes_seconds_is_not_imported(tmp_path: Path) -> None:
         "print(main(sys.argv[1:]), 'transformers' in sys.modules, 'torch' in sys.modules)"
     )
     arguments = ["sources={a:in.jsonl}", "output_dir=out", "model.path=model", "num_workers=1"]
-    command = [sys.executable, "-c", program, *arguments]
+    command = [sys.executable, "-c", program, *arguments, f"model.trust_remote_code={trusted}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "0 True False", done.stderr
+    assert done.stdout.splitlines()[-1] == f"0 True {trusted}", done.stderr
 
 
 def test_killed_run_leaves_nothing_that_loads_and_the_next_cleans_up(tmp_path: Path) -> None:

@@ -312,7 +312,9 @@ class _Located:
                 # Else they part before the header: what precedes it is printed otherwise where it ends a chat.
                 starts.append(length if given[before_header:length].strip() else 0)
         if max(starts):
-            return self._after_header(begin + max(starts), first)
+            # Some templates give no header to generate after an assistant's turn or a tool's result, and print it.
+            at = begin + max(starts)
+            return at + self.template.header_at_start_of(self.text[at:first])
         gap = self.text[begin:first]
         length, at = longest_prefix_in(self.template.header, gap)
         if 0 < self.template.header_length <= length:
@@ -321,11 +323,6 @@ class _Located:
             raise _mismatch(index, "begins with a tool call, of which the beginning cannot be told")
         own = self.places[place].words.space_before
         return first - len(own) if gap.endswith(own) else first
-
-    def _after_header(self, at: int, first: int) -> int:
-        """`at`, or the end of a header that stands there: some templates give none to generate after an assistant's
-        turn or a tool's result, and print it in the chat."""
-        return at + self.template.header_at_start_of(self.text[at:first])
 
     def _prompts_before(self, before: _Place | None, index: int) -> list[tuple[str, int]]:
         """What the model may be given after the last words before message `index`, and the length of what precedes the
@@ -449,15 +446,8 @@ class _Located:
         """How much of `tail`, the last turn's, is there too where another turn follows: not what a template says at the
         end of a chat. All of it where no turn can follow."""
         for role in ("user", "tool"):
-            follows = {"role": role, "content": _ANSWER}
-            try:
-                text = self.template.render([*self.marks.messages[: index + 1], follows], self.marks.tools)
-            except BadRecord:
-                continue
-            text, places = self.marks.places(text.split(_ANSWER)[0])
-            same = next((other for other in places if other.number == place.number), None)
-            if same is not None:
-                closing = text[same.last + (0 if place.reaches_end else len(place.words.second_half)) :]
+            messages = [*self.marks.messages[: index + 1], {"role": role, "content": _ANSWER}]
+            if (closing := self._tail_in(messages, place)) is not None:
                 return self.template.common_prefix(closing, tail)
         return len(tail)
 
@@ -467,18 +457,24 @@ class _Located:
         user = next((m for m in messages if m["role"] == "user"), None)
         alone = [user, messages[index]] if user else [messages[index]]
         for chat in (alone, messages[: index + 1]):
-            try:
-                text, places = self.marks.places(self.template.render(chat, self.marks.tools))
-            except BadRecord:
-                continue
-            same = next((number for number, other in enumerate(places) if other.number == place.number), None)
-            if same is None:
-                continue
-            stop = places[same + 1].first if same + 1 < len(places) else len(text)
-            closing = text[places[same].last + (0 if place.reaches_end else len(place.words.second_half)) : stop]
-            length = self.template.common_prefix(closing, tail)
-            return length, length == len(closing) or self.template.find_end(tail[:length]) is not None
+            if (closing := self._tail_in(chat, place)) is not None:
+                length = self.template.common_prefix(closing, tail)
+                return length, length == len(closing) or self.template.find_end(tail[:length]) is not None
         return 0, False
+
+    def _tail_in(self, messages: list[Message], place: _Place) -> str | None:
+        """What follows a place's words where these messages are rendered, up to the next words; None where the template
+        refuses them or leaves the words out."""
+        try:
+            marked = self.template.render(messages, self.marks.tools)
+        except BadRecord:
+            return None
+        text, places = self.marks.places(marked.split(_ANSWER)[0])
+        same = next((number for number, other in enumerate(places) if other.number == place.number), None)
+        if same is None:
+            return None
+        stop = places[same + 1].first if same + 1 < len(places) else len(text)
+        return text[places[same].last + (0 if place.reaches_end else len(place.words.second_half)) : stop]
 
     def _empty_turn(self, index: int) -> Target | None:
         """The target of a turn that says nothing: what ends it."""

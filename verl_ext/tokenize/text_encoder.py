@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from verl_ext.commands.errors import DataError
 from verl_ext.tokenize.bad_record import BadRecord
@@ -176,15 +177,14 @@ class TextEncoder:
             if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
                 yield Encoded(ids, _ByteOffsets(data, ends))
                 continue
-            if data.isascii():  # a prefix of the tokenizer's own, which every text has, or a normaliser of all texts
+            if data.isascii():  # by a normaliser, or by a special token that swallows spaces: not by this text alone
                 self._bytes_of_tokens = None
             yield Encoded(ids, _Offsets(backend.encode(text, add_special_tokens=False)))
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """int64[ids]: how many bytes of text each token is; None of a tokenizer that is not a byte-level one."""
-        from tokenizers import decoders, pre_tokenizers
-
+        """int64[ids]: how many bytes of text each token is; None of a tokenizer that is not a byte-level one, or puts a
+        space before a text."""
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -196,12 +196,12 @@ class TextEncoder:
             # A token that is no text of the alphabet is none that text becomes.
             is_text = number in added or alphabet.issuperset(token)
             sizes[number] = (len(token.encode()) if number in added else len(token)) if is_text else NO_SIZE
-        return sizes
+        # A space put before a text may make up for one that a special token swallows: the sum is right, the places not.
+        has_prefix = sizes[backend.encode("a", add_special_tokens=False).ids].sum() != 1
+        return None if has_prefix else sizes
 
     def _is_normal(self, text: str) -> bool:
         """Whether the tokenizer's normaliser leaves a text as it is."""
-        from tokenizers import normalizers
-
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
             return True
@@ -331,9 +331,7 @@ class TextEncoder:
     @cached_property
     def _no_token_spans_a_space(self) -> bool:
         """Whether the model is a BPE whose tokens have sentencepiece's space at their start alone."""
-        from tokenizers.models import BPE
-
-        if not isinstance(self.tokenizer.backend_tokenizer.model, BPE):
+        if not isinstance(self.tokenizer.backend_tokenizer.model, models.BPE):
             return False
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         spans = re.compile(f"[^{SPACE}]{SPACE}").search
