@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.contestants import PackedContestant
 from verl_ext.metrics import StepSums
-from verl_ext.trainer.step_batch import StepBatch
-from verl_ext.trainer.step_loss import StepLoss
+from verl_ext.trainer.batch import StepBatch, StepLoss
 
 ROUNDS = 30
 

@@ -40,10 +40,9 @@ from verl_ext.config import compose
 from verl_ext.data import SFTDataSet
 from verl_ext.plugin import PACKED as OURS
 from verl_ext.plugin import register_engine
-from verl_ext.trainer.preparation import Run, prepare
-from verl_ext.trainer.sft_trainer import SFTTrainer
-from verl_ext.trainer.step_batch import StepBatch, StepCollator
-from verl_ext.trainer.worker import training_worker
+from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.setup import Run, prepare
+from verl_ext.trainer.trainer import SFTTrainer, training_worker
 
 NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 STOCK = "stock"

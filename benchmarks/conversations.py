@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.init_model.tokenizer import trained_tokenizer
-from verl_ext.init_model.tokenizer_config import TokenizerConfig
+from verl_ext.commands.init_model.tokenizer import TokenizerConfig, trained_tokenizer
 
 WORDS = 3000
 TOKENIZER = 4096  # tokens of its vocabulary
@@ -72,8 +71,8 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
 
 def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
     """Write them below ``folder``, with a tokenizer trained on them, tokenised by ``verl_ext.tokenize``."""
-    from verl_ext.tokenize.config import load_config
-    from verl_ext.tokenize.run import tokenize
+    from verl_ext.commands.tokenize import load_config
+    from verl_ext.commands.tokenize_run import tokenize
 
     folder.mkdir(parents=True)
     conversations = make_conversations(kind, count, np.random.default_rng(seed))

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.longalign import METHODS, ON_ONE_RANK, epoch_documents
 from benchmarks.quiet import no_progress_bars
 from verl_ext.packing import CostModel, cost_over_ideal
-from verl_ext.trainer.process_group import process_group
+from verl_ext.trainer.distributed import process_group
 
 if TYPE_CHECKING:
     from benchmarks.methods import Method  # loads verl, which is silenced by then
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     from benchmarks.contestants import Setting
     from benchmarks.methods import build_methods
-    from verl_ext.trainer.model_cost import cost_model
+    from verl_ext.trainer.cost import cost_model
 
     no_progress_bars()
     torch.set_num_threads(options.threads)

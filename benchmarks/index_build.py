@@ -4,7 +4,7 @@
 |---|---|
 | `tokenizer` | `tokenizer(texts)` with its own threads, texts and tokens in memory: nothing is read, nothing written |
 | `in process` | `write_text_index`, the same threads: what a training process does with text |
-| `command` | `python -m verl_ext.data.index` with worker processes |
+| `command` | `verl-ext index` with worker processes |
 | `megatron-core` | as its `preprocess_data.py`: a pool of processes, a document a call, `IndexedDatasetBuilder` |
 
 Contestants with worker processes are timed from the first result on, the first result of each worker not counted; what
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl_ext.commands.tokenizer import ModelConfig, tokenizer_module
-from verl_ext.commands.worker_pool import ordered_results
-from verl_ext.data.index.parcels import Parcel, read_parcels
-from verl_ext.data.index.run import load_text_tokenizer
-from verl_ext.data.index.text_documents import TextOptions, TextTokenizer, record_texts
-from verl_ext.data.index.text_index import TextIndex, write_text_index
-from verl_ext.tokenize.source_files import SourceFile, find_source_files
+from verl_ext.commands.index import load_text_tokenizer
+from verl_ext.data.megatron.text_index import TextIndex, write_text_index
+from verl_ext.text.plain_text import TextOptions, TextTokenizer, record_texts
+from verl_ext.text.readers import Parcel, read_parcels
+from verl_ext.text.sources import SourceFile, find_source_files
+from verl_ext.text.tokenizer import ModelConfig, tokenizer_module
+from verl_ext.text.workers import ordered_results
 
 LINES_PER_JOB = 32  # preprocess_data.py's own
 WORDS = 20_000

@@ -15,9 +15,8 @@ import numpy as np
 
 from benchmarks.start_up import PrivatePeak, private_bytes
 from verl_ext.data.megatron.blend import megatron_blend_order, normalised
-from verl_ext.data.megatron.index_writer import IndexWriter
-from verl_ext.data.megatron.sample_index import build_sample_indices
-from verl_ext.data.megatron.token_index import TokenIndex
+from verl_ext.data.megatron.index import IndexWriter, TokenIndex
+from verl_ext.data.megatron.samples import build_sample_indices
 
 SIGMA = 0.6  # of the logarithm of a document's length
 VOCABULARY = 6400  # of random tokens

@@ -18,7 +18,7 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from benchmarks.conversations import Corpus
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import LossSpec
-from verl_ext.trainer.step_batch import StepCollator
+from verl_ext.trainer.batch import StepCollator
 
 NAMES = ("pack", "worker", "seed", "templating")
 Documents = list[tuple[list[int], list[int]]]  # of each: its tokens, and the places of its targets

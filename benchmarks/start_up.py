@@ -47,8 +47,8 @@ def start(folder: str, max_tokens: int) -> dict:
     import datasets
 
     from verl_ext.data import SFTDataSet
-    from verl_ext.data.tokenised_data import TokenisedData
-    from verl_ext.trainer.scan_sharing import share_scan
+    from verl_ext.data.arrow import TokenisedData
+    from verl_ext.trainer.distributed import share_scan
 
     datasets.disable_progress_bars()
     before, seconds = private_bytes(), {}
@@ -75,7 +75,7 @@ def start(folder: str, max_tokens: int) -> dict:
 
 def main() -> None:
     """Measure in a process group of one rank, as the trainer does."""
-    from verl_ext.trainer.process_group import process_group
+    from verl_ext.trainer.distributed import process_group
 
     with process_group():
         print(json.dumps(start(sys.argv[1], int(sys.argv[2]))))

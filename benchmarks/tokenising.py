@@ -8,7 +8,7 @@ has the same chats:
 | contestant | what it does |
 |---|---|
 | `encode_batch` | the tokenizer's own call on one core: the chats' texts are rendered, in memory, no token is kept |
-| `N workers` | `python -m verl_ext.tokenize num_workers=N`, whole: records parsed, rendered, masked, written |
+| `N workers` | `verl-ext tokenize num_workers=N`, whole: records parsed, rendered, masked, written |
 
 Ratios are the command's speed by encode_batch's in the same turn, with and without its start: the seconds of the same
 command on one record, whatever the number of workers.
@@ -69,7 +69,7 @@ def write_records(options: argparse.Namespace, folder: Path) -> Path:
 
 def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
     """Each chat as its template prints it."""
-    from verl_ext.tokenize.records import Chat, parse_record
+    from verl_ext.text.records import Chat, parse_record
 
     contents = (parse_record(json.loads(line)).content for line in records.open(encoding="utf-8"))
     chats = [content.messages for content in contents if isinstance(content, Chat)]
@@ -89,7 +89,7 @@ def run_command(records: Path, tokenizer: Path, workers: int, folder: Path) -> f
     """The seconds of the whole command."""
     output = folder / "tokenised"
     shutil.rmtree(output, ignore_errors=True)
-    command = [sys.executable, "-m", "verl_ext.tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
+    command = [sys.executable, "-m", "verl_ext", "tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
     command += [f"model.path={tokenizer}", f"num_workers={workers}"]
     began = time.perf_counter()
     root, nowhere = Path(__file__).resolve().parents[1], subprocess.DEVNULL

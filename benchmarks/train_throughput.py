@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks import longalign
 from benchmarks.quiet import no_progress_bars
-from verl_ext.trainer.process_group import process_group
+from verl_ext.trainer.distributed import process_group
 
 DEFAULTS = {  # of options that depend on the table
     "contest": {"documents": 40, "budget": 4096, "repeats": 5},

@@ -8,7 +8,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.config import compose
 from verl_ext.plugin import select_engine
-from verl_ext.trainer.worker import training_worker
+from verl_ext.trainer.trainer import training_worker
 
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 

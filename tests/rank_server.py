@@ -4,7 +4,7 @@ from transformers import AutoModelForImageTextToText
 
 import verl_ext.engines.chunked
 import verl_ext.engines.packed
-import verl_ext.trainer.sft_trainer  # noqa: F401
+import verl_ext.trainer.trainer  # noqa: F401
 from verl_ext.config.schema import known_keys
 
 known_keys()

@@ -265,7 +265,7 @@ def _forward(model: str, sequence_parallel: int, packs: list[tuple[int, ...]]) -
 def _micro_batch(lengths: tuple[int, ...]):
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
-    from verl_ext.trainer.step_batch import StepCollator
+    from verl_ext.trainer.batch import StepCollator
 
     ids, positions = _pack(lengths)
     zeros = torch.zeros_like(ids)

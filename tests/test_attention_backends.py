@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_ext.attention import choose_backend, document_layout, flash_limit, has_flash_attn
-from verl_ext.attention.backends import AttentionOptions, as_computed, varlen
+from verl_ext.attention.kernels import AttentionOptions, as_computed, varlen
 
 
 def test_the_fastest_backend_of_a_device_is_chosen():
@@ -54,7 +54,7 @@ def test_gpus_from_ampere_on_run_flash_kernels():
 
 def test_attention_dropout_goes_to_a_kernel_that_has_it_or_is_refused(monkeypatch):
     for installed, chosen in ((True, "flash_attn"), (False, "sdpa")):
-        monkeypatch.setattr("verl_ext.attention.backends.has_flash_attn", lambda installed=installed: installed)
+        monkeypatch.setattr("verl_ext.attention.kernels.has_flash_attn", lambda installed=installed: installed)
         assert choose_backend("auto", "cuda", dropout=0.1) == chosen
     with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a model without attention dropout"):
         choose_backend("varlen", "cuda", dropout=0.1)

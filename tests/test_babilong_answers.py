@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_ext.data.babilong.answers import TASK_LABELS, compare_answers, is_right_answer
-from verl_ext.data.babilong.stories import TASKS
+from verl_ext.commands.babilong.stories import TASKS
+from verl_ext.data.babilong import TASK_LABELS, compare_answers, is_right_answer
 
 WHERE = "Where is Mary? "
 

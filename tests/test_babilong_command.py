@@ -1,4 +1,4 @@
-"""`python -m verl_ext.data.babilong`: files, reproducibility, refusals, exit codes."""
+"""`verl-ext babilong`: files, reproducibility, refusals, exit codes."""
 
 import json
 import signal
@@ -10,9 +10,8 @@ import pytest
 
 from tests.test_babilong_samples import byte_level, words
 from tests.test_babilong_worlds import ANY_FACT, replay
-from verl_ext.commands.typed_options import known_keys
-from verl_ext.data.babilong import __main__ as command
-from verl_ext.data.babilong import background, config, run
+from verl_ext.commands.babilong import background, command
+from verl_ext.commands.command_line import known_keys
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def test_every_task_and_size_becomes_a_file_of_the_published_layout(tmp_path: Pa
 def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_ext.data.babilong.jobs.MOST_SAMPLES", 3)
+    monkeypatch.setattr("verl_ext.commands.babilong.command.MOST_SAMPLES", 3)
     overrides = ("tasks=[qa1,qa3]", "sizes=[0k,1k]", "samples=10")
     for name, more in (("one", "num_workers=1"), ("two", "num_workers=2"), ("other", "seed=1")):
         assert generate(tmp_path / name, model, *overrides, more) == 0
@@ -125,7 +124,7 @@ def test_a_mistake_is_one_line_and_code_2_and_writes_nothing(
 def test_a_size_without_room_is_refused_before_the_tokenizer_is_loaded(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "load_tokenizer", lambda _: pytest.fail("it was loaded"))
+    monkeypatch.setattr(command, "load_tokenizer", lambda _: pytest.fail("it was loaded"))
     assert generate(tmp_path / "out", model, "sizes=[301]") == 2
     assert "of question 5 of a qa1 story, 10 or more: 388 (reserve_tokens 300); got 301" in capsys.readouterr().err
     assert generate(tmp_path / "out", model, "sizes=[320]", "tasks=[qa1,qa4]", "samples=1") == 2
@@ -167,11 +166,11 @@ def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
     assert generate(output, model, "samples=3") == 2
     assert "output_dir must be empty or new, or overwrite=true given" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(run.Workshop, "records", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(command.Workshop, "records", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert generate(output, model, "samples=3", "overwrite=true") == 130
     assert (output / "qa1/0k.json").read_bytes() == before
     assert generate(output, model, "samples=3", "tasks=[qa2]", "overwrite=true") == 0
-    assert sorted(path.name for path in output.iterdir()) == [config.MARKER, "qa2"]
+    assert sorted(path.name for path in output.iterdir()) == [command.MARKER, "qa2"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years of work")
     assert generate(tmp_path / "mine", model, "overwrite=true") == 2
@@ -180,7 +179,7 @@ def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
 
 
 def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "verl_ext.data.babilong", "outptu_dir=x"]
+    arguments = [sys.executable, "-m", "verl_ext", "babilong", "outptu_dir=x"]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (2, "error: unknown key outptu_dir; nearest: output_dir\n")
 
@@ -188,4 +187,4 @@ def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
 def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"{key.rpartition('.')[2]}:" in shown for key in known_keys(config.BabilongConfig))
+    assert all(f"{key.rpartition('.')[2]}:" in shown for key in known_keys(command.BabilongConfig))

@@ -13,9 +13,7 @@ from transformers import BatchEncoding
 
 from tests.babilong_files import FACTS, byte_tokenizer, record, records, write_records
 from verl_ext.data import BABILongDataset, SFTDataSet
-from verl_ext.data.babilong_files import Record
-from verl_ext.data.babilong_options import BABILongOptions
-from verl_ext.data.babilong_sample import SampleTokenizer, prompt_text
+from verl_ext.data.babilong import BABILongOptions, Record, SampleTokenizer, prompt_text
 
 TOKENIZER = byte_tokenizer()
 PLAIN = byte_tokenizer(special=False)
@@ -306,7 +304,7 @@ def test_our_collator_and_verls_take_the_rows(opened):
     from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 
     from verl_ext.losses import LossSpec, category_weight_table
-    from verl_ext.trainer.step_batch import StepCollator
+    from verl_ext.trainer.batch import StepCollator
 
     dataset = opened(records(2))
     rows = [dataset[0], dataset[1]]

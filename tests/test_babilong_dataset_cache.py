@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from tests.babilong_files import byte_tokenizer, record, records, write_records
 from tests.ranks import run_ranks
-from verl_ext.data import BABILongDataset, babilong_cache
-from verl_ext.data.babilong_sample import SampleTokenizer
+from verl_ext.data import BABILongDataset
+from verl_ext.data import babilong as babilong_cache
+from verl_ext.data.babilong import SampleTokenizer
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_a_run_that_ends_early_leaves_nothing_that_is_used(path, built, monkeypa
 
 def _open_on_a_rank(path):
     """(times that this rank tokenised, its rows, the targets by the shared scan)"""
-    from verl_ext.trainer.scan_sharing import share_scan
+    from verl_ext.trainer.distributed import share_scan
 
     built = []
     original = babilong_cache._tokenise
@@ -154,7 +155,7 @@ def test_what_is_cut_is_said_once_where_it_is_tokenised(path, caplog):
     with caplog.at_level(logging.WARNING):
         dataset = open_files(path)
         open_files(path)
-    (line,) = (entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.babilong_cache")
+    (line,) = (entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.babilong")
     removed = dataset.over_length_report[0].tokens_removed
     assert line.startswith(f"1 of 2 samples have prompts over 88 tokens: cut by {removed} tokens")
 

@@ -14,21 +14,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_babilong_worlds import ANY_FACT, replay
-from verl_ext.commands.errors import UsageError
-from verl_ext.data.babilong.background import (
+from verl_ext.commands.babilong.background import (
     MIN_TOKENS,
     Background,
+    TokenCounter,
     filler_background,
+    filler_sentences,
     folder_background,
     split_sentences,
 )
-from verl_ext.data.babilong.cutting import cut_to
-from verl_ext.data.babilong.filler import filler_sentences
-from verl_ext.data.babilong.samples import SampleMaker, SampleOptions
-from verl_ext.data.babilong.sizes import Size
-from verl_ext.data.babilong.stories import TASKS
-from verl_ext.data.babilong.tokens import TokenCounter
-from verl_ext.data.babilong.world import GIVERS, OBJECTS, PLACES, STARTS
+from verl_ext.commands.babilong.samples import SampleMaker, SampleOptions, Size, cut_to
+from verl_ext.commands.babilong.stories import TASKS
+from verl_ext.commands.babilong.world import GIVERS, OBJECTS, PLACES, STARTS
+from verl_ext.values import UsageError
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.data.babilong.answers import TASK_LABELS
-from verl_ext.data.babilong.stories import TASKS, Story, fewest_facts, tell_story
-from verl_ext.data.babilong.world import STARTS, Event, World
+from verl_ext.commands.babilong.stories import TASKS, Story, fewest_facts, tell_story
+from verl_ext.commands.babilong.world import STARTS, Event, World
+from verl_ext.data.babilong import TASK_LABELS
 
 MOVE = r"(?P<move>\w+) (?:moved|went|journeyed|travelled|went back) to the (?P<to>\w+)\."
 GET = r"(?P<get>\w+) (?:took|got|grabbed|picked up) the (?P<got>\w+)(?: there)?\."

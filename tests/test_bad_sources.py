@@ -16,13 +16,11 @@ from datasets import Dataset
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import run_command
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.tokenize.__main__ import USAGE, _tokenize
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chunks import read_chunks
-from verl_ext.tokenize.config import CONFIG_NAME, load_config
-from verl_ext.tokenize.json_records import parse_line
-from verl_ext.tokenize.source_files import find_source_files
+from verl_ext.commands.tokenize import CONFIG_NAME, USAGE, _tokenize, load_config
+from verl_ext.text.json_records import BadRecord, parse_line
+from verl_ext.text.readers import read_chunks
+from verl_ext.text.sources import find_source_files
+from verl_ext.values import DataError, UsageError
 
 
 def read(path: Path | str) -> list[tuple[str, Any]]:
@@ -321,7 +319,7 @@ def test_a_chat_template_that_is_no_jinja_is_refused_with_its_line(tmp_path: Pat
     written(tmp_path / "a.jinja", CHATML + "\n{% if %}\n")
     source = written(tmp_path / "a.jsonl", '{"question": "q", "answer": "a"}\n')
     base = [f"sources={{a:{source}}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "num_workers=1"]
-    from verl_ext.tokenize.run import tokenize
+    from verl_ext.commands.tokenize_run import tokenize
 
     with pytest.raises(UsageError, match=r"chat_template must be a Jinja template; got .*a\.jinja, line [0-9]+: "):
         tokenize(load_config([*base, f"chat_template={tmp_path}/a.jinja"]))

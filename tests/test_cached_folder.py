@@ -9,7 +9,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from verl_ext.data.cached_folder import cached_folder, default_root
+from verl_ext.files import cached_folder, default_root
 
 _context = multiprocessing.get_context("fork")
 
@@ -29,7 +29,7 @@ def calls(tmp_path: Path) -> int:
 
 
 def warnings(caplog):
-    return [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.cached_folder"]
+    return [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.files"]
 
 
 def test_a_folder_is_made_at_the_first_call_and_opened_at_the_next(tmp_path, caplog):

@@ -6,24 +6,20 @@ import numpy as np
 import pytest
 
 from tests.tokenised_data import random_documents, write_tokenised
-from verl_ext.data import CategoryTable, DocumentScan, SFTDataSet
-from verl_ext.data.category_numbers import CategoryNumbers
-
-
-def scan_with(*category_ids):
-    return DocumentScan(np.ones(1, np.int32), 0, 9, category_ids)
+from verl_ext.data import CategoryTable, SFTDataSet
+from verl_ext.data.categories import CategoryNumbers
 
 
 def test_the_table_has_the_ids_of_the_file_and_of_the_data(tmp_path):
     (tmp_path / "categories.json").write_text('{"12": "code", "3": "gsm8k"}')
-    table = CategoryTable.read(str(tmp_path), scan_with(3, 7))
+    table = CategoryTable.read(str(tmp_path), (3, 7))
     assert table == CategoryTable((3, 7, 12), ("gsm8k", "7", "code"))
     assert table.index(np.asarray([[0, 12], [7, 3]])).tolist() == [[0, 3], [2, 1]]
     assert table.index([]).tolist() == []
 
 
 def test_without_a_file_a_category_is_named_by_its_number(tmp_path):
-    assert CategoryTable.read(str(tmp_path), scan_with(2, 5)).names == ("2", "5")
+    assert CategoryTable.read(str(tmp_path), (2, 5)).names == ("2", "5")
     assert CategoryTable.read(str(tmp_path)).index([0]).tolist() == [0]
 
 
@@ -51,7 +47,7 @@ def test_an_id_outside_the_table_is_an_error():
 def test_a_bad_categories_file_is_answered_with_one_line(tmp_path, text, message):
     (tmp_path / "categories.json").write_text(text)
     with pytest.raises(ValueError, match="categories.json " + message.replace("{", r"\{")) as error:
-        CategoryTable.read(str(tmp_path), scan_with(7))
+        CategoryTable.read(str(tmp_path), (7,))
     assert "\n" not in str(error.value)
 
 

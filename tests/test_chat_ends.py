@@ -8,11 +8,11 @@ import pytest
 
 from tests.test_tokenize_run import tokenise, write_jsonl
 from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
-from verl_ext.commands.errors import UsageError
-from verl_ext.tokenize.chat_spans import RenderedChat, locate
-from verl_ext.tokenize.chat_template import ChatTemplate
-from verl_ext.tokenize.records import parse_record
-from verl_ext.tokenize.report import Report
+from verl_ext.commands.tokenize_run import Report
+from verl_ext.text.chat_spans import RenderedChat, locate
+from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.records import parse_record
+from verl_ext.values import UsageError
 
 TOKENS = ("</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<call>", "</call>", "<|user|>")
 TOKENS += ("<|assistant|>", "<|start|>", "<|say|>", "<|said|>", "<|stop|>")

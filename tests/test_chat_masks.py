@@ -24,12 +24,12 @@ from tests.test_tokenize_templates import (
     chat,
     tiny_tokenizer,
 )
-from verl_ext.tokenize.chat_spans import locate
-from verl_ext.tokenize.chat_template import ChatTemplate
-from verl_ext.tokenize.chunks import Chunk
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.records import parse_record
-from verl_ext.tokenize.worker import ChunkResult, ChunkTokenizer
+from verl_ext.commands.tokenize import load_config
+from verl_ext.text.chat_spans import locate
+from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.readers import Chunk
+from verl_ext.text.records import parse_record
+from verl_ext.text.workers import ChunkResult, ChunkTokenizer
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<call>", "</call>")
 Message = dict[str, Any]

@@ -8,12 +8,12 @@ import pytest
 
 from tests.test_tokenize_run import tokenise, write_jsonl
 from tests.test_tokenize_templates import CHATML, STRIPS_THINKING, chat, tiny_tokenizer
-from verl_ext.commands.errors import DataError
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import RenderedChat, locate
-from verl_ext.tokenize.chat_template import ChatTemplate
-from verl_ext.tokenize.records import parse_record
-from verl_ext.tokenize.report import Report
+from verl_ext.commands.tokenize_run import Report
+from verl_ext.text.chat_spans import RenderedChat, locate
+from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.records import parse_record
+from verl_ext.values import DataError
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "[CALLS]")
 SIT, LOOK = {"name": "sit", "arguments": {"on": "mat"}}, {"name": "look", "arguments": {}}

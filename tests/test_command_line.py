@@ -99,7 +99,7 @@ def test_the_trainer_starts_from_an_installed_wheel_in_an_empty_folder(folder, t
 
 def test_verl_does_not_import_megatron_for_a_run():
     code = (
-        "import sys\nfrom verl_ext.trainer.process_group import process_group\n"
+        "import sys\nfrom verl_ext.trainer.distributed import process_group\n"
         "with process_group():\n    import verl.workers.engine\n    assert sys.modules['megatron'] is None\n"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=120)

@@ -11,11 +11,9 @@ from safetensors.torch import save_file
 from transformers import BertGenerationConfig, DbrxConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from verl_ext.config import compose
-from verl_ext.config.attention_checks import attention_dropout, attention_notices
-from verl_ext.config.checks import check_categories, check_run
-from verl_ext.config.nodes import LossConfig
-from verl_ext.config.topology import check_positions, model_positions
-from verl_ext.config.weights import weight_problems
+from verl_ext.config.attention import attention_dropout, attention_notices
+from verl_ext.config.check import check_categories, check_positions, check_run, model_positions, weight_problems
+from verl_ext.config.schema import LossConfig
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96, "num_hidden_layers": 1}
 

@@ -8,8 +8,9 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
-from verl_ext.config import compose, compose_run, nodes, schema
-from verl_ext.config.checks import upstream_type_problems
+from verl_ext.config import compose, compose_run, schema
+from verl_ext.config import schema as nodes
+from verl_ext.config.check import upstream_type_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_FILES = sorted(

@@ -3,8 +3,9 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.config import compose, nodes
-from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, TrainerConfig
+from verl_ext.config import compose
+from verl_ext.config import schema as nodes
+from verl_ext.config.schema import AttentionConfig, DataConfig, LossConfig, TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ from verl_ext.config.nodes import AttentionConfig, DataConfig, LossConfig, Train
         (lambda: DataConfig("d", mixture={"sources": {"a": {"weight": 1}}, "scal": 2}), "unknown key data.mixture.sc"),
         (
             lambda: DataConfig(mixture={"sources": {"a": {"tokens": 1}}}),
-            "data.train_dir is required: the folder that `python -m verl_ext.tokenize` wrote; got ",
+            "data.train_dir is required: the folder that `verl-ext tokenize` wrote; got ",
         ),
         (lambda: TrainerConfig(), "trainer.default_local_dir is required"),
         (lambda: TrainerConfig("d", log_freq=0), "trainer.log_freq must be at least 1; got 0"),
@@ -116,5 +117,5 @@ def test_a_missing_mandatory_value_is_told_by_its_key():
 def test_category_weights_may_be_null_or_absent():
     assert LossConfig().category_weights is None
     assert nodes.loss_config(
-        OmegaConf.create({"loss": {"_target_": "verl_ext.config.nodes.LossConfig"}})
+        OmegaConf.create({"loss": {"_target_": "verl_ext.config.schema.LossConfig"}})
     ) == LossConfig(_target_="")

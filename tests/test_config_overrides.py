@@ -84,8 +84,8 @@ def test_names_of_verl_0_6_become_todays(old, new):
 @pytest.mark.parametrize(
     ("override", "kept", "said"),
     [
-        ("data.prompt_key=question", False, "python -m verl_ext.tokenize"),
-        ("data.multiturn.enable=true", False, "python -m verl_ext.tokenize"),
+        ("data.prompt_key=question", False, "verl-ext tokenize"),
+        ("data.multiturn.enable=true", False, "verl-ext tokenize"),
         ("data.chat_template=x", False, "chat template"),
         ("trainer.val_freq=1", False, "trainer.test_freq"),
         ("model.fsdp_config.offload_params=true", False, "engine.offload_policy"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.config import compose, compose_run
-from verl_ext.config.resolution import BF16, FP32, resolve_device
+from verl_ext.config.resolve import BF16, FP32, resolve_device
 
 
 @pytest.mark.parametrize(

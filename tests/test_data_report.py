@@ -14,7 +14,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet
 from verl_ext.packing import TOKENS
-from verl_ext.trainer.data_report import data_facts, report_lines, step_facts, write_report
+from verl_ext.trainer.report import data_facts, report_lines, step_facts, write_report
 from verl_ext.trainer.step_plan import StepPlan
 
 

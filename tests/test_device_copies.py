@@ -12,8 +12,7 @@ from tests.test_attention import LENGTHS, _pack
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import StepSums
-from verl_ext.trainer.step_batch import StepBatch, StepCollator
-from verl_ext.trainer.step_loss import StepLoss
+from verl_ext.trainer.batch import StepBatch, StepCollator, StepLoss
 
 META = torch.device("meta")
 

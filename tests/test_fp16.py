@@ -14,8 +14,7 @@ from tests.tiny_model import VOCABULARY
 from verl_ext.data import CategoryTable
 from verl_ext.engines.step import SCALER, StepEngine
 from verl_ext.losses import LossSpec
-from verl_ext.trainer.step_batch import StepCollator
-from verl_ext.trainer.step_loss import StepLoss
+from verl_ext.trainer.batch import StepCollator, StepLoss
 
 FP16 = "engine.mixed_precision={param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}"
 # Plain steps along the gradient, so that a wrong scale or a late clip would show in the update; Adam would hide both.

@@ -15,8 +15,8 @@ from tests.tokenised_data import random_documents, write_tokenised
 from tests.training import SMALL, metrics, train_alone
 from verl_ext.config import compose
 from verl_ext.config.output import TRACKER
-from verl_ext.trainer.preparation import prepare
-from verl_ext.trainer.sft_trainer import SFTTrainer
+from verl_ext.trainer.setup import prepare
+from verl_ext.trainer.trainer import SFTTrainer
 
 COSINE = ("optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.1")
 STEPS = 14

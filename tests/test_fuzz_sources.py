@@ -21,13 +21,12 @@ import pytest
 from datasets import Dataset
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chunks import Chunk, read_chunks
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.json_records import parse_line
-from verl_ext.tokenize.source_files import find_source_files
-from verl_ext.tokenize.worker import ChunkTokenizer
+from verl_ext.commands.tokenize import load_config
+from verl_ext.text.json_records import BadRecord, parse_line
+from verl_ext.text.readers import Chunk, read_chunks
+from verl_ext.text.sources import find_source_files
+from verl_ext.text.workers import ChunkTokenizer
+from verl_ext.values import DataError, UsageError
 
 TIMES = float(os.environ.get("VERL_EXT_FUZZ", "1"))
 FIELDS = [

@@ -10,9 +10,9 @@ import pytest
 
 from verl_ext.config import compose
 from verl_ext.data import SFTDataSet
-from verl_ext.data.mixture_options import MixtureOptions
+from verl_ext.data.mixture import MixtureOptions
 from verl_ext.packing.mixture import TOLERANCE, draw_mixture
-from verl_ext.packing.repeated import plan_repeated
+from verl_ext.packing.strategies import plan_repeated
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "glm_long"
 BUDGETS = {  # tokens and the shortest length of each source, as published

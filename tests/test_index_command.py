@@ -1,4 +1,4 @@
-"""`python -m verl_ext.data.index` as a user starts it: exit codes, one-line errors, and a run that is interrupted."""
+"""`verl-ext index` as a user starts it: exit codes, one-line errors, and a run that is interrupted."""
 
 import signal
 import subprocess
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.index.__main__ import main
-from verl_ext.data.megatron.index_writer import IndexWriter
+from verl_ext.commands.index import main
+from verl_ext.data.megatron.index import IndexWriter
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "verl_ext.data.index", *arguments]
+    return [sys.executable, "-m", "verl_ext", "index", *arguments]
 
 
 def test_a_run_ends_with_a_table_and_a_bad_record_with_code_1(

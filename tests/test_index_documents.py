@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.data.index.parcels import Parcel, read_parcels
-from verl_ext.data.index.text_documents import BadText, Documents, TextOptions, TextTokenizer, vocabulary_size
-from verl_ext.data.index.text_index import TextIndex, write_text_index
-from verl_ext.tokenize.chunks import Chunk
-from verl_ext.tokenize.source_files import SourceFile, find_source_files
+from verl_ext.data.megatron.text_index import TextIndex, write_text_index
+from verl_ext.text.plain_text import BadText, Documents, TextOptions, TextTokenizer, vocabulary_size
+from verl_ext.text.readers import Chunk, Parcel, read_parcels
+from verl_ext.text.sources import SourceFile, find_source_files
+from verl_ext.values import DataError, UsageError
 
 TOKENIZER = tiny_tokenizer()
 EOS, BOS = TOKENIZER.eos_token_id, TOKENIZER.bos_token_id
@@ -208,7 +207,7 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
     stream: list[list[int]], max_tokens: int, fails: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_ext.data.index.text_index.IndexWriter", RecordedWriter)
+        patch.setattr("verl_ext.data.megatron.text_index.IndexWriter", RecordedWriter)
         index = TextIndex(Path("unused"), np.dtype(np.uint16), max_tokens)
     results, number = [], 0
     for records in stream:
@@ -254,7 +253,7 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
 def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from verl_ext.data.megatron.token_index import TokenIndex
+    from verl_ext.data.megatron.index import TokenIndex
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "", "sat")))
     (tmp_path / "b.txt").write_text("on the mat\n")

@@ -14,11 +14,10 @@ from datasets import Dataset
 
 from tests.megatron_peer import indexed_dataset
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.data.index import run
-from verl_ext.data.index.config import load_config
-from verl_ext.data.index.report import Report
-from verl_ext.data.megatron.token_index import TokenIndex
+from verl_ext.commands import index as run
+from verl_ext.commands.index import Report, load_config
+from verl_ext.data.megatron.index import TokenIndex
+from verl_ext.values import DataError, UsageError
 
 TEXTS = [f"the cat {number} sat on the mat\n" * (number % 4 + 1) for number in range(20)]
 EOS = tiny_tokenizer().eos_token_id
@@ -117,7 +116,7 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, model: Path, kind: st
 
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_ext.data.index.parcels.CHUNK_RECORDS", 3)
+    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 3)
     sources = {"a": write_texts(tmp_path / "a", TEXTS), "b": write_jsonl(tmp_path / "b.jsonl", [{"text": "cat"}, 3])}
     overrides = ["on_bad_record=skip", "max_corpus_tokens=150"]
     for workers in (1, 2):

@@ -13,13 +13,12 @@ import pytest
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.data.index.parcels import read_parcels
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chunks import Chunk, read_chunks
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.run import tokenize
-from verl_ext.tokenize.source_files import find_source_files
+from verl_ext.commands.tokenize import load_config
+from verl_ext.commands.tokenize_run import tokenize
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.readers import Chunk, read_chunks, read_parcels
+from verl_ext.text.sources import find_source_files
+from verl_ext.values import DataError, UsageError
 
 
 def chunks_of(path: Path) -> list[Chunk]:

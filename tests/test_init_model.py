@@ -1,4 +1,4 @@
-"""`python -m verl_ext.init_model`: the folder, its weights and ids, mistakes, and a run that is cut short."""
+"""`verl-ext init-model`: the folder, its weights and ids, mistakes, and a run that is cut short."""
 
 import json
 import math
@@ -11,11 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_model import write_tiny_model
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.init_model import run
-from verl_ext.init_model.__main__ import main
-from verl_ext.init_model.config import load_config
-from verl_ext.init_model.run import init_model
+from verl_ext.commands.init_model import command as run
+from verl_ext.commands.init_model.command import init_model, load_config, main
+from verl_ext.values import DataError, UsageError
 
 SMALL = "config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, initializer_range: 0.1}"
 TEXT = "The cat sat on the mat. The dog sat on the cat.\n" * 20
@@ -216,14 +214,14 @@ def test_folders_of_others_are_not_replaced(made, tmp_path):
 
 def test_the_command_without_arguments_shows_its_options_and_ends_with_code_2(capsys):
     assert main([]) == 2
-    assert "usage: python -m verl_ext.init_model" in (told := capsys.readouterr().out)
+    assert "usage: verl-ext init-model" in (told := capsys.readouterr().out)
     assert "tokenizer:" in told
 
 
 def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"abc\n\xff")
     options = ["model=tiny", "output_dir=out", "tokenizer.train_on=bad.txt"]
-    command = [sys.executable, "-m", "verl_ext.init_model", *options]
+    command = [sys.executable, "-m", "verl_ext", "init-model", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr.count("Traceback")) == (1, "", 0), done.stderr
     assert done.stderr == "error: bad.txt: text must be UTF-8; byte 5 is not\n"

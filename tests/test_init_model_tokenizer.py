@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.commands.tokenizer import check_round_trip, check_tokenizer, read_tokenizer
-from verl_ext.init_model.chat_template import CHATML_TEMPLATE
-from verl_ext.init_model.config import load_config
-from verl_ext.init_model.run import init_model
-from verl_ext.init_model.tokenizer import train_bpe, trained_tokenizer
-from verl_ext.init_model.tokenizer_config import TokenizerConfig
-from verl_ext.init_model.training_text import TrainingText, find_training_files
-from verl_ext.tokenize import chunks
+from verl_ext.commands.init_model.command import init_model, load_config
+from verl_ext.commands.init_model.tokenizer import (
+    CHATML_TEMPLATE,
+    TokenizerConfig,
+    TrainingText,
+    find_training_files,
+    train_bpe,
+    trained_tokenizer,
+)
+from verl_ext.text import readers as chunks
+from verl_ext.text.tokenizer import check_round_trip, check_tokenizer, read_tokenizer
+from verl_ext.values import DataError, UsageError
 
 SENTENCES = ["low lower lowest", "new newer newest", "wide wider widest"] * 30
 

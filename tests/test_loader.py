@@ -17,11 +17,10 @@ from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import LossSpec
 from verl_ext.trainer import loader as loader_module
-from verl_ext.trainer.loader import PackLoader, pack_loader
-from verl_ext.trainer.process_group import TRAINING_FAILED
-from verl_ext.trainer.step_batch import StepCollator
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.distributed import TRAINING_FAILED
+from verl_ext.trainer.loader import LoadingFailed, PackLoader, WorkerDeaths, pack_loader
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.trainer.worker_deaths import LoadingFailed, WorkerDeaths
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,8 +13,8 @@ from verl_ext.data.megatron import (
     build_sample_indices,
     cached_blend,
     cached_sample_indices,
-    indices_cache,
     megatron_blend_order,
+    samples,
 )
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -38,7 +38,7 @@ def built(monkeypatch):
         calls.append(arguments)
         return build_sample_indices(*arguments, **options)
 
-    monkeypatch.setattr(indices_cache, "build_sample_indices", build)
+    monkeypatch.setattr(samples, "build_sample_indices", build)
     return calls
 
 
@@ -123,7 +123,7 @@ def test_a_cached_blend_is_the_rules_order(tmp_path, monkeypatch, rule, order):
     for _ in range(2):
         for found, wanted in zip(cached_blend(tmp_path, [0.5, 0.2, 0.3], 50, rule), expected, strict=True):
             np.testing.assert_array_equal(found, wanted, strict=True)
-        monkeypatch.setattr(indices_cache, "BLEND_RULES", {})  # not asked again
+        monkeypatch.setattr(samples, "BLEND_RULES", {})  # not asked again
     assert len(list(tmp_path.glob("blend-*/source.npy"))) == 1
 
 

@@ -30,7 +30,7 @@ from verl_ext.data.megatron import (
     normalised,
     optimal_dtype,
 )
-from verl_ext.data.megatron.idx_format import HEADER, MAGIC, VERSION
+from verl_ext.data.megatron.index import HEADER, MAGIC, VERSION
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 

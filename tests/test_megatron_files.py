@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.data.megatron import IndexWriter, TokenIndex, index_writer, optimal_dtype, token_index
+from verl_ext.data.megatron import IndexWriter, TokenIndex, optimal_dtype
+from verl_ext.data.megatron import index as index_writer
+from verl_ext.data.megatron import index as token_index
 
 DOCUMENTS = [[5, 6, 7], [], [65535], [1, 2, 3, 4]]
 HEADER = 34

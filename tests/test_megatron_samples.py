@@ -13,7 +13,6 @@ from verl_ext.data.megatron import (
     epochs_needed,
     in_order_starts,
     random_starts,
-    sample_index,
 )
 
 
@@ -34,7 +33,7 @@ def test_samples_are_the_shuffled_stream_cut_every_seq_len_tokens(corpus, num_sa
     chosen = np.arange(len(lengths)) if documents is None else documents
     num_tokens = int(lengths[chosen].sum())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sample_index, "BLOCK", block)
+        patched.setattr("verl_ext.data.megatron.samples.BLOCK", block)
         if num_tokens < seq_len + 1:
             with pytest.raises(ValueError, match=rf"data\.val_dir .* {seq_len + 1} .*got {num_tokens} tokens$"):
                 build_sample_indices(lengths, documents, seq_len, num_samples, seed, "data.val_dir")

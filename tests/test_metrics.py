@@ -13,8 +13,7 @@ from tests.reference import Document, pack_row
 from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
 from verl_ext.metrics import RESERVED, StepSums
-from verl_ext.trainer.step_batch import StepCollator
-from verl_ext.trainer.step_loss import StepLoss
+from verl_ext.trainer.batch import StepCollator, StepLoss
 
 NAMES = ("gsm8k", "code")
 

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet
-from verl_ext.data.mixture_report import mixture_notices
+from verl_ext.data.mixture import mixture_notices
 from verl_ext.packing import STRATEGIES, plan_packs
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.data.mixture_report import mixture_report
+from verl_ext.data.mixture import mixture_report
 from verl_ext.packing import Spans
+from verl_ext.packing.best_fit import WINDOW, nearest_subset
 from verl_ext.packing.mixture import TOLERANCE, IntervalDraw, MixtureSource, draw_mixture
-from verl_ext.packing.nearest_subset import WINDOW, nearest_subset
 
 EDGES = (8, 16, 32, 64, 128)
 

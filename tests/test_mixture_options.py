@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.data.mixture_options import MixtureOptions
+from verl_ext.data.mixture import MixtureOptions
 from verl_ext.packing.mixture import MixtureSource
 
 

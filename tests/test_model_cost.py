@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
-from verl_ext.trainer.model_cost import cost_model
+from verl_ext.trainer.cost import cost_model
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
 HEADS = {"num_key_value_heads": 2, "head_dim": 32}

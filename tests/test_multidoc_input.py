@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.babilong_files import byte_tokenizer
 from tests.document_texts import random_words, write_jsonl, write_texts
 from verl_ext.config import compose
-from verl_ext.config.checks import check_run
+from verl_ext.config.check import check_run
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import IndexWriter
 

@@ -15,9 +15,9 @@ from tests.training import SMALL, metrics, train, train_alone
 from verl_ext.config import compose
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron import IndexWriter
-from verl_ext.trainer.preparation import prepare
-from verl_ext.trainer.range_sharing import share_token_range
-from verl_ext.trainer.sft_trainer import SFTTrainer
+from verl_ext.trainer.distributed import share_token_range
+from verl_ext.trainer.setup import prepare
+from verl_ext.trainer.trainer import SFTTrainer
 
 SEQ_LEN = 16
 LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "2 ranks share a sample": (2, 2)}

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tests.test_packing import first_fit_decreasing_count, packing_inputs
 from verl_ext.packing import best_fit as best_fit_module
 from verl_ext.packing import plan_packs
-from verl_ext.packing.decreasing import decreasing
-from verl_ext.packing.fit import earliest_first, fit, fullest_first, plan_from_placements
-from verl_ext.packing.lower_bound import fewest_packs
+from verl_ext.packing.best_fit import earliest_first, fewest_packs, fit, fullest_first, plan_from_placements
+from verl_ext.packing.strategies import decreasing
 
 
 @st.composite

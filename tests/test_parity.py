@@ -123,8 +123,7 @@ def _train_step(engine, case: Case) -> Measured:
     import torch.distributed as dist
 
     from verl_ext.metrics import StepSums
-    from verl_ext.trainer.step_batch import StepCollator
-    from verl_ext.trainer.step_loss import StepLoss
+    from verl_ext.trainer.batch import StepCollator, StepLoss
     from verl_ext.trainer.step_plan import StepPlan
 
     def all_reduce(tensor: torch.Tensor) -> None:

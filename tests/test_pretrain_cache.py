@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.ranks import run_ranks
 from tests.stock_verl import train_with_stock_verl
-from verl_ext.data import pretrain_cache
-from verl_ext.data.pretrain_dataset import PreTrainDataset
+from verl_ext.data import pretrain as pretrain_cache
+from verl_ext.data.pretrain import PreTrainDataset
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_what_is_cut_is_said_once_in_every_process_that_opens_it(path, caplog):
         open_files(path, rows="padded")
         pretrain_cache._tell.cache_clear()  # as in another process
         open_files(path)
-    lines = [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.pretrain_cache"]
+    lines = [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.pretrain"]
     assert lines == 2 * [
         "1 of 4 documents of data.train_dir are longer than data.max_length=8: 3 tokens in all are cut off their ends"
     ]
@@ -137,7 +137,7 @@ def test_files_of_several_batches_are_one_dataset(path, monkeypatch):
 
 def _open_on_a_rank(path):
     """(times that this rank tokenised, the labels of its rows, the targets by the shared scan)"""
-    from verl_ext.trainer.scan_sharing import share_scan
+    from verl_ext.trainer.distributed import share_scan
 
     built = []
     original = pretrain_cache._Maker.write
@@ -161,7 +161,7 @@ def test_verls_own_trainer_takes_the_rows(tiny_model, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     overrides = [f"data.train_files={path}", f"data.val_files={path}", "data.max_length=16", "+data.rows=padded"]
-    overrides += [f"+data.cache_dir={output}/cache", "data.custom_cls.path=pkg://verl_ext.data.pretrain_dataset"]
+    overrides += [f"+data.cache_dir={output}/cache", "data.custom_cls.path=pkg://verl_ext.data.pretrain"]
     overrides += ["data.micro_batch_size_per_gpu=2", "trainer.total_epochs=2"]
     (losses,) = run_ranks(train_with_stock_verl, 1, "PreTrainDataset", str(tiny_model), str(output), overrides)
     assert len(losses) == 4

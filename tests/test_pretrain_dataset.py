@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.babilong_files import byte_tokenizer
 from tests.pretrain_files import plain_document, plain_row, texts_of, word_tokenizer, write_jsonl
-from verl_ext.attention import document_layout
-from verl_ext.attention.packed import PACKED_ATTENTION
+from verl_ext.attention import PACKED_ATTENTION, document_layout
 from verl_ext.data import SFTDataSet
-from verl_ext.data.pretrain_dataset import PreTrainDataset
+from verl_ext.data.pretrain import PreTrainDataset
 
 TOKENIZER = word_tokenizer()
 WITHOUT_BOS = word_tokenizer(bos=False)
@@ -260,7 +259,7 @@ def test_our_collator_and_verls_take_the_rows(opened, rows):
     from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 
     from verl_ext.losses import LossSpec, category_weight_table
-    from verl_ext.trainer.step_batch import StepCollator
+    from verl_ext.trainer.batch import StepCollator
 
     dataset = opened(texts_of([3, 9, 1, 5]), rows=rows, max_tokens=16)
     weights = category_weight_table(None, dataset.categories.names)

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tests.pretrain_files import plain_document, texts_of, word_tokenizer, write_jsonl
-from verl_ext.data.pretrain_dataset import PreTrainDataset
+from verl_ext.data.pretrain import PreTrainDataset
 
 TOKENIZER = word_tokenizer()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.init_model.config import load_config
-from verl_ext.init_model.run import init_model
+from verl_ext.commands.init_model.command import init_model, load_config
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CATEGORIES = ("arithmetic", "ordering", "documents")

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from verl_ext.commands.index import load_config as index_config
+from verl_ext.commands.init_model.command import load_config as model_config
+from verl_ext.commands.tokenize import TokenizeConfig, load_config
 from verl_ext.config import compose
-from verl_ext.data.index.config import load_config as index_config
-from verl_ext.init_model.config import load_config as model_config
-from verl_ext.tokenize.config import TokenizeConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,7 +21,8 @@ def commands(containing: str) -> list[list[str]]:
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
     lines = [line for line in blocks.splitlines() if containing in line]
     assert lines, f"no command of the README holds {containing}"
-    return [shlex.split(line, comments=True)[shlex.split(line).index(containing) + 1 :] for line in lines]
+    last = containing.split()[-1]
+    return [shlex.split(line, comments=True)[shlex.split(line).index(last) + 1 :] for line in lines]
 
 
 def test_the_make_targets_that_it_names_exist():
@@ -40,7 +41,7 @@ def test_its_training_commands_compose():
 
 
 def test_its_tokenise_command_is_understood(tiny_model):
-    for words in commands("verl_ext.tokenize"):
+    for words in commands("verl-ext tokenize"):
         config = load_config([word.replace("=MODEL", f"={tiny_model}") for word in words])
         assert isinstance(config, TokenizeConfig)
         assert list(config.source_patterns()) == ["gsm8k", "code"]
@@ -48,10 +49,10 @@ def test_its_tokenise_command_is_understood(tiny_model):
 
 def test_its_pretraining_commands_are_understood(tiny_model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (words,) = commands("verl_ext.data.index")
+    (words,) = commands("verl-ext index")
     index = index_config([word.replace("=model", f"={tiny_model}") for word in words])
     assert list(index.source_patterns()) == ["books", "web"]
-    (words,) = commands("verl_ext.init_model")
+    (words,) = commands("verl-ext init-model")
     assert model_config(words).model == "minimind_104m"
 
 

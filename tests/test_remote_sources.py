@@ -20,14 +20,14 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.data.fingerprint import file_facts
-from verl_ext.data.pretrain_files import find_files
-from verl_ext.tokenize.chunks import read_chunks
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.json_records import parse_line
-from verl_ext.tokenize.run import tokenize
-from verl_ext.tokenize.source_files import find_source_files
+from verl_ext.commands.tokenize import load_config
+from verl_ext.commands.tokenize_run import tokenize
+from verl_ext.data.pretrain import find_files
+from verl_ext.text.json_records import parse_line
+from verl_ext.text.readers import read_chunks
+from verl_ext.text.sources import find_source_files
+from verl_ext.text.tokenized import file_facts
+from verl_ext.values import DataError, UsageError
 
 TEXTS = [{"text": f"the cat {number}"} for number in range(600)]
 LINES = "".join(json.dumps(record) + "\n" for record in TEXTS).encode()
@@ -98,7 +98,7 @@ def test_folders_and_globs_behind_urls_are_read_in_order(memory: str) -> None:
 def test_a_web_server_is_read_as_a_stream_by_several_processes(
     server: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_ext.tokenize.run.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("verl_ext.commands.tokenize_run.CHUNK_BYTES", 1000)
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     base = [f"model.path={tmp_path}/model", "num_workers=2"]
     (folder / "long.txt").write_text("the cat sat on the mat\n" * 60_000)
@@ -136,7 +136,7 @@ def test_a_file_that_comes_in_part_is_refused(memory: str, monkeypatch: pytest.M
 
     fsspec.filesystem("memory").pipe(f"/bucket/{name}", b"[]\n")
     (file,) = find_source_files({"a": [f"{memory}/{name}"]})
-    monkeypatch.setattr("verl_ext.tokenize.source_files.open_remote", lambda url: Part(b"[]\n"))
+    monkeypatch.setattr("verl_ext.text.sources.open_remote", lambda url: Part(b"[]\n"))
     with pytest.raises(DataError, match=rf"{name}: must not change while it is read; 3 of 10000000 bytes came"):
         list(read_chunks(file))
 

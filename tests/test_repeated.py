@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.packing import plan_packs
-from verl_ext.packing.repeated import MOST_PARTS, PART_PACKS, plan_repeated
+from verl_ext.packing.strategies import MOST_PARTS, PART_PACKS, plan_repeated
 
 
 def test_copies_of_a_document_go_into_different_packs():

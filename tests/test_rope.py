@@ -99,8 +99,7 @@ def _steps(
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
-    from verl_ext.trainer.step_batch import StepCollator
-    from verl_ext.trainer.step_loss import StepLoss
+    from verl_ext.trainer.batch import StepCollator, StepLoss
 
     found = {}
     for name, folder in folders.items():

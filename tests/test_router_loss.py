@@ -19,9 +19,9 @@ from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenised_data import random_documents, write_tokenised
 from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
-from verl_ext.config.checks import check_run
-from verl_ext.config.model_support import model_support_problems
-from verl_ext.engines.router_loss import RouterLoss
+from verl_ext.config.check import check_run
+from verl_ext.config.model import model_support_problems
+from verl_ext.engines.router import RouterLoss
 from verl_ext.losses.router import RoutingSums, router_loss
 
 COEFFICIENT = 0.7
@@ -55,8 +55,7 @@ def _train(model: str, sequence_parallel: int, overrides: tuple[str, ...]) -> di
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec, category_weight_table
-    from verl_ext.trainer.step_batch import StepCollator
-    from verl_ext.trainer.step_loss import StepLoss
+    from verl_ext.trainer.batch import StepCollator, StepLoss
     from verl_ext.trainer.step_plan import StepPlan
 
     engine = build_worker(model, sequence_parallel, overrides).engine
@@ -124,8 +123,7 @@ def _drawn(model: str) -> list[torch.Tensor]:
     from tests.packed_engine import build_worker
     from verl_ext.data import CategoryTable
     from verl_ext.losses import LossSpec
-    from verl_ext.trainer.step_batch import StepCollator
-    from verl_ext.trainer.step_loss import StepLoss
+    from verl_ext.trainer.batch import StepCollator, StepLoss
 
     engine = build_worker(model).engine
     packs = [pack_row([DOCUMENTS[i]]) for i in (2, 3)]

@@ -24,10 +24,10 @@ from tests.tokenised_data import random_documents, write_tokenised
 from tests.training import SMALL
 from verl_ext.config import compose
 from verl_ext.config.output import RUN_LOCK
-from verl_ext.trainer.preparation import prepare
-from verl_ext.trainer.process_group import USER_ERROR
-from verl_ext.trainer.run_lock import hold, refuse_running
-from verl_ext.trainer.sft_trainer import SFTTrainer
+from verl_ext.trainer.distributed import USER_ERROR
+from verl_ext.trainer.setup import prepare
+from verl_ext.trainer.tracking import hold, refuse_running
+from verl_ext.trainer.trainer import SFTTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120  # in which what is waited for must come about

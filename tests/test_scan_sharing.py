@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.ranks import run_ranks
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet
-from verl_ext.data.scan_memo import FILE_NAME, ScanMemo
+from verl_ext.data.stats import FILE_NAME, ScanMemo
 
 LENGTHS = (5, 1, 9, 16, 3, 7, 2, 12, 30, 4)
 
@@ -33,7 +33,7 @@ def shared_scan(folder, **options):
     from contextlib import redirect_stderr
     from io import StringIO
 
-    from verl_ext.trainer.scan_sharing import share_scan
+    from verl_ext.trainer.distributed import share_scan
 
     dataset = CountingDataset(folder, **{"max_tokens": 100, **options})
     errors = StringIO()
@@ -87,7 +87,7 @@ def test_more_ranks_than_documents_is_no_problem(tmp_path, documents):
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 9))
 def test_shares_are_contiguous_and_within_a_document_of_even(lengths, ranks):
-    from verl_ext.trainer.scan_sharing import shares
+    from verl_ext.trainer.distributed import shares
 
     edges = shares(np.asarray(lengths, np.int32), ranks)
     assert edges[0] == 0

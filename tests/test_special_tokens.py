@@ -14,19 +14,18 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.test_tokenize_templates import CHATML, GENERATION_WITHOUT_END, SPECIAL_TOKENS, WITH_TOOLS, tiny_tokenizer
-from verl_ext.commands.errors import DataError, UsageError
+from verl_ext.commands.index import build_index
+from verl_ext.commands.index import load_config as load_index_config
+from verl_ext.commands.tokenize import load_config
+from verl_ext.commands.tokenize_run import tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
-from verl_ext.data.index.config import load_config as load_index_config
-from verl_ext.data.index.run import build_index
 from verl_ext.data.megatron import TokenIndex
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_template import ChatTemplate
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.proven_chats import ProvenChats
-from verl_ext.tokenize.records import parse_record
-from verl_ext.tokenize.run import tokenize
-from verl_ext.tokenize.target_mask import mask_from_offsets
-from verl_ext.tokenize.text_encoder import Encoded, TextEncoder
+from verl_ext.text.chat_proof import ProvenChats
+from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.encoders import Encoded, TextEncoder, mask_from_offsets
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.records import parse_record
+from verl_ext.values import DataError, UsageError
 
 TOKENIZER = tiny_tokenizer()
 TOKENIZER.add_tokens(["<think>", "</think>"])  # added, not special, as Qwen3's

@@ -9,7 +9,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from tests.reference import Document, pack_row
 from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
-from verl_ext.trainer.step_batch import StepBatch, StepCollator
+from verl_ext.trainer.batch import StepBatch, StepCollator
 
 # Category ids are not dense indices: 7 is slot 1, 9 is slot 2.
 CATEGORIES = CategoryTable((7, 9), ("gsm8k", "code"))

@@ -15,17 +15,17 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, encoded_chat
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.index.text_documents import TextOptions
-from verl_ext.data.index.text_index import write_text_index
 from verl_ext.data.megatron import TokenIndex
-from verl_ext.tokenize import chunks, text_encoder
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import RenderedChat
-from verl_ext.tokenize.chunks import TextFile
-from verl_ext.tokenize.source_files import find_source_files
-from verl_ext.tokenize.special_tokens import ChatText
-from verl_ext.tokenize.target_mask import ListedCharacters
-from verl_ext.tokenize.text_encoder import TextEncoder
+from verl_ext.data.megatron.text_index import write_text_index
+from verl_ext.text import encoders as text_encoder
+from verl_ext.text import readers as chunks
+from verl_ext.text.chat_spans import RenderedChat
+from verl_ext.text.encoders import ListedCharacters, TextEncoder
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.plain_text import TextOptions
+from verl_ext.text.readers import TextFile
+from verl_ext.text.sources import find_source_files
+from verl_ext.text.special_tokens import ChatText
 
 CORPUS = [
     "The cat's on the mat, and it'll say HELLO to 12345 worlds!\n\nA café — naïve; 漢字 と かな。\n",

@@ -10,13 +10,11 @@ from transformers import AutoConfig
 
 from tests.babilong_data import write_babilong
 from verl_ext.config import compose, compose_run
-from verl_ext.config.checks import check_run
-from verl_ext.config.nodes import data_config
+from verl_ext.config.check import check_run
+from verl_ext.config.model import MEMORY_KEYS, titans_config
 from verl_ext.config.own_data import splits_validation
-from verl_ext.config.resolution import resolve_logging
-from verl_ext.config.schema import recipe_choice
-from verl_ext.config.titans_model import titans_config
-from verl_ext.config.titans_options import MEMORY_KEYS
+from verl_ext.config.resolve import resolve_logging
+from verl_ext.config.schema import data_config, recipe_choice
 from verl_ext.models.qwen_titans import (
     MemorySettings,
     QwenTitansConfig,

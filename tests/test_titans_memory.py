@@ -6,10 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from verl_ext.models.qwen_titans.long_term_memory import LongTermMemory, limited, recall, surprise, write
-from verl_ext.models.qwen_titans.memory_settings import MemorySettings
-from verl_ext.models.qwen_titans.memory_state import MemoryState
-from verl_ext.models.qwen_titans.write_coefficients import WriteCoefficients, WriteRates, write_coefficients
+from verl_ext.models.qwen_titans.configuration import MemorySettings
+from verl_ext.models.qwen_titans.memory import (
+    LongTermMemory,
+    MemoryState,
+    WriteCoefficients,
+    WriteRates,
+    limited,
+    recall,
+    surprise,
+    write,
+    write_coefficients,
+)
 
 HIDDEN = 12
 SETTINGS = MemorySettings(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4)

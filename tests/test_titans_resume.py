@@ -12,7 +12,7 @@ from tests.titans_run import TITANS
 from tests.training import SMALL, train, train_alone
 from verl_ext.config import compose
 from verl_ext.models.qwen_titans import read_memory_checkpoint
-from verl_ext.trainer.preparation import prepare
+from verl_ext.trainer.setup import prepare
 
 
 def _trained_and_refused(options, changes):

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet, check_vocabulary
-from verl_ext.data.list_column import ListColumn
-from verl_ext.data.over_length_counts import OverLengthCount, OverLengthDocuments, add_counts, count_over_length
-from verl_ext.data.scan import scan_documents
-from verl_ext.data.tokenised_data import TokenisedData
+from verl_ext.data.arrow import ListColumn, TokenisedData
+from verl_ext.data.stats import OverLengthCount, OverLengthDocuments, add_counts, count_over_length, scan_documents
 from verl_ext.packing import cut_spans
 
 

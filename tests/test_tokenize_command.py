@@ -1,4 +1,4 @@
-"""`python -m verl_ext.tokenize` as a user starts it: exit codes, one-line errors, and a run that is killed."""
+"""`verl-ext tokenize` as a user starts it: exit codes, one-line errors, and a run that is killed."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ import pytest
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.output_folder import OutputFolder
+from verl_ext.files import OutputFolder
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "verl_ext.tokenize", *arguments]
+    return [sys.executable, "-m", "verl_ext", "tokenize", *arguments]
 
 
 def test_typo_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_torch_is_imported_only_for_a_tokenizers_own_code(tmp_path: Path, truste
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n')
     program = (
-        "import sys; from verl_ext.tokenize.__main__ import main\n"
+        "import sys; from verl_ext.commands.tokenize import main\n"
         "print(main(sys.argv[1:]), 'transformers' in sys.modules, 'torch' in sys.modules)"
     )
     arguments = ["sources={a:in.jsonl}", "output_dir=out", "model.path=model", "num_workers=1"]

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.records import Chat, PlainText, category_of, parse_record
-from verl_ext.tokenize.shapes import FIELDS
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.records import FIELDS, Chat, PlainText, category_of, parse_record
 
 TOOL = {"name": "sit", "parameters": {"on": {"type": "str"}}}
 QUESTION = {"question": "q", "answer": "a"}

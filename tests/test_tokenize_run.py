@@ -13,11 +13,12 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
-from verl_ext.commands.errors import DataError, UsageError
-from verl_ext.tokenize import dataset_writer, run
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.report import Report
-from verl_ext.tokenize.tally import Tally
+from verl_ext.commands import tokenize_run as run
+from verl_ext.commands.tokenize import load_config
+from verl_ext.commands.tokenize_run import Report
+from verl_ext.text import tokenized as dataset_writer
+from verl_ext.text.counts import Tally
+from verl_ext.values import DataError, UsageError
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
 
@@ -106,8 +107,8 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind
 def test_json_list_is_read_in_blocks_smaller_than_its_records(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_ext.tokenize.chunks.BLOCK", 5)
-    monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 3)
+    monkeypatch.setattr("verl_ext.text.readers.BLOCK", 5)
+    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 3)
     (tmp_path / "in.json").write_text(json.dumps(QA, indent=1))
     assert tokenise({"qa": tmp_path / "in.json"}, tmp_path / "out", model).total.records == 20
 
@@ -175,7 +176,7 @@ def test_nothing_usable_is_an_error(tmp_path: Path, model: Path) -> None:
 def test_weights_are_a_column_only_when_some_record_has_one(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 4)
+    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 4)
     original = dataset_writer.DatasetWriter
     monkeypatch.setattr(run, "DatasetWriter", lambda folder: original(folder, shard_bytes))
     records = [*QA, {"text": "the cat", "loss_weight": 0.5}, {"text": "sat"}]
@@ -274,7 +275,7 @@ def test_the_table_says_what_was_cut_and_whether_a_last_target_was_lost(tmp_path
 def test_records_give_their_category_numbered_as_they_appear_in_the_output(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 2)
+    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 2)
     values = ["code", "web", None, 7, "code", "a", 0.5, "never"]
     records = [{**qa, "meta": {"source": value}} for qa, value in zip(QA, values, strict=False)]
     records[-1] = {"text": "", "meta": {"source": "never"}}
@@ -331,7 +332,7 @@ def test_a_sample_depends_on_seed_source_and_place_alone(
     assert 25 < read["a"]["records_sampled"] == len(drawn) < 75
     assert (read["b"]["records_read"], read["b"]["records_sampled"]) == (20, 20)
     assert f"a: sampled: {len(drawn)} of 200 records" in report.table()
-    monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 7)
+    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 7)
     tokenise({"a": sources["a"]}, tmp_path / "count", model, f"sample={len(drawn)}", "num_workers=2")
     assert sampled(tmp_path / "count") == drawn  # the lowest numbers, which are those below the fraction
     tokenise({"a": sources["a"]}, tmp_path / "more", model, "sample=100")
@@ -393,7 +394,7 @@ def test_the_table_says_how_turns_end_and_what_the_template_does_not_print(tmp_p
 
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_ext.tokenize.chunks.CHUNK_RECORDS", 3)
+    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 3)
     monkeypatch.setattr(run, "CHUNK_BYTES", 100)
     records = [{**qa, "kind": f"k{number % 4}"} for number, qa in enumerate(QA)]
     bad = [{"text": "cat"}, 3]

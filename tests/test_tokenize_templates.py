@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.errors import DataError
-from verl_ext.tokenize.bad_record import BadRecord
-from verl_ext.tokenize.chat_spans import locate
-from verl_ext.tokenize.chat_template import ChatTemplate
-from verl_ext.tokenize.config import load_config
-from verl_ext.tokenize.records import parse_record
-from verl_ext.tokenize.run import tokenize
-from verl_ext.tokenize.target_mask import ListedCharacters, mask_from_offsets, mask_from_prefixes
+from verl_ext.commands.tokenize import load_config
+from verl_ext.commands.tokenize_run import tokenize
+from verl_ext.text.chat_spans import locate
+from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.encoders import ListedCharacters, mask_from_offsets, mask_from_prefixes
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.records import parse_record
+from verl_ext.values import DataError
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|end|>", "<|assistant|>"]
 CORPUS = ["user assistant system tool the cat sat on the mat and said hello to the world\n\n<think>\n</think>"] * 4

@@ -10,9 +10,8 @@ import pytest
 
 from tests.ranks import run_ranks
 from verl_ext.config import compose
-from verl_ext.trainer.checkpoints import clear_output
-from verl_ext.trainer.run_ids import RUN_IDS, going_on_with, keep_run_ids, read_run_ids
-from verl_ext.trainer.tracking import open_tracking
+from verl_ext.trainer.checkpoint import clear_output
+from verl_ext.trainer.tracking import RUN_IDS, going_on_with, keep_run_ids, open_tracking, read_run_ids
 
 TRACKERS = ["wandb", "swanlab"]
 

@@ -17,8 +17,8 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenised_data import random_documents, write_tokenised
 from tests.training import SMALL, build, metrics, plain_losses, train, train_alone
 from verl_ext.config import compose
-from verl_ext.trainer.preparation import prepare
-from verl_ext.trainer.process_group import limit_collectives
+from verl_ext.trainer.distributed import limit_collectives
+from verl_ext.trainer.setup import prepare
 
 NAMES = {1: "maths", 2: "code"}
 LENGTHS = (2, 3, 64, 17, 9, 30, 31, 5, 48, 12, 7, 22, 40, 11, 19, 26, 33, 8, 14, 61, 4, 27)
@@ -348,8 +348,8 @@ def test_metrics_are_logged_every_log_freq_steps_and_named_as_promised(data, tin
 
 def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
     """Reductions and host reads of one training step, after the first; a counting wrapper around the real calls."""
+    from verl_ext.trainer.batch import StepCollator
     from verl_ext.trainer.loader import pack_loader
-    from verl_ext.trainer.step_batch import StepCollator
 
     trainer = train(overrides)
     collate = StepCollator(trainer.run.loss_for(trainer.run.train_set), trainer.run.train_set.categories)

@@ -152,7 +152,7 @@ def _what_an_engine_has(model: str) -> dict[str, object]:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     from tests.packed_engine import build_worker
-    from verl_ext.trainer.step_batch import _ENGINE_FLAGS
+    from verl_ext.trainer.batch import _ENGINE_FLAGS
 
     engine = build_worker(model).engine
     ids = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 5]))

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_ext.config import compose
-from verl_ext.trainer.preparation import prepare
-from verl_ext.trainer.sft_trainer import SFTTrainer
+from verl_ext.trainer.setup import prepare
+from verl_ext.trainer.trainer import SFTTrainer
 
 SMALL = ("data.max_tokens=64", "data.train_batch_size=4", "data.num_workers=0", "optim.lr=1e-2", "parallel=cpu")
 

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl_ext.config.overrides import prepare_overrides
-from verl_ext.trainer.process_group import TRAINING_FAILED, errors_told_once, leave_alone, leave_together, process_group
+from verl_ext.trainer.distributed import TRAINING_FAILED, errors_told_once, leave_alone, leave_together, process_group
 
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 def train(config: DictConfig) -> None:
     """Validate the composed configuration, build the run and fit it."""
     from verl_ext.config.output import REPORT
-    from verl_ext.trainer.checkpoints import saved_folders
-    from verl_ext.trainer.data_report import report_lines, write_report
-    from verl_ext.trainer.preparation import prepare
-    from verl_ext.trainer.sft_trainer import SFTTrainer, TooManySkippedSteps
-    from verl_ext.trainer.worker_deaths import LoadingFailed
+    from verl_ext.trainer.checkpoint import saved_folders
+    from verl_ext.trainer.loader import LoadingFailed
+    from verl_ext.trainer.report import report_lines, write_report
+    from verl_ext.trainer.setup import prepare
+    from verl_ext.trainer.trainer import SFTTrainer, TooManySkippedSteps
 
     run = prepare(config)
     say(run.notices)

@@ -17,10 +17,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.data.babilong.wording import VERBS
-from verl_ext.data.babilong.world import PLACES, STARTS
-from verl_ext.init_model.config import load_config
-from verl_ext.init_model.run import init_model
+from verl_ext.commands.babilong.stories import VERBS
+from verl_ext.commands.babilong.world import PLACES, STARTS
+from verl_ext.commands.init_model.command import init_model, load_config
 
 # Two layers of hidden size 64; the spread of the weights is that of narrow models.
 ARCHITECTURE = (

@@ -15,7 +15,7 @@ open_run babilong_cpu "${1:-babilong_cpu_run}"
 
 # samples FOLDER SIZE NUMBER SEED [override …]: a file of qa1 whose facts lie in the first half.
 samples() {
-    python -m verl_ext.data.babilong "output_dir=$run/$1" overwrite=true "sizes=$2" "samples=$3" "seed=$4" \
+    verl-ext babilong "output_dir=$run/$1" overwrite=true "sizes=$2" "samples=$3" "seed=$4" \
         "model.path=$run/inputs/model_${seeds[0]}" "background=$run/inputs/background" reserve_tokens=0 \
         facts_within=0.5 "${@:5}"
 }

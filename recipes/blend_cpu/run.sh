@@ -22,11 +22,11 @@ say "1/5  Documents."
 python "$here/prepare.py" --plays "$plays" --gsm8k "$gsm8k" --output "$data"
 
 say "2/5  A model from scratch, and a tokenizer trained on both sources."
-python -m verl_ext.init_model model=small_10m "output_dir=$run/model" overwrite=true \
+verl-ext init-model model=small_10m "output_dir=$run/model" overwrite=true \
     "tokenizer.train_on=[$data/shakespeare.jsonl,$data/gsm8k.jsonl]"
 
 say "3/5  The index: shakespeare.bin, .idx and gsm8k.bin, .idx."
-python -m verl_ext.data.index "output_dir=$run/index" overwrite=true "model.path=$run/model" \
+verl-ext index "output_dir=$run/index" overwrite=true "model.path=$run/model" \
     "sources={shakespeare:$data/shakespeare.jsonl,gsm8k:$data/gsm8k.jsonl}"
 
 say "4/5  Training on 2 ranks: 7 samples of 10 from the plays, 3 from the problems."

@@ -9,7 +9,7 @@ import sys
 
 from verl_ext.config import compose
 from verl_ext.data import SFTDataSet
-from verl_ext.data.mixture_report import mixture_notices, mixture_table
+from verl_ext.data.mixture import mixture_notices, mixture_table
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ say "1/5  Holding out a part of each file."
 python "$here/hold_out.py" --output "$data" "gsm8k=$gsm8k" "code=$code"
 
 say "2/5  Making a Qwen3 with random weights for the tokenizer."
-python -m verl_ext.init_model model=small_10m "output_dir=$run/model" overwrite=true "tokenizer.path=$tokenizer"
+verl-ext init-model model=small_10m "output_dir=$run/model" overwrite=true "tokenizer.path=$tokenizer"
 
 say "3/5  Tokenising once."
 for split in train val; do
-    python -m verl_ext.tokenize "output_dir=$run/tokenised/$split" "model.path=$run/model" overwrite=true \
+    verl-ext tokenize "output_dir=$run/tokenised/$split" "model.path=$run/model" overwrite=true \
         "sources={gsm8k:$data/gsm8k.$split.jsonl,code:$data/code.$split.jsonl}"
 done
 

@@ -6,7 +6,7 @@
 # TRAIN.jsonl  lines of {"text"}; any file, folder or glob that data=pretrain reads
 # FOLDER       minimind_pretrain_run unless given
 # override …   of the training run
-# MODEL=tiny   another architecture of `python -m verl_ext.init_model`; NPROC_PER_NODE as in launch/node.sh
+# MODEL=tiny   another architecture of `verl-ext init-model`; NPROC_PER_NODE as in launch/node.sh
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -18,7 +18,7 @@ text=$1 run=${2:-minimind_pretrain_run}
 shift $(($# < 2 ? $# : 2))
 
 if [[ ! -e "$run/model" ]]; then
-    python -m verl_ext.init_model "model=${MODEL:-minimind_104m}" "output_dir=$run/model" "tokenizer.train_on=[$text]"
+    verl-ext init-model "model=${MODEL:-minimind_104m}" "output_dir=$run/model" "tokenizer.train_on=[$text]"
 fi
 exec "$here/../../launch/node.sh" recipe=minimind_pretrain "data.train_dir=$text" "model.path=$run/model" \
     "trainer.default_local_dir=$run/checkpoints" "$@"

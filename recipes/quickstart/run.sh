@@ -15,12 +15,12 @@ say "1/5  Writing chats of three categories; the longest is more than 20 times t
 python "$here/make_data.py" --output "$data"
 
 say "2/5  Training a tokenizer on them and making a small Qwen3 with random weights."
-python -m verl_ext.init_model model=tiny "output_dir=$run/model" overwrite=true \
+verl-ext init-model model=tiny "output_dir=$run/model" overwrite=true \
     "tokenizer.train_on=$data/*.train.jsonl" tokenizer.vocab_size=2048 tokenizer.bos_token=null
 
 say "3/5  Tokenising once: every assistant turn is a target, every target has a category."
 for split in train val; do
-    python -m verl_ext.tokenize "output_dir=$run/tokenised/$split" "model.path=$run/model" overwrite=true \
+    verl-ext tokenize "output_dir=$run/tokenised/$split" "model.path=$run/model" overwrite=true \
         "sources={arithmetic:$data/arithmetic.$split.jsonl,ordering:$data/ordering.$split.jsonl,documents:$data/documents.$split.jsonl}"
 done
 

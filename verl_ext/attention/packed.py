@@ -19,16 +19,16 @@ from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_world_size,
 )
 
-from verl_ext.attention import PACKED_ATTENTION
-from verl_ext.attention.backends import (
+from verl_ext.attention.kernels import (
     FUNCTIONS,
+    PACKED_ATTENTION,
     AttentionOptions,
+    DocumentLayout,
     as_computed,
     choose_backend,
     flash_limit,
     gpu_capability,
 )
-from verl_ext.attention.layout import DocumentLayout
 
 _requested = "auto"
 _layout_required = False

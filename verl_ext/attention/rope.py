@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.attention.layout import DocumentLayout
+from verl_ext.attention.kernels import DocumentLayout
 
 
 def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:

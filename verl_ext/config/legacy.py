@@ -22,7 +22,7 @@ RENAMED = {
 }
 RENAMED_NODES = {"model.fsdp_config": "engine", "trainer.checkpoint": "checkpoint"}
 
-_TOKENISED = "the data is tokenised beforehand by `python -m verl_ext.tokenize`"
+_TOKENISED = "the data is tokenised beforehand by `verl-ext tokenize`"
 # Gone from verl: the key is dropped.
 GONE = {
     "data.prompt_key": _TOKENISED,
@@ -31,7 +31,7 @@ GONE = {
     "data.response_dict_keys": _TOKENISED,
     "data.system_prompt_key": _TOKENISED,
     "data.multiturn": _TOKENISED,
-    "data.chat_template": "the chat template is the tokenizer's, applied by `python -m verl_ext.tokenize`",
+    "data.chat_template": "the chat template is the tokenizer's, applied by `verl-ext tokenize`",
     "model.fsdp_config.offload_params": "engine.offload_policy offloads parameters, gradients and optimizer together",
     "trainer.val_freq": "trainer.test_freq says when to validate: a number of steps or after_each_epoch",
     "trainer.validate_before_training": "trainer.test_freq says when to validate",

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.config.resolution import PATHS
-from verl_ext.config.writable import writable_problem
-from verl_ext.tokenize.remote_files import local_path
+from verl_ext.config.resolve import PATHS
+from verl_ext.files import writable_problem
+from verl_ext.text.remote import local_path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 REPORT = "data_report.json"

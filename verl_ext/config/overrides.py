@@ -1,4 +1,4 @@
-"""From a command line to Hydra overrides: old names translated, needless plus signs dropped, typos told."""
+"""From a command line to a run's config: old names translated, needless plus signs dropped, typos told."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,13 +8,17 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
+from verl_ext.commands.command_line import repeated_keys
 from verl_ext.config import schema
+from verl_ext.config.compose import CONF, PRIMARY, composed
 from verl_ext.config.legacy import Item, names_own_class, translate
-from verl_ext.config.nearest import show
-from verl_ext.config.repeated_keys import repeated_keys
+from verl_ext.values import show
 
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
+
+
 # Hydra's flags that take the next argument as their value.
 _VALUED_FLAGS = (
     "--cfg",
@@ -151,3 +155,26 @@ def _keys(key: str, value: object) -> Iterator[str]:
             yield from _keys(f"{key}.{name}", inner)
     else:
         yield key
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The composed config of conf/sft.yaml under overrides, as on the command line of the trainer.
+
+    Mandatory values may still be missing (`data.train_dir`, `model.path`): check_run tells them, all at once. Raises
+    ValueError: one line for each override or YAML key that does not exist or cannot be read.
+    """
+    return compose_run(overrides)[0]
+
+
+def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """(config, notices): compose, and what was translated on the way, to be said once by rank 0."""
+    from verl_ext.config.resolve import resolve_config
+    from verl_ext.config.schema import check_keys
+
+    prepared, notices = prepare_overrides(overrides)
+    flags = [word for word in prepared if word.startswith("-")]
+    if flags:
+        raise ValueError(f"an override is written key=value; got {flags[0]}")
+    config = composed(CONF, PRIMARY, prepared)
+    check_keys(config)
+    return config, notices + resolve_config(config)

@@ -2,30 +2,50 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.config.nearest import show
+from verl_ext.values import show
 
 PACKS = "SFTDataSet"
+
+
 BABILONG = "BABILongDataset"
+
+
 PRETRAIN = "PreTrainDataset"
+
+
 MULTIDOC = "MultiDocDataset"
 
+
 _SHARED = ("train_ratio", "cache_dir")
+
+
 _TEXT = ("text_key", "special_tokens_in_text", "on_bad_record")
+
+
 _STREAM = (
     *("blend", "blend_rule", "seq_len", "sampling", "num_samples", "attend_across_documents"),
     *("val_sampling", "val_seed", "add_eos", "max_corpus_tokens"),
 )
+
+
 # Class: (its data group, the keys below data that it reads beside those of packs).
 OWN_CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     BABILONG: ("babilong", (*_SHARED, "answer_reserve_tokens", "truncate", "append_eos")),
     PRETRAIN: ("pretrain", (*_SHARED, *_TEXT, "rows")),
     MULTIDOC: ("multidoc", (*_SHARED, *_TEXT, *_STREAM)),
 }
+
+
 OWN_KEYS = tuple(dict.fromkeys(f"data.{name}" for _, names in OWN_CLASSES.values() for name in names))
+
+
 # Values of data.custom_cls.name that mean a class of this package, or none: packs.
 NOT_USERS_CLASS = (None, "", "null", PACKS, *OWN_CLASSES)
 
-TOKENISED = "the folder that `python -m verl_ext.tokenize` wrote"
+
+TOKENISED = "the folder that `verl-ext tokenize` wrote"
+
+
 _TRAIN_DIR_IS = {
     BABILONG: "BABILong's JSON files",
     PRETRAIN: "files of text records",

@@ -23,10 +23,10 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
+from verl_ext.engines.export import whole_on_first_rank
 from verl_ext.engines.step import StepEngine
 from verl_ext.losses import token_nll
 from verl_ext.models.qwen_titans import answer_greedily, load_memory_checkpoint
-from verl_ext.whole_tensor import whole_on_first_rank
 
 
 @EngineRegistry.register(

@@ -19,7 +19,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl_ext.attention import document_layout
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope
-from verl_ext.engines.router_loss import RouterLoss, RoutingSums, asks_for_router_loss
+from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device
 from verl_ext.losses import token_nll
 

@@ -20,8 +20,8 @@ from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-from verl_ext.engines.router_loss import RouterLoss
-from verl_ext.lora_export import export_merged
+from verl_ext.engines.export import export_merged
+from verl_ext.engines.router import RouterLoss
 
 SCALER = "gradient_scaler.pt"  # in a checkpoint of an fp16 run
 _STEADY_STEPS = 400  # after which the scale doubles; verl's own number

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.packing.nearest_subset import hindering, nearest_subset
+from verl_ext.packing.best_fit import hindering, nearest_subset
 
 KEY = "data.mixture"
 TOLERANCE = 0.01  # of an interval's budget

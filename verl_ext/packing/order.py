@@ -1,7 +1,23 @@
-"""The order in which an epoch visits its packs."""
+"""The order in which an epoch visits its packs.
+
+CostModel: what a document costs to run, linear plus quadratic in its length; and how evenly ranks share a step.
+
+Balanced, unbiased steps: packs of like cost share a micro-step, and every step mixes cost levels.
+
+    12 packs by cost       a b c | d e f | g h i | j k l       groups of 3, one pack for each of 3 ranks
+    shuffled into steps    step 0:  g h i | a b c    step 1:  j k l | d e f
+
+Ranks wait for the dearest pack of a micro-step: with packs of like cost, hardly (GLM-Long's sorted packing). The
+groups are shuffled by seed and epoch, so that costs follow one another as in any shuffle, and gradient accumulation
+puts several of them into one step, which removes the bias of a step of like packs (LongAlign's sorted batching).
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from verl_ext.packing.plan import PackPlan
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -11,3 +27,128 @@ def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
             f"num_packs, data.seed and epoch must be at least 0; got num_packs={num_packs}, seed={seed}, epoch={epoch}"
         )
     return np.random.default_rng([seed, epoch]).permutation(num_packs)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """cost(l) = linear·l + quadratic·l² + windowed·a(l), in any one unit.
+
+    a(l) = l² up to `window` tokens and 2·l·window − window² beyond: twice the area under a causal mask of that width.
+    The factors are whole numbers, so that sums below 2^53 are exact, and an order by cost the same on every machine.
+    """
+
+    linear: int
+    quadratic: int
+    windowed: int = 0
+    window: int | None = None
+
+    def __str__(self) -> str:
+        windowed = f" + {self.windowed}·l·min(l, {self.window})" if self.windowed else ""
+        return f"{self.linear}·l + {self.quadratic}·l²{windowed}"
+
+    def documents(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """float64[D] of lengths integer[D], in tokens."""
+        length = np.asarray(lengths, np.float64)
+        cost = self.linear * length + self.quadratic * length**2
+        if self.windowed:
+            reach = length if self.window is None else np.minimum(length, self.window)
+            cost += self.windowed * reach * (2 * length - reach)
+        return cost
+
+    def packs(self, plan: PackPlan, lengths: ArrayLike) -> NDArray[np.float64]:
+        """float64[P]: the documents' costs summed over each pack of `plan`; lengths integer[D], one a document."""
+        if plan.num_packs == 0:
+            return np.zeros(0)
+        return np.add.reduceat(self.documents(lengths)[plan.document_index], plan.pack_offsets[:-1])
+
+
+TOKENS = CostModel(linear=1, quadratic=0)
+
+
+def cost_over_ideal(
+    costs: NDArray[np.float64], ranks: int, batch_size: int | None = None, micro_batch_size: int = 1
+) -> float:
+    """How much longer an epoch takes than with perfectly shared steps, at least 1 (1 for no cost at all).
+
+    costs float64[P] of the packs in the order in which they are visited; steps of `batch_size` packs (null: one step).
+    A micro-step deals the next micro_batch_size × ranks packs of its step out and takes as long as its dearest rank.
+    """
+    total = costs.sum()
+    if total == 0:
+        return 1.0
+    batch = min(batch_size or len(costs), len(costs))
+    dealt = ranks * micro_batch_size
+    slots = np.zeros((-(-len(costs) // batch), -(-batch // dealt) * dealt))
+    full = len(costs) // batch
+    slots[:full, :batch] = costs[: full * batch].reshape(full, batch)
+    slots[full:, : len(costs) - full * batch] = costs[full * batch :]
+    by_rank = slots.reshape(-1, micro_batch_size, ranks).sum(axis=1)
+    return float(by_rank.max(axis=1).sum() * ranks / total)
+
+
+# One step in so many comes out of a shuffle all on one cost level and is mended; rare, so that the order of groups
+# stays as uncorrelated as a shuffle's.
+_RARE = 64
+_TRIES = 64
+
+
+def balanced_order(
+    costs: NDArray[np.float64], batch_size: int, group_size: int, seed: int, epoch: int, drop_last: bool = False
+) -> NDArray[np.int64]:
+    """int64[P]: the packs in the order in which an epoch visits them, `batch_size` a step.
+
+    Every step is groups of `group_size` packs (and a smaller one where that does not divide it) whose costs are
+    neighbours among the costs (float64[P]) of the epoch; so is the last step, of the packs that do not fill one. With
+    `drop_last` those are left out: the same ones for every group size.
+    """
+    assert 1 <= group_size <= batch_size, "a group lies within a step"
+    order = epoch_order(len(costs), seed, epoch)
+    if drop_last:
+        order = order[: len(order) // batch_size * batch_size]
+    by_cost = order[np.argsort(costs[order], kind="stable")]  # equal costs stay shuffled
+    steps, rest = divmod(len(order), batch_size)
+    groups, smaller = divmod(batch_size, group_size)
+    rest_groups, rest_smaller = divmod(rest, group_size)
+    rng = np.random.default_rng([seed, epoch, group_size])
+
+    kinds = np.repeat([0, 1, 2], [steps * groups + rest_groups, steps * bool(smaller), bool(rest_smaller)])
+    if smaller or rest_smaller:
+        rng.shuffle(kinds)  # smaller groups lie anywhere among the costs
+    sizes = np.asarray([group_size, smaller, rest_smaller])[kinds]
+    starts = np.cumsum(sizes) - sizes
+    number = rng.permutation(steps * groups + rest_groups)
+    number[: steps * groups] = _mixed(number[: steps * groups].reshape(steps, groups), len(number), rng).ravel()
+    full = starts[kinds == 0][number]
+    table = _packs(full[: steps * groups], group_size).reshape(steps, groups * group_size)
+    table = np.hstack([table, _packs(rng.permutation(starts[kinds == 1]), smaller).reshape(steps, smaller)])
+    last = [_packs(full[steps * groups :], group_size), _packs(starts[kinds == 2], rest_smaller)]
+    return by_cost[np.concatenate([table, *last], axis=None)]
+
+
+def _packs(starts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """int64[n, size]: the positions of the groups that begin at `starts`."""
+    return starts[:, None] + np.arange(size)
+
+
+def _mixed(table: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """int64[steps, groups]: `table`, of group numbers below `count` in ascending cost, with no step on one cost level.
+
+    A level is a run of neighbouring numbers; there are so many of them that a shuffled step lies on one alone in 1 of
+    64 cases or less. Such a step exchanges a group with another one.
+    """
+    steps, groups = table.shape
+    if groups == 1 or steps == 1:
+        return table
+    table = table.copy()
+    levels = min(int(np.ceil(_RARE ** (1 / (groups - 1)))), count)
+    level = table * levels // count
+    for step in np.flatnonzero((level == level[:, :1]).all(axis=1)):
+        if (level[step] != level[step, 0]).any():
+            continue  # mended as the partner of another one
+        for other, slot in zip(rng.integers(steps, size=_TRIES), rng.integers(groups, size=_TRIES), strict=True):
+            kept = np.delete(level[other], slot)
+            if level[other, slot] != level[step, 0] and (kept != level[step, 0]).any():
+                table[step, 0], table[other, slot] = table[other, slot], table[step, 0]
+                level[step, 0], level[other, slot] = level[other, slot], level[step, 0]
+                break
+    return table

@@ -1,17 +1,119 @@
-"""The loader of a rank's packs, step after step, from any step on, and what is told when it fails."""
+"""The loader of a rank's packs, step after step, from any step on, and what is told when it fails.
 
+What torch notices of a loader process's death, told where a batch is asked for.
+
+torch raises its notice from a signal handler, wherever the program is: in the middle of a training step it may be taken
+for something else there, or be swallowed. Here it waits until the next batch is asked for. A process that dies while a
+batch is waited for is told at once.
+
+One data-parallel rank's share of steps: its batches, its sums, and the reduction over the others.
+"""
+
+import contextlib
+import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from verl.utils.device import get_device_id
 
+from verl_ext.config.model import is_titans
 from verl_ext.data import PackDataset
-from verl_ext.trainer.step_batch import StepBatch, StepCollator
+from verl_ext.engines.step import StepEngine
+from verl_ext.metrics import StepSums
+from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.setup import Run
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.trainer.worker_deaths import LoadingFailed, WorkerDeaths
+
+
+class LoadingFailed(RuntimeError):
+    """A batch that cannot be made, in one line. It happens to one rank; the others know nothing of it."""
+
+
+class WorkerDeaths:
+    """Stands between the program and the SIGCHLD handler that torch's loader installs."""
+
+    def __init__(self) -> None:
+        self._torchs: Callable[..., Any] | None = None
+        self._notice: RuntimeError | None = None
+        self._waiting = False
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+
+    def listen(self) -> None:
+        """To be called when a loader's processes have started."""
+        self._processes = multiprocessing.active_children()
+        installed = signal.getsignal(signal.SIGCHLD)
+        # torch installs its handler in the main thread alone
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and callable(installed) and installed != self._on_signal:
+            self._torchs = installed
+            signal.signal(signal.SIGCHLD, self._on_signal)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Around the wait for a batch: a death, also an earlier one, is a ``LoadingFailed``."""
+        self._waiting = True
+        try:
+            if self._notice is not None:
+                notice, self._notice = self._notice, None
+                raise notice
+            yield
+        except Exception as error:
+            death = _death(error, self._processes)
+            if death is None or os.environ.get("VERL_EXT_FULL_ERROR"):
+                raise
+            raise LoadingFailed(death) from error
+        finally:
+            self._waiting = False
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        assert self._torchs is not None
+        try:
+            self._torchs(signum, frame)
+        except RuntimeError as notice:
+            if self._waiting:
+                raise
+            self._notice = notice
+
+
+def _death(error: BaseException, processes: list[multiprocessing.process.BaseProcess]) -> str | None:
+    """One line on the process that died, from torch's notice or a notice behind it; None for any other error."""
+    found: list[tuple[str, str]] = []
+    behind: BaseException | None = error
+    while behind is not None:
+        if match := re.match(r"DataLoader worker \((pid.*?)\) (is killed by signal: [^.]*|exited)", str(behind)):
+            found.append((f"a loader process ({match[1]})", match[2].replace("is killed", "was killed")))
+        behind = behind.__cause__ or behind.__context__
+    if not found and isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
+        # Its batch is here, the shared memory of the batch is not: the process hands it over when it is asked for.
+        found.append(("a loader process", "exited before its batch was taken"))
+    if not found:
+        return None
+    found += _killed(processes)
+    process, fate = min(found, key=lambda entry: "signal" not in entry[1])  # what names the signal says more
+    if "Bus error" in fate:
+        advice = "shared memory (/dev/shm) that is too small, or a data file that was cut short, does that"
+    else:
+        advice = "where the host ran out of memory, give the job more of it"
+    return f"{process} {fate}; {advice}, or lower data.num_workers or data.prefetch_factor"
+
+
+def _killed(processes: list[multiprocessing.process.BaseProcess]) -> list[tuple[str, str]]:
+    """What torch no longer knows where its loader saw the closed pipe, and took the exit code, before the signal."""
+    codes = [(process.pid, process.exitcode) for process in processes]
+    return [
+        (f"a loader process (pid {pid})", f"was killed by signal: {signal.strsignal(-code)}")
+        for pid, code in codes
+        if code is not None and code < 0
+    ]
+
 
 _deaths = WorkerDeaths()
 
@@ -126,3 +228,41 @@ def pack_loader(
 
 def _as_it_is(batch: Any) -> Any:
     return batch  # made whole where it was read
+
+
+class RankShare:
+    """What rank `rank` of `ranks` data-parallel ones has of a run."""
+
+    def __init__(self, run: Run, engine: StepEngine) -> None:
+        self.run = run
+        self._engine = engine
+        self.rank, self.ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        # A model that reads chunk by chunk runs collectives for every chunk: an idle row is as long as any other.
+        self._idle_tokens = run.config.data.max_tokens if is_titans(run.config) else 1
+
+    def batches(self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
+        """This rank's share of steps ``first_step`` to ``last_step - 1``, the loss laid out."""
+        data = self.run.config.data
+        return pack_loader(
+            dataset,
+            plan,
+            first_step,
+            last_step,
+            self.rank,
+            self.ranks,
+            StepCollator(self.run.loss_for(dataset), dataset.categories, self._idle_tokens, dataset.last_is_label),
+            num_workers=data.num_workers,
+            prefetch_factor=data.prefetch_factor,
+            pin_memory=data.pin_memory,
+        )
+
+    def sums(self, batch: StepBatch) -> StepSums:
+        """Sums on the engine's device that hold the batch's counts and no loss yet."""
+        device: Any = get_device_id()
+        sums = StepSums.zeros(batch.categories, device)
+        sums.add_counts(batch.counts)
+        return sums
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over the data-parallel ranks, in place."""
+        dist.all_reduce(tensor, group=self._engine.get_data_parallel_group())

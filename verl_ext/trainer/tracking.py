@@ -1,16 +1,147 @@
-"""verl's tracking on rank 0, whose metrics file and tracked runs a resumed run continues."""
+"""verl's tracking on rank 0, whose metrics file and tracked runs a resumed run continues.
 
+The ids under which trackers know a run, kept beside its checkpoints so that a resumed run goes on with them.
+
+{"wandb": "dz5g909n"}
+
+wandb and swanlab read an id, and whether it may be gone on with, from the environment; one that is set there wins.
+
+The lock on a run's folder: one run writes in it at a time.
+
+    trainer.default_local_dir/run.lock      who holds it, or held it last: "process 4711 on node-3 since 2026-03-01 …"
+
+Rank 0 of a run holds it. The file stays; what counts is the POSIX record lock on it, which the kernel releases however
+its process ends, also over NFS. filelock's `flock` would be inherited by loader processes, which a killed rank leaves
+behind for a while. A process loses a record lock when it closes any of its file objects of that file.
+"""
+
+import errno
+import fcntl
+import json
 import os
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from typing import Any, TextIO
 
 import orjson
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.tracking import Tracking
 
-from verl_ext.trainer.run_ids import going_on_with, keep_run_ids, read_run_ids
+from verl_ext.config.output import RUN_IDS, RUN_LOCK
+from verl_ext.files import write_json
+
+# tracker: (variable of its run's id, variable that lets a run of that id be gone on with)
+_VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
+
+
+def read_run_ids(folder: Path) -> dict[str, str]:
+    """What :func:`keep_run_ids` wrote into a run's folder; nothing where it wrote nothing.
+
+    Raises:
+        ValueError: the file is no JSON object.
+    """
+    path = folder / RUN_IDS
+    if not path.is_file():
+        return {}
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        ids = None
+    if not isinstance(ids, dict):
+        raise ValueError(f"trainer.default_local_dir: {RUN_IDS} must be a JSON object of run ids; got {path}")
+    return ids
+
+
+def keep_run_ids(folder: Path, earlier: Mapping[str, str], loggers: Mapping[str, Any]) -> None:
+    """Write the ids of the runs that verl's ``Tracking.logger`` has begun, and of `earlier` ones that it has not."""
+    runs = {
+        "wandb": lambda wandb: wandb.run,
+        "swanlab": lambda swanlab: swanlab.get_run(),
+    }
+    begun = {name: getattr(runs[name](loggers[name]), "id", None) for name in _VARIABLES if name in loggers}
+    ids = {**earlier, **{name: run_id for name, run_id in begun.items() if run_id}}
+    if ids:
+        write_json(folder / RUN_IDS, ids)
+    else:
+        (folder / RUN_IDS).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+
+
+@contextmanager
+def going_on_with(ids: Mapping[str, str], loggers: Sequence[str]) -> Iterator[None]:
+    """The environment in which `loggers` begin their runs with these ids; as it was afterwards."""
+    variables: dict[str, str] = {}
+    for name in _VARIABLES.keys() & ids.keys() & set(loggers):
+        run_id, resume = _VARIABLES[name]
+        variables |= {run_id: ids[name], resume: "allow"}
+    added = {name: value for name, value in variables.items() if not os.environ.get(name)}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+_HELD = (errno.EACCES, errno.EAGAIN)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def refuse_running(folder: Path) -> None:
+    """Refuse a folder that a run on this or another host is writing in; leaves everything as it is.
+
+    Raises:
+        ValueError: the lock is held; the message says by which process.
+    """
+    path = folder / RUN_LOCK
+    if path.is_file():
+        with path.open() as file:
+            _lock(file, fcntl.LOCK_SH)
+
+
+def hold(folder: Path) -> TextIO:
+    """Lock `folder`, made where it is missing, for as long as this process lives and keeps what is returned.
+
+    On a file system without locks nothing is locked, and a note says so.
+
+    Raises:
+        ValueError: as :func:`refuse_running`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / RUN_LOCK).open("a+")  # what its holder wrote must outlive an attempt
+    try:
+        if not _lock(file, fcntl.LOCK_EX):
+            print(f"note: {folder} cannot be locked (its file system has no locks)", file=sys.stderr)
+        file.truncate(0)
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}")
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _lock(file: TextIO, kind: int) -> bool:
+    """Lock an open run.lock; False where its file system has no locks, ValueError where another process has it."""
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            file.seek(0)
+            folder = Path(file.name).parent
+            raise ValueError(
+                "trainer.default_local_dir must be a folder that no other run is writing in; got "
+                f"{folder}, which is held by {file.read() or 'another process'}: end that run, or choose another folder"
+            ) from None
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True
+
 
 METRICS = "metrics.jsonl"
 _FILE_PATH = "VERL_FILE_LOGGER_PATH"

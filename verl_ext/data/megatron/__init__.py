@@ -7,13 +7,17 @@ from verl_ext.data.megatron.blend import (
     megatron_source_samples,
     normalised,
 )
-from verl_ext.data.megatron.idx_format import optimal_dtype
-from verl_ext.data.megatron.index_writer import IndexWriter
-from verl_ext.data.megatron.indices_cache import BLEND_RULES, cached_blend, cached_sample_indices
-from verl_ext.data.megatron.sample_index import SampleIndices, build_sample_indices, count_tokens, epochs_needed
-from verl_ext.data.megatron.token_index import TokenIndex
-from verl_ext.data.megatron.token_stream import Pieces, TokenStream
-from verl_ext.data.megatron.windows import Windows, in_order_starts, random_starts
+from verl_ext.data.megatron.index import IndexWriter, TokenIndex, optimal_dtype
+from verl_ext.data.megatron.samples import (
+    BLEND_RULES,
+    SampleIndices,
+    build_sample_indices,
+    cached_blend,
+    cached_sample_indices,
+    count_tokens,
+    epochs_needed,
+)
+from verl_ext.data.megatron.windows import Pieces, TokenStream, Windows, in_order_starts, random_starts
 
 __all__ = [
     "BLEND_RULES",

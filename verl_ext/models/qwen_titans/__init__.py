@@ -6,16 +6,15 @@ folders. It imports torch and transformers alone.
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_ext.models.qwen_titans.answering import answer_greedily
-from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
-from verl_ext.models.qwen_titans.memory_checkpoint import (
+from verl_ext.models.qwen_titans.checkpoint import (
     load_memory_checkpoint,
     read_memory_checkpoint,
     save_memory_checkpoint,
 )
-from verl_ext.models.qwen_titans.memory_settings import VARIANTS, MemorySettings
-from verl_ext.models.qwen_titans.memory_state import MemoryState, StreamState
-from verl_ext.models.qwen_titans.modelling import QwenTitansForCausalLM, QwenTitansOutput, is_memory_parameter
+from verl_ext.models.qwen_titans.configuration import VARIANTS, MemorySettings, QwenTitansConfig
+from verl_ext.models.qwen_titans.generation import answer_greedily
+from verl_ext.models.qwen_titans.memory import MemoryState, StreamState
+from verl_ext.models.qwen_titans.modeling import QwenTitansForCausalLM, QwenTitansOutput, is_memory_parameter
 
 __all__ = [
     "VARIANTS",

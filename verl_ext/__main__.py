@@ -1,0 +1,51 @@
+"""The command line `verl-ext COMMAND …`, also `python -m verl_ext COMMAND …`.
+
+What trains is started by torchrun: `torchrun … -m verl_ext.fsdp_sft_trainer …`.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from verl_ext.values import nearest_name
+
+# command: (its module, what it does)
+COMMANDS = {
+    "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets and categories"),
+    "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
+    "babilong": ("verl_ext.commands.babilong.command", "BABILong samples of any length"),
+    "init-model": ("verl_ext.commands.init_model.command", "a model with random weights, and its tokenizer"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code: 0 done, 1 unusable data, 2 a mistake on the command line, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name, *rest = arguments or ["--help"]
+    if name in COMMANDS:
+        return importlib.import_module(COMMANDS[name][0]).main(rest)
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    nearest = nearest_name(name, COMMANDS)
+    hint = f" (nearest: {nearest})" if nearest else ""
+    print(f"error: the command must be one of {', '.join(COMMANDS)}; got {name}{hint}", file=sys.stderr)
+    return 2
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: verl-ext COMMAND [key=value ...]",
+            "",
+            *lines,
+            "",
+            "verl-ext COMMAND --help lists a command's options.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+"""BABILong samples of any size: bAbI stories told inside background text.
+
+`verl-ext babilong` writes them; `conf/babilong.yaml` lists its options.
+
+bAbI: Weston et al., arXiv 1502.05698; BABILong: Kuratov et al., arXiv 2406.10149.
+"""

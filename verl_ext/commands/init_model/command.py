@@ -1,0 +1,183 @@
+"""The command's configuration: composed by Hydra from `conf/init_model.yaml`, typed and checked here.
+
+The run: architecture, tokenizer, random weights, folder.
+
+The command `verl-ext init-model`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from omegaconf import MISSING
+
+from verl_ext.commands.command_line import least_problems, load_options, run_command
+from verl_ext.commands.init_model.architecture import (
+    TOKEN_IDS,
+    architecture_problem,
+    changed,
+    fitted,
+    hf_config,
+    is_preset,
+    read_architecture,
+)
+from verl_ext.commands.init_model.tokenizer import TokenizerConfig, TrainingText, find_training_files, trained_tokenizer
+from verl_ext.commands.init_model.weights import count_parameters, random_model, save_model
+from verl_ext.config.model import model_support_problems
+from verl_ext.files import OutputFolder, output_problems
+from verl_ext.text.tokenizer import read_tokenizer
+from verl_ext.values import DataError, choice_problem
+
+CONFIG_NAME = "init_model"
+MARKER = "init_model.json"  # what the model was made of, by which an output folder of this command is known
+DTYPES = ("float32", "bfloat16")
+OPEN_NODES = {"config": "fields of the model's config to values"}
+# Keys of the architecture that the command sets itself, and from what.
+GIVEN_KEYS = {
+    "bos_token_id": "the tokenizer",
+    "eos_token_id": "the tokenizer",
+    "pad_token_id": "the tokenizer",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "architectures": "model",
+    "model_type": "model",
+}
+
+
+@dataclass
+class InitModelConfig:
+    """Everything that `verl-ext init-model` takes; the fields are described in `conf/init_model.yaml`."""
+
+    model: Any = MISSING
+    output_dir: str = MISSING
+    overwrite: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    dtype: str = "float32"
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, dict):  # what `_as_value` made of it
+            (self.model,) = self.model.values()
+        self.model = str(self.model)
+
+    def problems(self) -> list[str]:
+        """One line for every mistake that can be seen without transformers and without opening a source."""
+        problems = [problem] if (problem := architecture_problem(self.model)) else []
+        keep = [None if is_preset(self.model) else self.model, self.tokenizer.path, *self.tokenizer.train_patterns()]
+        kept = "the model, a tokenizer, its text"
+        problems += output_problems(self.output_dir, self.overwrite, MARKER, keep, kept)
+        for key in GIVEN_KEYS.keys() & self.config.keys():
+            problems.append(f"config must not set {key}, which {GIVEN_KEYS[key]} gives; got {self.config[key]}")
+        problems += least_problems({"seed": (self.seed, 0)})
+        problems += filter(None, [choice_problem("dtype", self.dtype, DTYPES)])
+        return problems + self.tokenizer.problems()
+
+
+def load_config(overrides: Sequence[str]) -> InitModelConfig:
+    """Compose `conf/init_model.yaml` with command-line overrides, check it, and return it typed.
+
+    Raises `UsageError` with one line for every mistake.
+    """
+    return load_options(CONFIG_NAME, InitModelConfig, [_as_value(text) for text in overrides], OPEN_NODES)
+
+
+def _as_value(text: str) -> str:
+    """`model=NAME` as `model={name:NAME}`: a plain value Hydra would look up in the trainer's group conf/model."""
+    key, equals, value = text.partition("=")
+    return f"model={{name:{value or chr(39) * 2}}}" if key == "model" and equals else text
+
+
+def init_model(config: InitModelConfig) -> str:
+    """Write the model of `config` to `config.output_dir`; return what it is, in lines.
+
+    Raises `UsageError` and `DataError`, each one line, and leaves `output_dir` as it was then.
+    """
+    fields = changed(read_architecture(config.model), config.config)
+    text = None
+    if config.tokenizer.path is None:
+        text = TrainingText(find_training_files(config.tokenizer.train_patterns()), config.tokenizer.text_key)
+        hf_config(fitted(fields, config.tokenizer.vocab_size, {}))  # mistakes in it, before the training
+    with OutputFolder(config.output_dir, config.overwrite) as folder:
+        tokenizer = _tokenizer(config, text)
+        num_tokens = max(tokenizer.get_vocab().values()) + 1
+        ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
+        made_of = hf_config(fitted(fields, num_tokens, ids))
+        model = random_model(made_of, config.seed, config.dtype)
+        save_model(model, folder.path)
+        tokenizer.save_pretrained(folder.path)
+        _write_marker(folder.path, config, count_parameters(model))
+        num_bytes = sum(file.stat().st_size for file in folder.path.iterdir())
+        folder.publish()
+    lines = [*_tokenizer_lines(config, tokenizer, text), *_model_lines(config, model, num_tokens, num_bytes)]
+    return "\n".join(lines)
+
+
+def _tokenizer(config: InitModelConfig, text: TrainingText | None) -> Any:
+    if text is None:
+        assert config.tokenizer.path is not None, "problems() is empty"
+        return read_tokenizer(config.tokenizer.path, "tokenizer.path")
+    tokenizer = trained_tokenizer(text, config.tokenizer)
+    if not text.characters:
+        patterns = ", ".join(config.tokenizer.train_patterns())
+        raise DataError(f"tokenizer.train_on must hold text; got none in {patterns}")
+    return tokenizer
+
+
+def _write_marker(folder: Path, config: InitModelConfig, counts: tuple[int, int]) -> None:
+    """What the model was made of: the options, the parameters, and the versions that the weights' bits depend on."""
+    options = {key: value for key, value in asdict(config).items() if key not in ("output_dir", "overwrite")}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    made = {**options, "parameters": counts[0], "parameters_without_embeddings": counts[1], "versions": versions}
+    (folder / MARKER).write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _tokenizer_lines(config: InitModelConfig, tokenizer: Any, text: TrainingText | None) -> list[str]:
+    tokens = {name: getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad")}
+    special = [f"{name} {token} = {getattr(tokenizer, f'{name}_token_id')}" for name, token in tokens.items() if token]
+    lines = [f"tokenizer   {len(tokenizer):,} tokens; {', '.join(special) or 'no special ones'}"]
+    if text is not None:
+        lines[0] += f"; trained on {text.characters:,} characters of {len(text.files):,} files"
+        if len(tokenizer) < config.tokenizer.vocab_size:
+            asked = f"tokenizer.vocab_size={config.tokenizer.vocab_size:,}"
+            lines.append(f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {asked}")
+    if tokenizer.eos_token_id is None:
+        lines.append("note: the tokenizer has no end-of-text token, which data of documents needs between them")
+    return lines
+
+
+def _model_lines(config: InitModelConfig, model: Any, num_tokens: int, num_bytes: int) -> list[str]:
+    total, outside = count_parameters(model)
+    name = f"{config.model}, {model.config.architectures[0]}"
+    lines = [
+        f"model       {name}: {total:,} parameters, {outside:,} without embeddings",
+        f"weights     {config.dtype}, seed {config.seed}; the folder has {num_bytes / 1e6:,.1f} MB",
+    ]
+    if model.config.vocab_size > num_tokens:
+        rows = f"{model.config.vocab_size:,} rows of the vocabulary, of which the tokenizer uses {num_tokens:,}"
+        lines.append(f"note: {rows}; config.vocab_size=null makes as many as it uses")
+    problems = model_support_problems(model.config)
+    return lines + [f"note: this project's trainer refuses such a model: {problem}" for problem in problems]
+
+
+USAGE = (
+    "usage: verl-ext init-model model=minimind_104m output_dir=DIR"
+    " ('tokenizer.train_on=[train.jsonl]' | tokenizer.path=TOKENIZER)"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code: 0, 1 for unusable text, 2 for a mistake in the command."""
+    return run_command(arguments, USAGE, CONFIG_NAME, _init_model)
+
+
+def _init_model(arguments: Sequence[str]) -> str:
+    config = load_config(arguments)
+    from transformers.utils import logging  # heavy: not for a command with a mistake in it
+
+    logging.set_verbosity_error()
+    return f"{init_model(config)}\nwritten to {config.output_dir}"

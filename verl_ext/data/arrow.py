@@ -1,0 +1,318 @@
+"""Opening a tokenised folder: a memory-mapped Arrow table, or one line that says why not.
+
+One list column of a memory-mapped table as numpy views: row lengths and flat values, no token copied.
+
+Arrow keeps a list column in chunks (record batches); each has the values of its rows back to back:
+
+    rows      [7 8 9] [4] [] [5 6]
+    offsets   0       3   4  4     6      one more than rows, int32 or int64
+    values    7 8 9   4      5 6
+
+The columns of one or several tokenised folders, one after the other, checked and memory-mapped.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from verl_ext.data.categories import CategoryNumbers
+
+MANDATORY_COLUMNS = ("input_ids", "loss_mask", "category_ids", "length")
+
+
+def open_folder(folder: str, key: str) -> Any:
+    """The `datasets.Dataset` in `folder`, memory-mapped, with the four mandatory columns and at least one row.
+
+    Raises:
+        ValueError: no folder, no single dataset in it, a column missing, no document. `key` is named in the message.
+    """
+    path = Path(folder)
+    _check_is_dataset(path, key)
+    from datasets import load_from_disk  # here, because importing it takes a second
+
+    try:
+        # save_to_disk writes an empty dataset as no file, which load_from_disk cannot read
+        dataset = load_from_disk(str(path), keep_in_memory=False) if _data_files(path) else None
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
+    if dataset is None:
+        raise ValueError(f"{key} must hold at least one document; {folder} has none")
+    missing = [name for name in MANDATORY_COLUMNS if name not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"{key} must have the columns {', '.join(MANDATORY_COLUMNS)}; {folder} lacks {', '.join(missing)} "
+            f"(it has {', '.join(dataset.column_names) or 'none'})"
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{key} must hold at least one document; {folder} has none")
+    return dataset
+
+
+def _check_is_dataset(path: Path, key: str) -> None:
+    wanted = "a folder written by `verl-ext tokenize` or by datasets' save_to_disk"
+    if not path.exists():
+        raise ValueError(f"{key} must be {wanted}; {path} does not exist")
+    if not path.is_dir():
+        raise ValueError(f"{key} must be {wanted}; {path} is a file")
+    if not any(path.iterdir()):
+        raise ValueError(f"{key} must be {wanted}; {path} is empty")
+    if (path / "dataset_dict.json").exists():
+        splits = _splits(path)
+        example = path / (splits[0] if splits else "train")
+        raise ValueError(
+            f"{key} must be one split; {path} is a DatasetDict of {', '.join(splits) or 'no splits'}: give {example}"
+        )
+    if not (path / "state.json").exists() or not (path / "dataset_info.json").exists():
+        raise ValueError(f"{key} must be {wanted}; {path} has no state.json and dataset_info.json")
+
+
+def _data_files(path: Path) -> list[Any]:
+    return json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
+
+
+def _splits(path: Path) -> list[str]:
+    """The splits of a DatasetDict, `train` first."""
+    try:
+        names = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+    except (OSError, ValueError, KeyError):
+        names = [entry.name for entry in path.iterdir() if entry.is_dir()]
+    return sorted(names, key=lambda name: (name != "train", name))
+
+
+LIST_KINDS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+Lookup = Callable[[NDArray[Any]], NDArray[np.int64]] | None
+Piece = tuple[int, int, int]  # chunk, begin, end: values of one chunk, counted from the first value of its first row
+
+
+class ListColumn:
+    """Rows 0..N-1 of one column, possibly of several tables one after the other (their types may differ).
+
+    Columns with the same chunks and the same row lengths have the same pieces: what `pieces` of one of them finds,
+    `gather` of each takes.
+    """
+
+    def __init__(
+        self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, lookups: Sequence[Lookup] = ()
+    ) -> None:
+        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: for each chunk
+        what its values are read as, None: as they are. ValueError names `key`."""
+        self._chunks = [chunk for chunk in chunks if len(chunk)]
+        self._lookups = [lookup for chunk, lookup in zip(chunks, lookups, strict=True) if len(chunk)] if lookups else []
+        for kind in {chunk.type: None for chunk in self._chunks}:
+            _check_type(kind, name, kinds, key)
+        self.first_row = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)])
+        for first, chunk in zip(self.first_row, self._chunks, strict=False):
+            if chunk.null_count or chunk.values.null_count:
+                rows = f"rows {first}..{first + len(chunk) - 1}"
+                raise ValueError(f"{key} must have no null in column {name}; {rows} hold one")
+        self._views: list[tuple[NDArray[Any], Any] | None] = [None] * len(self._chunks)
+
+    def __len__(self) -> int:
+        return int(self.first_row[-1])
+
+    def row_lengths(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(first row, values in each of the rows from there on), chunk by chunk."""
+        for number, chunk in enumerate(self._chunks):
+            yield int(self.first_row[number]), np.diff(_offsets(chunk))
+
+    def block(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Rows first..last-1, all in one chunk: (offsets int64[last-first+1] from 0, values[offsets[-1]])."""
+        number = int(np.searchsorted(self.first_row, first, side="right")) - 1
+        offsets, values = self._view(number)
+        row = first - int(self.first_row[number])
+        assert row + last - first < len(offsets), "a block must lie in one chunk"
+        ends = offsets[row : row + last - first + 1].astype(np.int64)
+        begin = int(ends[0]) - int(offsets[0])
+        ends -= ends[0]
+        return ends, values[begin : begin + int(ends[-1])]
+
+    def row(self, row: int) -> NDArray[Any]:
+        """The values of one row."""
+        return self.block(row, row + 1)[1]
+
+    def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
+        """Where tokens start..start+length of each row lie."""
+        chunk = np.searchsorted(self.first_row, row, side="right") - 1
+        within = row - self.first_row[chunk]
+        found = []
+        for number, local, skip, count in zip(
+            chunk.tolist(), within.tolist(), start.tolist(), length.tolist(), strict=True
+        ):
+            offsets = self._view(number)[0]
+            begin = offsets.item(local) - offsets.item(0) + skip
+            found.append((number, begin, begin + count))
+        return found
+
+    def gather(self, pieces: Sequence[Piece], out: NDArray[Any]) -> None:
+        """Write the values of `pieces` to `out`, one after the other."""
+        values = {number: self._view(number)[1] for number in {number for number, _, _ in pieces}}
+        # Slices win over an index of every token, also for documents of 200 tokens: 1.4 against 1.9 ns a token.
+        parts = [values[number][begin:end] for number, begin, end in pieces]
+        np.concatenate(parts, out=out, casting="same_kind")
+
+    def _view(self, number: int) -> tuple[NDArray[Any], Any]:
+        """(offsets, values) of a chunk, values from the first of its first row on; slices of values are numpy arrays,
+        views but where the values are bit-packed or looked up."""
+        view = self._views[number]
+        if view is None:
+            chunk = self._chunks[number]
+            offsets = _offsets(chunk)
+            values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+            flat = _Bits(values) if pa.types.is_boolean(values.type) else values.to_numpy(zero_copy_only=True)
+            if self._lookups and (lookup := self._lookups[number]) is not None:
+                flat = _LookedUp(flat, lookup)
+            view = self._views[number] = (offsets, flat)
+        return view
+
+
+class _Bits:
+    """Bit-packed values, unpacked slice by slice."""
+
+    def __init__(self, values: pa.Array) -> None:
+        self._values = values
+
+    def __getitem__(self, part: slice) -> NDArray[np.bool_]:
+        return self._values[part].to_numpy(zero_copy_only=False)
+
+
+class _LookedUp:
+    """Values as a lookup reads them, slice by slice."""
+
+    def __init__(self, values: Any, lookup: Callable[[NDArray[Any]], NDArray[np.int64]]) -> None:
+        self._values, self._lookup = values, lookup
+
+    def __getitem__(self, part: slice) -> NDArray[np.int64]:
+        return self._lookup(self._values[part])
+
+
+def _offsets(chunk: pa.Array) -> NDArray[Any]:
+    if pa.types.is_fixed_size_list(chunk.type):
+        return (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
+    return chunk.offsets.to_numpy()
+
+
+def _check_type(kind: pa.DataType, name: str, kinds: tuple[str, ...], key: str) -> None:
+    is_list = any(is_kind(kind) for is_kind in LIST_KINDS)
+    if not is_list or not any(getattr(pa.types, f"is_{wanted}")(kind.value_type) for wanted in kinds):
+        raise ValueError(f"{key} must have column {name} as a list of {' or '.join(kinds)} values; got {kind}")
+
+
+VALUE_KINDS = {
+    "input_ids": ("integer",),
+    "loss_mask": ("integer", "boolean"),
+    "category_ids": ("integer",),
+    "loss_weight": ("floating", "integer"),
+}
+
+
+class TokenisedData:
+    """`columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, when the folders have it,
+    loss_weight; `lengths()` reads the length column. Categories of one name have one number in all folders (see
+    category_numbers.py; values that could be of two categories are a ValueError where they are read). Pickles as its
+    folders' paths."""
+
+    def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
+        """Open `folders`; with `check`, every list column must be as long as `length` says, in every row.
+
+        Raises:
+            ValueError: a folder that is no tokenised dataset, columns of a wrong type, lengths that disagree.
+        """
+        self.folders, self.key = tuple(folders), key
+        self._tables = [open_folder(folder, key).data for folder in self.folders]
+        names = list(VALUE_KINDS)
+        with_weight = ["loss_weight" in table.column_names for table in self._tables]
+        if not any(with_weight):
+            names.remove("loss_weight")
+        elif not all(with_weight):
+            lacking = self.folders[with_weight.index(False)]
+            raise ValueError(f"{key} must have loss_weight in all of its folders or in none; {lacking} lacks it")
+        numbers = {"category_ids": self._category_lookups()}
+        self.columns = {
+            name: ListColumn(self._chunks(name), name, VALUE_KINDS[name], key, numbers.get(name, ())) for name in names
+        }
+        first_row = self.columns["input_ids"].first_row
+        assert all(np.array_equal(column.first_row, first_row) for column in self.columns.values()), (
+            "Arrow files keep all columns in the same record batches"
+        )
+        if check:
+            self._check_lengths()
+
+    def __len__(self) -> int:
+        return len(self.columns["input_ids"])
+
+    def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool]]:
+        return type(self), (self.folders, self.key, False)
+
+    @property
+    def has_loss_weight(self) -> bool:
+        return "loss_weight" in self.columns
+
+    def lengths(self) -> NDArray[np.int64]:
+        """int64[N]: the `length` column."""
+        lengths = np.empty(len(self), np.int64)
+        row = 0
+        for chunk in self._chunks("length"):
+            if not pa.types.is_integer(chunk.type):
+                raise ValueError(f"{self.key} must have column length as integer; got {chunk.type}")
+            if chunk.null_count:
+                raise ValueError(f"{self.key} must have no null in column length")
+            lengths[row : row + len(chunk)] = chunk.to_numpy()
+            row += len(chunk)
+        return lengths
+
+    def first_rows(self) -> NDArray[np.int64]:
+        """int64[F+1]: the first row of every folder, and the number of rows."""
+        return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
+
+    def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
+        """Where tokens start..start+length of each row lie, in every column."""
+        return self.columns["input_ids"].pieces(row, start, length)
+
+    def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+        """Ranges of rows that cover first..last-1 in order; each lies in one chunk of every column and has at most
+        `max_tokens` tokens or one row."""
+        edges = np.concatenate([[first, last], *(column.first_row for column in self.columns.values())])
+        edges = np.unique(edges[(edges >= first) & (edges <= last)])
+        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            offsets, _ = self.columns["input_ids"].block(begin, end)
+            row = 0
+            while row < end - begin:
+                fits = int(np.searchsorted(offsets, offsets[row] + max_tokens, side="right")) - 1
+                until = max(fits, row + 1)
+                yield begin + row, begin + until
+                row = until
+
+    def _chunks(self, name: str) -> list[pa.Array]:
+        return [chunk for table in self._tables for chunk in table.column(name).chunks]
+
+    def _category_lookups(self) -> list[Lookup]:
+        """For each chunk, by what its folder's category numbers are read."""
+        by_folder = CategoryNumbers.read(self.folders).lookups
+        if not any(lookup is not None for lookup in by_folder):
+            return []
+        tables = zip(self._tables, by_folder, strict=True)
+        return [lookup for table, lookup in tables for _ in table.column("category_ids").chunks]
+
+    def _check_lengths(self) -> None:
+        lengths = self.lengths()
+        for name, column in self.columns.items():
+            wrong, first_wrong = 0, (0, 0)
+            for first, counts in column.row_lengths():
+                differs = counts != lengths[first : first + len(counts)]
+                if differs.any():
+                    at = int(differs.argmax())
+                    first_wrong = first_wrong if wrong else (first + at, int(counts[at]))
+                    wrong += int(differs.sum())
+            if wrong:
+                row, count = first_wrong
+                raise ValueError(
+                    f"{self.key} must have as many {name} as length says in every row; row {row} has length "
+                    f"{lengths[row]} and {count} {name} ({wrong} such rows)"
+                )

@@ -1,0 +1,256 @@
+"""PackDataset: what the trainer asks of a dataset family, and what a family declares.
+
+A family is one file of this package: a PackDataset, the dataclass of its options (`Options`), and conf/data/NAME.yaml,
+which names the class.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl_ext.data.categories import CategoryTable
+from verl_ext.data.left_out import OverLengthRow
+from verl_ext.data.mixture import MixtureRow
+from verl_ext.packing import CostModel, check_choice
+from verl_ext.values import REQUIRED, Options, option
+
+SPLITS = ("train", "val")
+BALANCES = ("sorted", "none")
+COSTS = ("flops", "tokens")
+
+
+class Ranks(Protocol):
+    """The ranks of a run, as a dataset sees them that reads its data together with the others."""
+
+    rank: int
+    size: int
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around work that may fail on one rank: a ValueError or OSError inside ends the run on all, told once."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+
+    def all_reduce(self, values: NDArray[Any]) -> None:
+        """The sum over the ranks, in place."""
+
+
+class RunLength(NamedTuple):
+    """How long a run is, for a dataset that draws its samples: samples of all steps together, None where epochs say."""
+
+    samples: int | None
+    epochs: int
+
+
+@dataclass(frozen=True)
+class DataOptions(Options):
+    """The keys of the data node that every dataset family has: where it lies, and how packs become steps."""
+
+    prefix: ClassVar[str] = "data"
+
+    train_dir: Any = option(
+        REQUIRED, "what is trained on: a path, or a list of paths, of the kind that the family reads"
+    )
+    val_dir: Any = option(None, "the same, for validation; null: none, or the part that train_ratio leaves")
+    train_max_samples: int = option(-1, "the first so many documents are trained on; -1: all")
+    val_max_samples: int = option(-1, "the first so many documents are validated on; -1: all")
+    train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1)
+    micro_batch_size_per_gpu: int = option(1, "packs per forward", least=1)
+    shuffle: bool = option(True, "false: packs in the order of the plan, the same in every epoch")
+    balance: str = option(
+        "sorted", "sorted: packs of like cost share a micro-step; none: a plain shuffle", choices=BALANCES
+    )
+    balance_group: int | None = option(None, "packs of like cost; null: one for each data-parallel rank", least=1)
+    cost: str = option("flops", "flops: of the model on each document; tokens", choices=COSTS)
+    drop_last: bool = option(False, "true: the packs that do not fill the last step are left out")
+    num_workers: int = option(2, "loader processes per rank", least=0)
+    prefetch_factor: int = option(2, "steps that each of them makes ahead", least=1)
+    pin_memory: bool | None = option(None, "page-locked batches; null: where there is a GPU")
+
+    def problems(self) -> Iterable[str | None]:
+        group, step = self.balance_group, self.train_batch_size
+        if group is not None and group > step:
+            yield f"data.balance_group must be at most data.train_batch_size={step}; got {group}"
+        if not self.shuffle and self.balance == "sorted":
+            yield "data.balance must be none with data.shuffle=false, which keeps the plan's order; got sorted"
+
+
+@dataclass(frozen=True)
+class DatasetOptions(Options):
+    """Base of the options of a dataset family: the keys of the data node that its class reads.
+
+    reads: what data.train_dir names, in words; seed and max_tokens are fields or properties of every family.
+    """
+
+    prefix: ClassVar[str] = "data"
+    reads: ClassVar[str]
+
+    @property
+    def splits_validation(self) -> bool:
+        """Whether a part of the training data is kept for validation where data.val_dir is null."""
+        return getattr(self, "train_ratio", 1.0) < 1
+
+    @property
+    def row_tokens(self) -> int | None:
+        """Tokens of every row where each is one document, filled up to one length; else None."""
+        return None
+
+    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
+        """A line for each path that cannot be what the family reads; told before a model is read."""
+        return ()
+
+
+def check_train_ratio(ratio: Any) -> None:
+    """ValueError for a data.train_ratio that is no share."""
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise ValueError(f"data.train_ratio must be a number above 0 and at most 1; got {ratio!r}")
+
+
+def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -> NDArray[np.int64]:
+    """int64[rows], ascending: the samples of `split` ("train", "val", or None for all), of samples 0..samples-1.
+
+    The members are those of torch.utils.data.random_split(data, [n, samples - n], generator=manual_seed(seed)) with
+    n = int(train_ratio * samples).
+
+    Raises:
+        ValueError: the part has no sample.
+    """
+    if split is None:
+        return np.arange(samples)
+    check_choice("split", split, SPLITS)
+    shuffled = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).numpy()
+    train = int(train_ratio * samples)
+    rows = shuffled[:train] if split == "train" else shuffled[train:]
+    if len(rows) == 0:
+        raise ValueError(
+            f"data.train_ratio must leave samples for training and for validation; got {train_ratio} of {samples}"
+        )
+    return np.sort(rows)
+
+
+class PackDataset(torch.utils.data.Dataset):
+    """Item k is pack k as a dict of 1-D tensors of one length: input_ids, position_ids (from 0 in every document),
+    loss_mask and category_ids int64, loss_weight float32 where there are weights. P packs, known before any is read.
+
+    key: the config key that messages name for the data; max_tokens: the most tokens that a model reads of a pack.
+    last_is_label: a pack's last token is only predicted, so that the model reads one token less than the pack has.
+    needs_tokenizer: it reads text.
+    is_ordered: the packs stand in the order of the whole run, which the trainer keeps; else an epoch visits each once.
+    epochs: how often they hold the data together.
+    """
+
+    Options: ClassVar[type[DatasetOptions]]
+    key: str
+    max_tokens: int
+    needs_tokenizer: bool = False
+    last_is_label: bool = False
+    is_ordered: bool = False
+    epochs: float = 1.0
+    mixture_report: Sequence[MixtureRow] = ()
+
+    @classmethod
+    def open_sets(
+        cls, node: Mapping[str, Any], tokenizer: Any, length: RunLength, only_validation: bool = False
+    ) -> tuple["PackDataset", "PackDataset | None"]:
+        """The training and the validation set of a run, packs planned; None where there is no validation.
+
+        node: the whole data node as a plain mapping, a user's own keys included. only_validation: nothing is trained
+        on, and the validation set stands in for the training set.
+
+        Raises:
+            ValueError: data or options that cannot be used; the key is named.
+        """
+        data, options = DataOptions.read(node), cls.Options.read(node)
+
+        def opened(which: str, paths: Any, limit: int, **more: Any) -> "PackDataset":
+            given = {**node, "mixture": None} if which == "val_dir" else node  # a validation set is measured as it is
+            return cls(  # type: ignore[call-arg]
+                parquet_files=paths, tokenizer=tokenizer, config=given, max_samples=limit, key=f"data.{which}", **more
+            )
+
+        training, measuring = cls.run_arguments(node, length)
+        train, val = data.train_dir, data.val_dir
+        if only_validation and val is not None and train in (None, val):
+            measured = opened("val_dir", val, data.val_max_samples, **measuring)
+            return measured, measured
+        if val is None and options.splits_validation:
+            part = opened("train_dir", train, data.train_max_samples, split="train", **training)
+            return part, opened("train_dir", train, data.val_max_samples, split="val", **measuring)
+        train_set = opened("train_dir", train, data.train_max_samples, **training)
+        return train_set, None if val is None else opened("val_dir", val, data.val_max_samples, **measuring)
+
+    @classmethod
+    def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the constructor is given of the run besides: (for training, for validation)."""
+        return {}, {}
+
+    def read_together(self, ranks: Ranks) -> None:
+        """Read what only the tokens tell, shared among the ranks of a run; all of them call it together."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]: ...
+
+    @property
+    @abstractmethod
+    def folders(self) -> tuple[str, ...]:
+        """What is read, absolute."""
+
+    @property
+    @abstractmethod
+    def categories(self) -> CategoryTable:
+        """The categories of its targets."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """16 hex digits of the data that the packs hold."""
+
+    @property
+    @abstractmethod
+    def token_range(self) -> tuple[int, int]:
+        """The lowest and the highest token id."""
+
+    @property
+    @abstractmethod
+    def longest_document(self) -> int:
+        """Tokens of the longest document of a pack, as a model reads it: the positions that it needs."""
+
+    @abstractmethod
+    def pack_tokens(self) -> NDArray[np.int64]:
+        """int64[P]: tokens that a model reads of each pack, without padding."""
+
+    @abstractmethod
+    def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
+        """float64[P]: what each pack costs to run."""
+
+    @abstractmethod
+    def pack_documents(self) -> NDArray[np.int64]:
+        """int64[P]: documents of each pack."""
+
+    @abstractmethod
+    def pack_targets(self) -> NDArray[np.int64]:
+        """int64[P]: target tokens of each pack."""
+
+    def plan_options(self) -> dict[str, Any]:
+        """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
+        return {}
+
+    def not_as_they_stand(self) -> list[OverLengthRow]:
+        """Documents that are not trained on as they stand, by category and reason."""
+        return []
+
+    def facts(self) -> dict[str, Any]:
+        """What else its report says."""
+        return {}

@@ -1,0 +1,318 @@
+"""Chats whose text is known without rendering it: what a template prints of a chat's shape, proven once.
+
+A chat of a shape (roles, and which fields say something) is rendered with stand-ins for its words, strings that note
+what the template asks of them:
+
+    template     {{ '<think>' if '</think>' in m.content }}{{ m.content.strip() }}
+    noted        "</think>" is not in the words; the words without white space around them are printed
+
+Another chat of this shape, of whose words the same answers are true, takes the same way through the template and prints
+the same text around its words. Its text and targets are put together from the pieces. A template that asks anything
+that cannot be noted (the length of words, a letter of them), or whose text goes through operations that a stand-in
+does not see, is rendered for every chat, as is a chat whose answers are others.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl_ext.text.chat_spans import SPOKEN_FIELDS, RenderedChat, Target, locate
+from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.records import Chat, Message
+
+CHECKED = 256  # one in so many chats is rendered as well
+SHAPES = 1024  # kept
+LONGEST = 64  # messages of a chat that is looked at as a shape
+# Characters that JSON and Python write otherwise, so that words which are escaped are not found in the text.
+_STAND_IN = re.compile(r'Zq8w([0-9]+)"\\\\é\n"Zq8')
+_NEW = 'Zq8w0"\\\\é\n"Zq8'
+_FILTERS = {"trim", "length", "count", "tojson", "default", "d", "list", "first", "last", "selectattr", "rejectattr"}
+_FILTERS |= {"items", "dictsort", "upper", "lower", "string"}
+
+Leaf = tuple[int, str]  # message and field
+Change = tuple[str, tuple[Any, ...]]  # a method of words, such as strip, and its arguments
+
+
+@dataclass
+class _Notes:
+    """What a template asks: (leaf, changes of the words before, method, arguments, answer)."""
+
+    questions: set[tuple[Leaf, tuple[Change, ...], str, tuple[Any, ...], Any]] = field(default_factory=set)
+    printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)  # by stand-in
+    is_proof: bool = True
+
+    def stand_in(self, leaf: Leaf, changes: tuple[Change, ...]) -> int:
+        """The number of the stand-in for words after changes."""
+        if (leaf, changes) not in self.printed:
+            self.printed.append((leaf, changes))
+        return self.printed.index((leaf, changes))
+
+
+class _Opaque(str):
+    """Text made of words, which may be printed and joined, and is not asked anything."""
+
+    notes: _Notes
+
+    def __new__(cls, text: str, notes: _Notes) -> "_Opaque":
+        words = super().__new__(cls, text)
+        words.notes = notes
+        return words
+
+    def __add__(self, other: str) -> "_Opaque":
+        return _Opaque(str.__add__(str(self), str(other)), self.notes)
+
+    def __radd__(self, other: str) -> "_Opaque":
+        return _Opaque(str.__add__(str(other), str(self)), self.notes)
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class _Words(_Opaque):
+    """The words of one field; what is asked of them is noted, and holds for the words of other chats or not."""
+
+    leaf: Leaf
+    changes: tuple[Change, ...]
+
+    def with_change(self, change: Change) -> "_Words":
+        """The words after a method that leaves these stand-ins as they are."""
+        return stand_in_for(str(self), self.leaf, (*self.changes, change), self.notes)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method, noted."""
+        plain = tuple(str(a) if isinstance(a, str) else a for a in arguments)
+        if any(isinstance(argument, _Opaque) for argument in arguments):
+            self.notes.is_proof = False
+        answer = getattr(str, method)(str(self), *plain)
+        self.notes.questions.add((self.leaf, self.changes, method, plain, answer))
+        return answer
+
+    def __contains__(self, part: Any) -> bool:
+        return self.ask("__contains__", part)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self.ask("__eq__", other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def startswith(self, *arguments: Any) -> bool:  # type: ignore[override]
+        return self.ask("startswith", *arguments)
+
+    def endswith(self, *arguments: Any) -> bool:  # type: ignore[override]
+        return self.ask("endswith", *arguments)
+
+    def strip(self, *arguments: Any) -> "_Words":  # type: ignore[override]
+        return self.with_change(("strip", arguments))
+
+    def lstrip(self, *arguments: Any) -> "_Words":  # type: ignore[override]
+        return self.with_change(("lstrip", arguments))
+
+    def rstrip(self, *arguments: Any) -> "_Words":  # type: ignore[override]
+        return self.with_change(("rstrip", arguments))
+
+    def split(self, separator: Any = None, *arguments: Any) -> list[Any]:  # type: ignore[override]
+        if separator is None or separator in self:
+            self.notes.is_proof = False
+        return [self]
+
+    def replace(self, old: Any, new: Any, *arguments: Any) -> "_Words":  # type: ignore[override]
+        if old in self:
+            self.notes.is_proof = False
+        return self
+
+
+def _is_no_proof(name: str) -> Callable[..., Any]:
+    def method(self: _Opaque, *arguments: Any, **named: Any) -> Any:
+        self.notes.is_proof = False
+        return getattr(str, name)(str(self), *arguments, **named)
+
+    return method
+
+
+_HARMLESS = {"__new__", "__init__", "__class__", "__getattribute__", "__doc__", "__init_subclass__", "__subclasshook__"}
+_HARMLESS |= {"__dir__", "__setattr__", "__delattr__", "__reduce__", "__reduce_ex__", "__repr__", "__sizeof__"}
+for _kind in (_Opaque, _Words):
+    for _name in set(dir(str)) - _HARMLESS:
+        if all(_name not in vars(parent) for parent in (_kind, *_kind.__mro__[1:-2])):
+            setattr(_kind, _name, _is_no_proof(_name))
+
+
+def stand_in_for(text: str, leaf: Leaf, changes: tuple[Change, ...], notes: _Notes) -> _Words:
+    """Words with the stand-in of these changes in `text`."""
+    number = notes.stand_in(leaf, changes)
+    words = _Words(_STAND_IN.sub(lambda _: _NEW.replace("w0", f"w{number}"), text), notes)
+    words.leaf, words.changes = leaf, changes
+    return words
+
+
+@dataclass
+class _Shape:
+    """Text around the words, what stands between (by stand-in), and the targets: borders as (characters of the text
+    around, words before)."""
+
+    around: list[str]
+    between: list[int]
+    targets: list[tuple[tuple[int, int], tuple[int, int], Target]]
+    unprinted: list[str]
+    notes: _Notes
+
+    def located(self, chat: Chat) -> RenderedChat | None:
+        """A chat of this shape; None where its words give another answer to something that the template asks."""
+        for (index, name), changes, method, arguments, answer in self.notes.questions:
+            words = _changed(chat.messages[index][name], changes)
+            if getattr(words, method)(*arguments) != answer:
+                return None
+        said = []
+        for (index, name), changes in self.notes.printed:
+            said.append(_changed(chat.messages[index][name], changes))
+            if not said[-1]:
+                return None
+        parts, ends = [self.around[0]], [0]
+        for number, text in zip(self.between, self.around[1:], strict=True):
+            parts += [said[number], text]
+            ends.append(ends[-1] + len(said[number]))
+        targets = [
+            Target(start + ends[n], stop + ends[m], target.message, target.closed_by, target.weight)
+            for (start, n), (stop, m), target in self.targets
+        ]
+        return RenderedChat("".join(parts), targets, list(self.unprinted))
+
+
+def _changed(words: str, changes: Sequence[Change]) -> str:
+    for method, arguments in changes:
+        words = getattr(words, method)(*arguments)
+    return words
+
+
+class ProvenChats:
+    """Renders chats with one template, by proven shapes where that can be."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self._is_usable = _can_be_proven(template.source)
+        self._shapes: dict[tuple[Any, ...], _Shape | None] = {}
+        self._seen_once: set[tuple[Any, ...]] = set()
+        prompt = template.generation_prompt
+        self._prompt_ends = tuple(prompt[at:] for at in range(len(prompt)))
+        self._count = 0
+
+    def located(self, chat: Chat) -> RenderedChat:
+        """As `locate`, which it is for chats of no proven shape."""
+        key = _shape_key(chat) if self._is_usable else None
+        if key is None:
+            return locate(self.template, chat)
+        if key not in self._shapes:
+            # Most shapes of long chats are seen once: they are proven when they are seen again.
+            if key not in self._seen_once:
+                if len(self._seen_once) < SHAPES:
+                    self._seen_once.add(key)
+                return locate(self.template, chat)
+            self._shapes[key] = self._prove(chat)
+        shape = self._shapes[key]
+        # A turn whose words begin as the generation prompt ends, with a <think>, is looked at in its own text.
+        begins = (chat.messages[index].get("content", "").startswith(self._prompt_ends) for index in chat.targets)
+        found = shape.located(chat) if shape is not None and not any(begins) else None
+        if found is None:
+            return locate(self.template, chat)
+        self._count += 1
+        if self._count % CHECKED == 1:
+            rendered = locate(self.template, chat)
+            if rendered != found:  # asked in a way that the stand-ins do not see
+                self._is_usable = False
+                return rendered
+        return found
+
+    def _prove(self, chat: Chat) -> _Shape | None:
+        """The shape of a chat; None where its text is not proven by it."""
+        notes = _Notes()
+        messages: list[Message] = []
+        for index, message in enumerate(chat.messages):
+            said = {name: message[name] for name in SPOKEN_FIELDS if message.get(name)}
+            stand_ins = {name: str(stand_in_for(_NEW, (index, name), (), notes)) for name in said}
+            messages.append({**message, **stand_ins})
+
+        def watched(message: Message) -> Message:
+            """The message as it is rendered: its stand-ins as strings that note what is asked."""
+            return {
+                name: stand_in_for(value, *notes.printed[int(found[1])], notes)
+                if isinstance(value, str) and (found := _STAND_IN.search(value))
+                else value
+                for name, value in message.items()
+            }
+
+        try:
+            with self.template.watching(watched):
+                rendered = locate(self.template, replace(chat, messages=messages))
+        except BadRecord:
+            return None
+        found = list(_STAND_IN.finditer(rendered.text))
+        is_whole = "Zq8" not in _STAND_IN.sub("", rendered.text)
+        if not notes.is_proof or not is_whole:
+            return None
+        borders = [0, *(border for match in found for border in match.span()), len(rendered.text)]
+        around = [rendered.text[a:b] for a, b in zip(borders[::2], borders[1::2], strict=True)]
+
+        def place(at: int) -> tuple[int, int]:
+            before = [match for match in found if match.end() <= at]
+            return at - sum(len(match[0]) for match in before), len(before)
+
+        if any(match.start() < at < match.end() for match in found for span in rendered.spans for at in span):
+            return None
+        targets = [(place(target.start), place(target.stop), target) for target in rendered.targets]
+        return _Shape(around, [int(match[1]) for match in found], targets, rendered.unprinted, notes)
+
+
+def _shape_key(chat: Chat) -> tuple[Any, ...] | None:
+    """What of a chat its template may decide by, beside its words; None of one with more than words."""
+    if chat.tools or len(chat.messages) > LONGEST:
+        return None
+    shape: list[Any] = []
+    for message in chat.messages:
+        said = []
+        for name, value in message.items():
+            if name != "role" and (name not in SPOKEN_FIELDS or not isinstance(value, str)):
+                return None
+            # Words of white space alone are part of the shape.
+            said.append((name, value if name == "role" or not value.strip() else None))
+        shape.append(tuple(said))
+    return tuple(shape), tuple(chat.targets.items())
+
+
+def _can_be_proven(source: str) -> bool:
+    """Whether words reach a template's text and its questions only in ways that stand-ins see: not by way of a macro,
+    a block or `~`, which make other strings of them, and of filters only those that ask the stand-in."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        tree = _compile_jinja_template(source).environment.parse(source)
+    except TemplateSyntaxError:
+        return False
+    printed = {id(node) for output in tree.find_all(nodes.Output) for node in output.nodes}
+    for node in tree.find_all(nodes.Node):
+        if isinstance(node, (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock)):
+            return False
+        if isinstance(node, nodes.CallBlock) and not isinstance(node.call.node, nodes.ExtensionAttribute):
+            return False  # the extension's own is {% generation %}
+        if isinstance(node, nodes.Concat) and id(node) not in printed:
+            return False
+        if isinstance(node, nodes.Filter) and node.name not in _FILTERS:
+            return False
+        if isinstance(node, nodes.Mod) and not isinstance(node.right, nodes.Const):
+            return False
+        if isinstance(node, nodes.Test) and node.name == "in":
+            return False
+        is_method = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr)
+        if is_method and hasattr(str, node.node.attr) and not all(isinstance(a, nodes.Const) for a in node.args):
+            return False  # words that are joined, formatted or sought in others by a method of theirs
+        if isinstance(node, nodes.Compare) and not isinstance(node.expr, nodes.Const):
+            sought_in = [operand.expr for operand in node.ops if operand.op in ("in", "notin")]
+            if not all(isinstance(where, (nodes.List, nodes.Tuple)) for where in sought_in):
+                return False  # words that are sought in others
+    return True

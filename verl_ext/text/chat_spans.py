@@ -1,0 +1,568 @@
+"""Where the assistant's turns lie in a rendered chat.
+
+A chat is rendered whole, and that text is what is tokenised. Rendered once more with marks around what its messages
+say, it shows which words are whose:
+
+    text      <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think></think>hello<|im_end|>\\n
+    marked    <|im_start|>user\\n[hi]<|im_end|>\\n<|im_start|>assistant\\n<think></think>[hello]<|im_end|>\\n
+    prompt    <|im_start|>user\\n[hi]<|im_end|>\\n<|im_start|>assistant\\n
+    target                                                         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+
+A target begins where the text, from the last word before it, parts from what the model is given at inference (the
+messages before it with the generation prompt; of a template without one, up to a plain answer's first word). So the
+head of a tool call, which the model must write, is learnt. It ends with what ends a turn (`ChatTemplate.ends`),
+closers of tool calls before it included. Words of others inside a turn, as a template prints tool results that it
+puts between an assistant's call and its content, cut the target in two.
+
+Where a template says itself what is generated (`{% generation %}`), it is taken at its word.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from verl_ext.text.chat_template import ChatTemplate, Span, common_prefix, longest_prefix_in
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.records import Chat, Message
+
+SPOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
+# Marks are of ASCII letters and digits, which no template trims, splits or escapes.
+_MARK = re.compile("Zq7([be])([0-9]+)x", re.IGNORECASE)
+# How words are marked, until the text without the marks is the text itself: some templates ask how a message begins
+# or ends, or look a function's name up.
+_WAYS = ("around", "around_but_blank", "around_but_names", "end", "middle")
+_TOOLS = -1  # the message that tool definitions count as
+_ANSWER = "Zq7a"  # where a plain answer begins
+_PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
+
+
+@dataclass
+class Target:
+    """Characters start..stop of a rendered chat, said by the assistant's turn `message`, and the weight of its tokens.
+
+    `closed_by` is what ends the turn, "" where nothing does; None where the turn goes on in another target.
+    """
+
+    start: int
+    stop: int
+    message: int
+    closed_by: str | None
+    weight: float = 1.0
+
+    @property
+    def span(self) -> Span:
+        """The characters."""
+        return self.start, self.stop
+
+
+@dataclass
+class RenderedChat:
+    """A chat's text, its targets in order, and what kinds of words the template leaves out."""
+
+    text: str
+    targets: list[Target]
+    unprinted: list[str] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The targets' characters."""
+        return [target.span for target in self.targets]
+
+
+def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
+    """Render a chat and find the targets.
+
+    Raises `BadRecord`: `template_error` where the template refuses the chat, `template_mismatch` where a turn cannot be
+    found in the text.
+    """
+    chat, text = template.with_arguments_as_printed(chat)
+    located = _Located(template, chat, text)
+    return located.generation_blocks() if template.marks_generation else located.turns()
+
+
+@dataclass(frozen=True)
+class _Words:
+    """One string of a message, which a template prints or not."""
+
+    message: int
+    kind: str
+    text: str
+
+    @property
+    def second_half(self) -> str:
+        """What follows a mark in their middle, less white space at the end."""
+        core = self.text.strip()
+        return core[len(core) // 2 :]
+
+    @property
+    def space_before(self) -> str:
+        """White space that they begin with."""
+        return self.text[: len(self.text) - len(self.text.lstrip())]
+
+    @property
+    def space_after(self) -> str:
+        """White space that they end with."""
+        return self.text[len(self.text.rstrip()) :]
+
+
+@dataclass
+class _Place:
+    """Where marked words lie in the text: first and last character known to be theirs (or at their edge)."""
+
+    number: int
+    words: _Words
+    first: int
+    last: int
+    reaches_end: bool  # `last` is where the words end
+
+
+class _Marks:
+    """The messages and tools of a chat with marks in them, numbered in the chat's order."""
+
+    def __init__(self, chat: Chat, way: str) -> None:
+        self.way = way
+        self.words: list[_Words] = []
+        self.tools = [self._tool(tool) for tool in chat.tools] if chat.tools else chat.tools
+        self.messages = [self._message(index, message) for index, message in enumerate(chat.messages)]
+
+    def _tool(self, tool: Any) -> Any:
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        for name in ("description", "name"):
+            if isinstance(function.get(name), str) and function[name].strip():
+                marked = {**function, name: self._marked(_Words(_TOOLS, "tools", function[name]))}
+                return {**tool, "function": marked} if function is not tool else marked
+        return tool
+
+    def _message(self, index: int, message: Message) -> Message:
+        marked = dict(message)
+        for name in SPOKEN_FIELDS:
+            if isinstance(message.get(name), str):
+                kind = "reasoning_content" if name != "content" else f"{message['role']} content"
+                marked[name] = self._marked(_Words(index, kind, message[name]))
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        return marked
+
+    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._call(index, call["function"])}
+        marked = dict(call)
+        if isinstance(call.get("name"), str) and self.way != "around_but_names":
+            marked["name"] = self._marked(_Words(index, "tool_calls", call["name"]))
+        if "arguments" in call:
+            marked["arguments"] = self._argument(index, call["arguments"])
+        return marked
+
+    def _argument(self, index: int, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._marked(_Words(index, "tool_calls", value))
+        if isinstance(value, dict):
+            return {key: self._argument(index, item) for key, item in value.items()}
+        return [self._argument(index, item) for item in value] if isinstance(value, list) else value
+
+    def _marked(self, words: _Words) -> str:
+        """The words with marks, inside the white space around them, which templates trim. Of blank ones a tool's result
+        is marked, which a template may print inside the assistant's turn."""
+        text = words.text
+        if not (core := text.strip()) and (self.way != "around" or words.kind != "tool content"):
+            return text
+        at = len(text) - len(text.lstrip()) if core else 0
+        begin, end = f"Zq7b{len(self.words)}x", f"Zq7e{len(self.words)}x"
+        self.words.append(words)
+        if self.way == "end":
+            return f"{text[: at + len(core)]}{end}{text[at + len(core) :]}"
+        if self.way == "middle":
+            middle = at + len(core) // 2
+            return f"{text[:middle]}{begin}{text[middle:]}"
+        return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
+
+    def places(self, marked: str) -> tuple[str, list[_Place]]:
+        """A marked text without its marks, and where the words lie in it, in the text's order; printed again, words
+        lie where they were first."""
+        parts: list[str] = []
+        begins: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        at = length = 0
+        for match in _MARK.finditer(marked):
+            parts.append(marked[at : match.start()])
+            length += match.start() - at
+            at = match.end()
+            (begins if match[1] in "bB" else ends).setdefault(int(match[2]), length)
+        places = []
+        for number in {**begins, **ends}:
+            if number >= len(self.words):
+                continue
+            last = ends.get(number, begins.get(number, 0))
+            places.append(_Place(number, self.words[number], min(begins.get(number, last), last), last, number in ends))
+        places.sort(key=lambda place: (place.first, place.last))
+        return "".join([*parts, marked[at:]]), places
+
+
+class _Located:
+    """A chat, its text, and where its words lie in it."""
+
+    def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
+        self.template, self.chat, self.text = template, chat, text
+        self._prompts: dict[tuple[Any, ...], tuple[list[tuple[str, int]], list[Message]]] = {}
+        self._closings: dict[tuple[Any, ...], tuple[int, bool]] = {}
+        self._trimmed: dict[tuple[Any, ...], bool] = {}
+        for way in _WAYS:
+            self.marks = _Marks(chat, way)
+            try:
+                marked = template.render(self.marks.messages, self.marks.tools)
+            except BadRecord:
+                continue
+            found, self.places = self.marks.places(marked)
+            if found == text:
+                break
+        else:
+            raise BadRecord(
+                "template_mismatch",
+                "the chat template changes with what messages say in a way that hides where they are in its text",
+            )
+
+    def turns(self) -> RenderedChat:
+        """Every turn that is to be learnt, as the text shows it."""
+        unprinted, targets = self.unprinted(), []
+        runs = _runs(self.places)
+        newest = max((place.words.message for place in self.places), default=0)
+        last_run = {self.places[first].words.message: (first, last) for first, last in runs}
+        for first, last in runs:
+            index = self.places[first].words.message
+            if index in self.chat.targets:
+                start = self._start(first, index)
+                after = self.places[last + 1] if last + 1 < len(self.places) else None
+                limit = after.first if after else len(self.text)
+                # What follows a chat's last words is the template's alone, also where it prints the tools there.
+                is_last = after is None or (after.words.message == _TOOLS and index == newest)
+                stop, closed_by = self._end(self.places[last], limit, index, is_last)
+                for end, begin, token in self._stops_inside(first, last):
+                    targets.append(Target(start, end, index, token))
+                    start = begin
+                targets.append(Target(start, stop, index, closed_by if last_run[index] == (first, last) else None))
+        spoken = {words.message for words in self.marks.words}
+        for index in self.chat.targets:
+            if index not in spoken:
+                if (target := self._empty_turn(index)) is not None:
+                    targets.append(target)
+                else:
+                    unprinted.append("empty turn")
+        targets.sort(key=lambda target: target.start)
+        previous = 0
+        for target in targets:
+            if not previous <= target.start < target.stop:
+                raise _mismatch(target.message, "is not where its content is")
+            previous, target.weight = target.stop, self.chat.targets[target.message]
+        return RenderedChat(self.text, targets, unprinted)
+
+    def _stops_inside(self, first: int, last: int) -> Iterator[tuple[int, int, str]]:
+        """Where a template prints one message as two turns, content and calls: after the token that stops generation,
+        after the header that follows, and that token."""
+        for place, after in pairwise(self.places[first : last + 1]):
+            gap = self.text[place.last : after.first]
+            if (stop := self.template.find_stop(gap)) is None:
+                continue
+            rest = gap[stop.end() :].lstrip()
+            if length := self.template.header_at_start_of(rest):
+                yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
+
+    def unprinted(self) -> list[str]:
+        """The kinds of words that the text does not have, each once."""
+        printed = {place.number for place in self.places}
+        kinds = {
+            words.kind
+            for number, words in enumerate(self.marks.words)
+            if number not in printed and words.text.strip() and self._is_missed(words)
+        }
+        if self.marks.way == "around_but_names":
+            calls = (call for message in self.chat.messages for call in message.get("tool_calls") or [])
+            names = (call.get("function", call).get("name") for call in calls)
+            if any(isinstance(name, str) and name not in self.text for name in names):
+                kinds.add("tool_calls")
+        for number, place in enumerate(self.places):  # reasoning inside content, which some templates take out
+            if place.words.message in self.chat.targets and "</think>" in place.words.text:
+                before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
+                begin = self.places[number - 1].last if number else 0
+                for words, kind in ((before, place.words.kind), (thought, "reasoning in content")):
+                    if words.strip() and self.text.find(words.strip(), begin, place.last) < 0:
+                        kinds.add(kind)
+        return sorted(kinds)
+
+    def _is_missed(self, words: _Words) -> bool:
+        """Whether it is told that words are not printed: reasoning is missed where it is to be learnt alone, since
+        templates take it out of earlier turns on purpose."""
+        return words.kind != "reasoning_content" or words.message in self.chat.targets
+
+    def _start(self, place: int, index: int) -> int:
+        """Where the target of message `index` begins, whose words are first at `self.places[place]`."""
+        first = self.places[place].first
+        before = self.places[place - 1] if place else None
+        begin = before.last if before else 0
+        starts = [0]
+        for given, before_header in self._prompts_before(before, index):
+            if self.text.startswith(given, begin):  # words may begin inside it, with a <think> of their own
+                starts.append(len(given))
+            elif length := _length_but_space(given, self.text[begin:first]):
+                starts.append(length)
+            else:
+                length = self.template.common_prefix(given, self.text[begin:first])
+                # Else they part before the header: what precedes it is printed otherwise where it ends a chat.
+                starts.append(length if given[before_header:length].strip() else 0)
+        if max(starts):
+            # Some templates give no header to generate after an assistant's turn or a tool's result, and print it.
+            at = begin + max(starts)
+            return at + self.template.header_at_start_of(self.text[at:first])
+        gap = self.text[begin:first]
+        length, at = longest_prefix_in(self.template.header, gap)
+        if 0 < self.template.header_length <= length:
+            return self.template.token_edge(self.text, begin + at + length)
+        if self.places[place].words.kind == "tool_calls" and gap.strip():
+            raise _mismatch(index, "begins with a tool call, of which the beginning cannot be told")
+        own = self.places[place].words.space_before
+        return first - len(own) if gap.endswith(own) else first
+
+    def _prompts_before(self, before: _Place | None, index: int) -> list[tuple[str, int]]:
+        """What the model may be given after the last words before message `index`, and the length of what precedes the
+        turn's header in it; nothing where the template refuses the chat so far."""
+        since = before.words.message if before else 0
+        count = max(index, since + 1 if before else 0)
+        between = self.chat.messages[max(since, 0) : count]
+        kinds = tuple(_kind(message, number > 0) for number, message in enumerate(between))
+        # What lies between the mark and the prompt: white space, or the words' second half.
+        rest = before and (before.words.space_after if before.reaches_end else before.words.text)
+        key = before and before.words.kind, rest, kinds, not since
+        if key not in self._prompts:
+            self._prompts[key] = self._new_prompts(before, count), between[:1]
+        prompts, known = self._prompts[key]
+        if before is None or not between:
+            return prompts
+        # The message that holds these words may have an id, say, which the template prints after them.
+        values = dict(_unmarked(between[0]))
+        others = {old: values.get(name, "") for name, old in _unmarked(known[0]) if old and old != values.get(name)}
+        if not any(old in given for given, _ in prompts for old in others):
+            return prompts
+        for given, before_header in prompts:
+            for old, new in others.items():
+                before_header += given[:before_header].count(old) * (len(new) - len(old))
+                given = given.replace(old, new)
+            if self.text.startswith(given, before.last):
+                return [(given, before_header)]
+        exact = *key, *values.items()
+        if exact not in self._prompts:
+            self._prompts[exact] = self._new_prompts(before, count), between[:1]
+        return self._prompts[exact][0]
+
+    def _new_prompts(self, before: _Place | None, count: int) -> list[tuple[str, int]]:
+        if own := self.template.generation_prompt:
+            prompts = [self._rendered_prompt(before, self.marks.messages[:count], own)]
+        else:
+            prompts = [
+                self._rendered_prompt(before, [*self.marks.messages[:count], _PLAIN_ANSWER]),
+                self._rendered_prompt(before, self.marks.messages[:count]),
+            ]
+        return [prompt for prompt in prompts if prompt is not None and prompt[0]]
+
+    def _rendered_prompt(
+        self, before: _Place | None, messages: list[Message], generation_prompt: str = ""
+    ) -> tuple[str, int] | None:
+        try:
+            marked = self.template.render(messages, self.marks.tools, generation=bool(generation_prompt))
+        except BadRecord:
+            return None
+        has_answer = bool(messages) and messages[-1] == _PLAIN_ANSWER and _ANSWER in marked
+        text, places = self.marks.places(marked.split(_ANSWER)[0] if has_answer else marked)
+        begin = 0
+        if before is not None:
+            if not places or places[-1].number != before.number:
+                return None
+            begin = places[-1].last
+        elif places:
+            return None
+        given = text[begin:]
+        if has_answer:
+            return given, 0
+        is_header = generation_prompt and given.endswith(generation_prompt)
+        return given, len(given) - len(generation_prompt) if is_header else len(given)
+
+    def _end(self, place: _Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
+        """Where the target ends whose last words are at `place`, before `limit`, and what ends the turn there."""
+        begin = place.last
+        if not place.reaches_end:
+            if not self.text.startswith(place.words.second_half, begin):
+                raise _mismatch(index, "is changed by the chat template")
+            begin += len(place.words.second_half)
+        tail = self.text[begin:limit]
+        found = self.template.find_end(tail)
+        if found and not tail[: found.start()].strip():
+            return begin + found.end(), found[0]
+        closed, is_whole = self._closed(place, index, tail, is_last)
+        if found and (not is_whole or found.end() <= closed or not self._says(tail[closed : found.start()])):
+            return begin + found.end(), found[0]
+        end = len(tail[:closed].rstrip())
+        if not end:
+            own = place.words.space_after
+            return begin + (len(own) if own and tail.startswith(own) and not self._is_trimmed(place) else 0), ""
+        return begin + end, self.template.last_special_token(tail[:end])
+
+    def _is_trimmed(self, place: _Place) -> bool:
+        """Whether the template prints a turn's content without the white space at its end."""
+        messages = self.chat.messages[: place.words.message + 1]
+        if (kind := _kind(messages[-1])) not in self._trimmed:
+            trimmed = {**messages[-1], "content": place.words.text.rstrip()}
+            try:
+                texts = {
+                    self.template.render([*messages[:-1], last], self.chat.tools) for last in (messages[-1], trimmed)
+                }
+            except BadRecord:
+                return False
+            self._trimmed[kind] = len(texts) == 1
+        return self._trimmed[kind]
+
+    def _says(self, text: str) -> bool:
+        """Whether a piece of the template's text has more than special tokens and white space."""
+        return bool(self.template.special.sub("", text).strip())
+
+    def _closed(self, place: _Place, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
+        """How much of `tail`, the text after a turn's last words, is there too when the turn ends the chat; and whether
+        that is all that closes it there. Tails that differ before their first special token alone, by numbers in a
+        call, are closed alike."""
+        if is_last:
+            return (self._closing_before_a_turn(place, index, tail) if self._says(tail) else len(tail)), True
+        token = self.template.special.search(tail)
+        begin = token.start() if token else 0
+        key = (_kind(self.chat.messages[index]), tail[begin:])
+        if key not in self._closings:
+            closed, is_whole = self._closing(place, index, tail)
+            if closed < begin:
+                return closed, is_whole
+            self._closings[key] = closed - begin, is_whole
+        closed, is_whole = self._closings[key]
+        return closed + begin, is_whole
+
+    def _closing_before_a_turn(self, place: _Place, index: int, tail: str) -> int:
+        """How much of `tail`, the last turn's, is there too where another turn follows: not what a template says at the
+        end of a chat. All of it where no turn can follow."""
+        for role in ("user", "tool"):
+            messages = [*self.marks.messages[: index + 1], {"role": role, "content": _ANSWER}]
+            if (closing := self._tail_in(messages, place)) is not None:
+                return self.template.common_prefix(closing, tail)
+        return len(tail)
+
+    def _closing(self, place: _Place, index: int, tail: str) -> tuple[int, bool]:
+        """As `_closed`, from a rendering of the turn as the last."""
+        messages = self.marks.messages
+        user = next((m for m in messages if m["role"] == "user"), None)
+        alone = [user, messages[index]] if user else [messages[index]]
+        for chat in (alone, messages[: index + 1]):
+            if (closing := self._tail_in(chat, place)) is not None:
+                length = self.template.common_prefix(closing, tail)
+                return length, length == len(closing) or self.template.find_end(tail[:length]) is not None
+        return 0, False
+
+    def _tail_in(self, messages: list[Message], place: _Place) -> str | None:
+        """What follows a place's words where these messages are rendered, up to the next words; None where the template
+        refuses them or leaves the words out."""
+        try:
+            marked = self.template.render(messages, self.marks.tools)
+        except BadRecord:
+            return None
+        text, places = self.marks.places(marked.split(_ANSWER)[0])
+        same = next((number for number, other in enumerate(places) if other.number == place.number), None)
+        if same is None:
+            return None
+        stop = places[same + 1].first if same + 1 < len(places) else len(text)
+        return text[places[same].last + (0 if place.reaches_end else len(place.words.second_half)) : stop]
+
+    def _empty_turn(self, index: int) -> Target | None:
+        """The target of a turn that says nothing: what ends it."""
+        places = [place for place in self.places if place.words.message < index]
+        before = places[-1] if places else None
+        begin = before.last if before else 0
+        prompts = [given for given, _ in self._prompts_before(before, index) if self.text.startswith(given, begin)]
+        if not prompts:
+            return None
+        begin += max(map(len, prompts))
+        after = min((place.first for place in self.places if place.first >= begin), default=len(self.text))
+        found = self.template.find_end(self.text[begin:after])
+        if found is None or self._says(self.text[begin : begin + found.start()]):
+            return None
+        return Target(begin, begin + found.end(), index, found[0])
+
+    def generation_blocks(self) -> RenderedChat:
+        """The targets of a template that marks what is generated: what of the turns lies in its blocks.
+
+        A block may have more than the assistant generates, a header or the document's end, and less, the end of the
+        turn.
+        """
+        _, blocks = self.template.render_with_generation(self.chat)
+        blocks, turns, targets = _joined(blocks), self.turns(), []
+        for turn in turns.targets:
+            after = bisect_right(blocks, turn.start, key=lambda block: block[1])
+            inside = blocks[after : bisect_left(blocks, turn.stop, key=lambda block: block[0])]
+            if not inside:
+                continue
+            begin, end = inside[0][0], inside[-1][1]
+            if self.text[turn.start : begin].strip():
+                turn.start = begin
+            if end < turn.stop and self.text[end : turn.stop].strip() != turn.closed_by:
+                turn.stop, turn.closed_by = end, turn.closed_by and ""
+            targets.append(turn)
+        return RenderedChat(self.text, targets, turns.unprinted)
+
+
+def _length_but_space(given: str, text: str) -> int:
+    """How much of `text` is `given` where white space inside them is not compared; 0 where it is not all there."""
+    core = given.rstrip()
+    at = 0
+    for char in "".join(core.split()):
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if not text.startswith(char, at):
+            return 0
+        at += 1
+    return at + common_prefix(given[len(core) :], text[at:]) if at else 0
+
+
+def _runs(places: list[_Place]) -> list[tuple[int, int]]:
+    """First and last place of every run of one message's words."""
+    runs: list[tuple[int, int]] = []
+    for number, place in enumerate(places):
+        if runs and places[number - 1].words.message == place.words.message:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The spans, those that touch as one."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and start <= joined[-1][1]:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return joined
+
+
+def _kind(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
+    """What of a message decides how a template frames it, and what of it is printed without marks."""
+    said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
+    if not with_unmarked:
+        return message["role"], *said
+    return message["role"], *said, *_unmarked(message)
+
+
+def _unmarked(message: Message) -> list[tuple[str, str]]:
+    """The fields of a message that are printed without marks, if at all."""
+    return sorted(
+        (key, str(value))
+        for key, value in message.items()
+        if key != "tool_calls" and not (key in SPOKEN_FIELDS and isinstance(value, str) and value.strip())
+    )
+
+
+def _mismatch(index: int, what: str) -> BadRecord:
+    return BadRecord("template_mismatch", f"assistant turn (message {index + 1}) {what}")

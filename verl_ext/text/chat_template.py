@@ -1,0 +1,340 @@
+"""A tokenizer's chat template: rendering, its generation prompt, and what ends a turn.
+
+Chats as texts with targets, as the command's options say: which turns, and what of words that are not printed.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from verl_ext.text.json_records import BadRecord, parse_json
+from verl_ext.text.records import Chat, Message
+from verl_ext.values import UsageError, first_line
+
+Span = tuple[int, int]
+# Words of the chat that a template is tried with; private-use characters, so that nothing else is taken for them.
+_QUESTION, _ANSWER = "\ue0f3\ue0f4\ue0f5", "\ue0f0\ue0f1\ue0f2"
+_USER = {"role": "user", "content": _QUESTION}
+_ASSISTANT = {"role": "assistant", "content": _ANSWER}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string", "description": "The word."}}},
+    },
+}
+
+
+class ChatTemplate:
+    """Renders chats, and knows `generation_prompt` (empty where the template has none) and `ends`.
+
+    A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
+
+    `ends` are the texts that end an assistant's turn, which generation has to produce to stop. They are read off a
+    closed turn, the last of a chat and one before a user's:
+
+        last turn      hello<|im_end|>\\n                           what both have, less white space, is <|im_end|>;
+        earlier turn   hello<|im_end|>\\n<|im_start|>user\\n         of several special tokens the last, or the first
+                                                                  that stops generation by the model's own settings
+
+    Where the two have nothing in common (gpt-oss: <|return|>, <|end|>) each has its own. Where the last turn is left
+    open, an earlier one ends with the special token that follows it, unless that one begins a user's turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        template_kwargs: dict[str, Any],
+        end_of_turn: str | None = None,
+        stop_tokens: Sequence[str] = (),
+    ) -> None:
+        """`template` overrides the tokenizer's own, `end_of_turn` the ends found; `stop_tokens` are those of the
+        model's generation config.
+
+        Raises `UsageError` where a user's and an assistant's turn cannot be rendered.
+        """
+        from transformers.utils import chat_template_utils  # here and below: the process that writes needs it not
+
+        self.tokenizer = tokenizer
+        self.template = template
+        self.kwargs = template_kwargs
+        if "strftime_now" in self.source and "strftime_now" not in template_kwargs:
+            # One moment for all renderings, which have to give the same text.
+            self.kwargs = {"strftime_now": chat_template_utils.datetime.now().strftime, **template_kwargs}
+        added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
+        self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
+        stops = {tokenizer.eos_token or "", *stop_tokens} - {""}
+        self._stops = any_of(stops)
+        self._other_arguments = self._content_in_parts = False
+        self._watched: Callable[[Message], Message] | None = None
+        try:
+            self.ends = self._probe(end_of_turn)
+        except BadRecord as error:
+            raise UsageError(f"the chat template must render a user and an assistant turn; {error}") from error
+        self._end = any_of({*self.ends} if end_of_turn else {*self.ends, *stops})
+
+    @cached_property
+    def source(self) -> str:
+        """Its Jinja, or that of all where there are several."""
+        source = self.template or self.tokenizer.chat_template
+        return source if isinstance(source, str) else "\n".join(source.values())
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself what the assistant generates, with `{% generation %}`."""
+        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
+        """The chat's text, with generation prompt where `generation`; `BadRecord` where the template refuses it."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                self._as_given(messages),
+                tools=tools,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=generation,
+                **self.kwargs,
+            )
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
+
+    def _as_given(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the template is given them."""
+        messages = [self._watched(message) for message in messages] if self._watched else list(messages)
+        return [_in_parts(message) for message in messages] if self._content_in_parts else messages
+
+    @contextmanager
+    def watching(self, watched: Callable[[Message], Message]) -> Iterator[None]:
+        """Give the template `watched(message)` for every message, in the body."""
+        self._watched = watched
+        try:
+            yield
+        finally:
+            self._watched = None
+
+    def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
+        """The text and, as characters, what `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
+        from transformers.utils import chat_template_utils
+
+        try:
+            rendered: Any = chat_template_utils.render_jinja_template(
+                conversations=[self._as_given(chat.messages)],
+                tools=chat.tools,
+                chat_template=self.tokenizer.get_chat_template(self.template, chat.tools),
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                **{**self.tokenizer.special_tokens_map, **self.kwargs},
+            )
+        except Exception as error:  # as in render()
+            raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
+        texts, spans = rendered
+        return texts[0], spans[0]
+
+    def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
+        """The chat and its text: arguments of tool calls as the record has them, or else in their other form.
+
+        Some templates print an object as JSON and would put a string between quotes; others print a string and cannot
+        join an object.
+        """
+        if not any(message.get("tool_calls") for message in chat.messages):
+            return chat, self.render(chat.messages, chat.tools)
+        other = Chat([_other_arguments(message) for message in chat.messages], chat.targets, chat.tools)
+        first, second = (other, chat) if self._other_arguments else (chat, other)
+        try:
+            text = self.render(first.messages, first.tools)
+            if _prints_strings(first, text):
+                return first, text
+        except BadRecord as error:
+            try:
+                return second, self.render(second.messages, second.tools)
+            except BadRecord:
+                raise error from None
+        try:
+            text = self.render(second.messages, second.tools)
+        except BadRecord:
+            return first, text
+        self._other_arguments = second is other
+        return second, text
+
+    def text(self, chat: Chat) -> str:
+        """The whole chat's text."""
+        return self.with_arguments_as_printed(chat)[1]
+
+    def find_end(self, text: str) -> re.Match[str] | None:
+        """The first end of a turn in `text`, a piece of the template's own."""
+        return self._end.search(text)
+
+    def header_at_start_of(self, text: str) -> int:
+        """Length of the header of an assistant's turn that `text`, the template's own, begins with; 0 of none."""
+        header, printed = self.header, self.header_length
+        if end := self.find_end(header):  # of the turn before, in a template that leaves the last one open
+            header = header[end.end() :].lstrip()
+            printed -= len(self.header) - len(header)
+        length = common_prefix(header, text)
+        # A generation prompt may go on with a <think> that the chat itself has not.
+        return length if length == len(header) else printed if 0 < printed <= length else 0
+
+    def find_stop(self, text: str) -> re.Match[str] | None:
+        """The first token in `text` that stops generation."""
+        return self._stops.search(text)
+
+    def last_special_token(self, text: str) -> str:
+        """The special token that `text` ends with, or nothing."""
+        found = [match for match in self.special.finditer(text) if match.end() == len(text)]
+        return found[-1][0] if found else ""
+
+    def token_edge(self, text: str, at: int) -> int:
+        """`at`, or the start of the special token that it lies inside."""
+        for match in self.special.finditer(text, max(at - 128, 0), at + 128):
+            if match.start() < at < match.end():
+                return match.start()
+        return at
+
+    def common_prefix(self, a: str, b: str) -> int:
+        """Length of the common beginning of two texts, no special token of which is cut."""
+        length = common_prefix(a, b)
+        return min(self.token_edge(a, length), self.token_edge(b, length))
+
+    def _probe(self, end_of_turn: str | None) -> list[str]:
+        """Try the template with a plain chat; its ends of turns."""
+        before, tools, last = self._usable_chat()
+        base, prompt = self.render(before, tools), self.render(before, tools, generation=True)
+        if _QUESTION not in prompt:
+            raise BadRecord("template_error", "it leaves a turn's content out")
+        base, prompt = base.split(_QUESTION)[-1], prompt.split(_QUESTION)[-1]
+        self.generation_prompt = prompt[common_prefix(base, prompt) :]
+        gap = last.split(_QUESTION)[-1].split(_ANSWER)[0]
+        self.header = self.generation_prompt.lstrip()  # some templates print it without the white space before it
+        self.header_length = longest_prefix_in(self.header, gap)[0]
+        last_tail = last.split(_ANSWER)[-1]
+        inner = self._render_or_nothing([*before, _ASSISTANT, _USER], tools)
+        inner_tail = inner.split(_ANSWER)[-1].split(_QUESTION)[0]
+        if end_of_turn:
+            if end_of_turn not in f"{last_tail}\0{inner_tail}":
+                raise UsageError(
+                    "end_of_turn must be a text that the chat template writes after an assistant's words; got"
+                    f" {end_of_turn!r}, and it writes {last_tail!r}"
+                )
+            return [end_of_turn]
+        if _ANSWER not in inner or _QUESTION not in inner.split(_ANSWER)[-1]:  # a template of one turn
+            return [end for end in [self._stop(last_tail)] if end]
+        self.header_length = min(
+            self.header_length, longest_prefix_in(self.header, inner.split(_QUESTION)[1].split(_ANSWER)[0])[0]
+        )
+        both = inner_tail[: self.common_prefix(last_tail, inner_tail)]
+        first_header = inner.split(_QUESTION)[0]
+        tokens = self.special.findall(both)
+        if last_tail[len(both) :].strip() and len(tokens) > 1 and tokens[-1] in first_header:
+            both = both[: both.rindex(tokens[-1])]  # of a header, that of the next turn, which ends every chat
+        if both.strip():
+            return [end for end in [self._stop(both)] if end]
+        ends = [self._inner_stop(inner_tail, first_header), self._stop(last_tail)]
+        return [end for end in ends if self.special.search(end)]  # text at the end of a chat alone ends no turn
+
+    def _render_or_nothing(self, messages: list[Message], tools: list[Any] | None) -> str:
+        try:
+            return self.render(messages, tools)
+        except BadRecord:
+            return ""
+
+    def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
+        """The first messages and tools, of a few, that can be rendered with a question, and the text with an answer."""
+        system = {"role": "system", "content": "Be kind."}
+        tries: list[tuple[list[Message], list[Any] | None]] = [([_USER], None), ([system, _USER], None)]
+        tries += [(messages, [_TOOL]) for messages, _ in tries]
+        failed = None
+        for self._content_in_parts in (False, True):
+            for messages, tools in tries:
+                try:
+                    text = self.render([*messages, _ASSISTANT], tools)
+                    if _QUESTION in text and _ANSWER in text:
+                        return messages, tools, text
+                except BadRecord as error:
+                    failed = failed or error
+        raise failed or BadRecord("template_error", "it leaves a turn's content out")
+
+    def _stop(self, tail: str) -> str:
+        """What ends a turn that is closed by `tail`: its first token that stops generation, or else its last special
+        token, or else all of its text."""
+        if stop := self._stops.search(tail):
+            return stop[0]
+        tail = tail.rstrip()
+        return self.last_special_token(tail) or tail.lstrip()
+
+    def _inner_stop(self, tail: str, first_header: str) -> str:
+        """What ends a turn before a user's where `tail` lies between; `first_header` is what begins a chat."""
+        first = self.special.match(tail.lstrip())
+        if first is None:
+            return ""
+        headers = self.special.findall(first_header)
+        begins_user = bool(headers) and headers[-1] == first[0] and not self._stops.fullmatch(first[0])
+        if begins_user:
+            return ""
+        stop = self._stops.search(tail)
+        return stop[0] if stop else first[0]
+
+
+def _in_parts(message: Message) -> Message:
+    """The message with its content as a list of one part, which templates of models that see want."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _other_arguments(message: Message) -> Message:
+    """The message with its tool calls' arguments as objects where they are strings of JSON, and as strings where they
+    are objects."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]}
+
+
+def _other_call(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _other_call(call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except BadRecord:
+            return call
+        return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if arguments is not None else call
+
+
+def _prints_strings(chat: Chat, text: str) -> bool:
+    """Whether tool calls' arguments that are strings are in the text as they are, not quoted twice or in pieces."""
+    calls = (call for message in chat.messages for call in message.get("tool_calls") or [])
+    strings = (call.get("function", call).get("arguments") for call in calls)
+    return all(string.strip() in text for string in strings if isinstance(string, str))
+
+
+def any_of(names: Sequence[str] | set[str]) -> re.Pattern[str]:
+    """A pattern of any of `names`, the longest first; of none it matches nowhere."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name)))) or "(?!)")
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Length of the common beginning, by bisection: compared in C, so that long documents cost little."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def longest_prefix_in(prompt: str, gap: str) -> tuple[int, int]:
+    """Length and place of the longest beginning of `prompt` that stands in `gap`."""
+    for length in range(len(prompt), 0, -1):
+        if (at := gap.find(prompt[:length])) >= 0:
+            return length, at
+    return 0, 0

@@ -1,0 +1,496 @@
+"""From character spans to tokens: which tokens of the one-go tokenisation are targets.
+
+Texts as token ids: in batches, a long text in pieces, special tokens in data as text.
+
+A long text is tokenised in windows, of which only the tokens before a cut are kept, so that memory does not grow with
+the text but by its ids:
+
+    window 1   t t t t t t t|t t t        kept up to the cut, at least OVERLAP characters before the window's end
+    window 2                 t t t t t t t t|t t
+                             ^ the same tokens as window 1 has there
+
+The ids are those of the whole text at once where no rule of the tokenizer looks further than OVERLAP characters. A
+cut is made only
+
+1. between two of the tokenizer's own words (pre-tokens), over which no model merges; or, for a BPE without these,
+   before a space in a vocabulary that has no token with a space after another character; and
+2. where the rest of the window, alone, gives the tokens that it gives after what precedes it: the normaliser, a prefix
+   that is added to a text, and the pre-tokenizer then make no difference between the start of a text and the cut.
+
+A tokenizer that offers no such place tokenises a text as one piece, up to LONGEST characters.
+
+Documents longer than `max_tokens`: dropped, truncated or split, and counted.
+
+`truncate` keeps the first `max_tokens` tokens; a document that this costs its last target is counted. `split` keeps
+every token, in pieces of at most `max_tokens`; a piece's first token is no target, and a piece without any target is
+kept and counted.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from verl_ext.text.chat_template import Span
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.readers import TextFile
+from verl_ext.text.special_tokens import ChatText, SpecialTokens, as_plain_text
+from verl_ext.values import DataError
+
+
+class TokenCharacters(Sequence[Span]):
+    """The characters (begin, end) of each token of a text, which only move on along it; few are looked at."""
+
+    def first_after(self, character: int) -> int:
+        """The first token that ends after a character; the number of tokens where none does."""
+        return bisect_left(range(len(self)), character + 1, key=lambda token: self[token][1])
+
+    def first_from(self, character: int) -> int:
+        """The first token that begins at a character or after it; the number of tokens where none does."""
+        return bisect_left(range(len(self)), character, key=self.begin)
+
+    def begin(self, token: int) -> int:
+        """Where a token begins. Tokenizers that trim its leading space from its characters leave a gap, which is the
+        token's."""
+        start = self[token][0]
+        return min(start, self[token - 1][1]) if token else start
+
+
+class ListedCharacters(list[Span], TokenCharacters):
+    """Those of a list."""
+
+
+def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+    """mask[T] int8: 1 for the tokens that lie in a span; and how many of these hold text of others as well.
+
+    A token across a span's border belongs to the span: the template's last characters before a turn, and the first
+    after it, may be bound to the turn's words.
+    """
+    mask = np.zeros(len(offsets), dtype=np.int8)
+    across = 0
+    for start, end in spans:
+        first, stop = offsets.first_after(start), offsets.first_from(end)
+        if first >= stop:
+            raise BadRecord("template_mismatch", f"no token lies in the assistant's turn at character {start}")
+        mask[first:stop] = 1
+        across += bool(text[offsets.begin(first) : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
+    return mask, across
+
+
+def mask_from_prefixes(ids: list[int], text: str, spans: list[Span], encode: Callable[[str], list[int]]) -> np.ndarray:
+    """mask[T] int8 for tokenizers that give no offsets: the text up to a border must give a prefix of the tokens."""
+    mask = np.zeros(len(ids), dtype=np.int8)
+    for start, end in spans:
+        before, through = encode(text[:start]), encode(text[:end])
+        if ids[: len(before)] != before:  # a space before the turn may be bound to its first word, as above
+            before = encode(text[:start].rstrip())
+        if ids[: len(before)] != before or ids[: len(through)] != through:
+            raise BadRecord("template_mismatch", f"tokens change at the border of the turn at character {start}")
+        mask[len(before) : len(through)] = 1
+    return mask
+
+
+WINDOW = 1 << 18  # characters tokenised at once: about 50 MB of memory
+OVERLAP = 1 << 12  # characters of a window after the cut
+LONGEST = 1 << 25  # characters of a text that cannot be cut: about 6 GB
+TRIES = 16  # places tried for a cut before a window is doubled
+NO_SIZE = -(1 << 40)  # bytes: of a token that no text becomes, so that a text that has it is no sum of sizes
+SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
+
+
+@dataclass
+class Encoded:
+    """ids int32[T] of a text, the characters of each token where they were asked for, and how many names of special
+    tokens the text holds that are encoded as text."""
+
+    ids: NDArray[np.int32]
+    offsets: TokenCharacters | None = None
+    special_tokens: int = 0
+
+
+class _Offsets(TokenCharacters):
+    """The characters of an encoding's tokens, each taken when it is asked for: a list of all costs a tenth of encoding
+    the text."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding, self._length = encoding, len(encoding)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, token: Any) -> Any:
+        return self._encoding.token_to_chars(range(self._length)[token])  # IndexError ends an iteration
+
+
+class _ByteOffsets(TokenCharacters):
+    """The characters of tokens that are a text's bytes, at least one each: `ends` int64[T] are the bytes after each
+    token."""
+
+    def __init__(self, text: bytes, ends: NDArray[np.int64]) -> None:
+        self._text, self._ends = text, ends
+        self._is_ascii = text.isascii()
+
+    @cached_property
+    def _characters(self) -> NDArray[np.int64]:
+        """int64[bytes]: the character that each byte is of."""
+        begins = (np.frombuffer(self._text, np.uint8) & 0xC0) != 0x80
+        return np.cumsum(begins) - 1
+
+    def _byte(self, character: int) -> int:
+        """The first byte of a character."""
+        return character if self._is_ascii else int(self._characters.searchsorted(character))
+
+    def first_after(self, character: int) -> int:
+        return int(self._ends.searchsorted(self._byte(character), "right"))
+
+    def first_from(self, character: int) -> int:
+        # A token begins where the one before it ends.
+        return int(self._ends.searchsorted(byte)) + 1 if (byte := self._byte(character)) else 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, token: Any) -> Any:
+        token = range(len(self._ends))[token]  # IndexError past the last, which ends an iteration
+        begin, end = int(self._ends[token - 1]) if token else 0, int(self._ends[token])
+        return (begin, end) if self._is_ascii else (int(self._characters[begin]), int(self._characters[end - 1]) + 1)
+
+
+class TextEncoder:
+    """One tokenizer, and what it does with special tokens in data (one of SPECIAL_TOKENS_IN_TEXT)."""
+
+    def __init__(self, tokenizer: Any, special_tokens_in_text: str, key: str = "special_tokens_in_text") -> None:
+        """`key`: the config key of `special_tokens_in_text`, which errors name."""
+        self.tokenizer = tokenizer
+        self.on_found = special_tokens_in_text
+        self.special = SpecialTokens(tokenizer, key)
+        self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
+
+    def encode(
+        self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
+    ) -> list[Encoded | BadRecord | DataError]:
+        """The tokens of each text, or why it cannot be used or its file not be read; `add_special_tokens`: with those
+        that the tokenizer puts at either end of a text."""
+        encoded: list[Encoded | BadRecord | DataError | None] = [None] * len(texts)
+        counts: dict[int, int] = {}  # of the short texts
+        for number, text in enumerate(texts):
+            try:
+                if isinstance(text, TextFile) or len(text) > WINDOW:
+                    encoded[number] = self._long(text, add_special_tokens)
+                else:
+                    counts[number] = self._count(text)
+            except (BadRecord, DataError) as error:
+                encoded[number] = error
+        short = [texts[number] for number in counts]
+        out: Any = None
+        if short:
+            out = self._call(self.tokenizer, short, add_special_tokens=add_special_tokens, **self._split)
+        for at, (number, count) in enumerate(counts.items()):
+            ids = np.asarray(out["input_ids"][at], dtype=np.int32)
+            try:
+                self._check(ids, out.encodings[at].special_tokens_mask if add_special_tokens and self._split else None)
+                encoded[number] = Encoded(ids, None, count)
+            except BadRecord as error:
+                encoded[number] = error
+        return [item for item in encoded if item is not None]
+
+    def encode_chats(self, chats: Sequence[ChatText]) -> list[Encoded | BadRecord]:
+        """The tokens of each chat, with their characters where the tokenizer is a fast one."""
+        plain = [chat.text for chat in chats if chat.disguised is None and len(chat.text) <= WINDOW]
+        short = iter(self._short(plain) if self.tokenizer.is_fast else ())
+        encoded: list[Encoded | BadRecord] = []
+        for chat in chats:
+            try:
+                if chat.disguised is not None or len(chat.text) > WINDOW:
+                    encoded.append(self._chat(chat))
+                elif self.tokenizer.is_fast:
+                    encoded.append(next(short))
+                else:
+                    ids = self._call(self.tokenizer, [chat.text])["input_ids"][0]
+                    encoded.append(Encoded(np.asarray(ids, np.int32)))
+            except BadRecord as error:
+                encoded.append(error)
+        return encoded
+
+    def _short(self, texts: list[str]) -> Iterator[Encoded]:
+        """The tokens of short texts by a fast tokenizer's own calls: transformers makes lists of everything.
+
+        Where tokens are bytes of the text their characters are counted, and the tokenizer need not follow them.
+        """
+        if not texts:
+            return
+        self._call(self.tokenizer, [""])  # sets truncation, padding and special tokens as a call without options
+        backend, sizes = self.tokenizer.backend_tokenizer, self._bytes_of_tokens
+        encode = backend.encode_batch if sizes is None else backend.encode_batch_fast
+        for text, encoding in zip(texts, encode(texts, add_special_tokens=False), strict=True):
+            ids = np.array(encoding.ids, np.int32)
+            if sizes is None:
+                yield Encoded(ids, _Offsets(encoding))
+                continue
+            data = text.encode()
+            ends = np.cumsum(sizes[ids])
+            if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
+                yield Encoded(ids, _ByteOffsets(data, ends))
+                continue
+            if data.isascii():  # by a normaliser, or by a special token that swallows spaces: not by this text alone
+                self._bytes_of_tokens = None
+            yield Encoded(ids, _Offsets(backend.encode(text, add_special_tokens=False)))
+
+    @cached_property
+    def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
+        """int64[ids]: how many bytes of text each token is; None of a tokenizer that is not a byte-level one, or puts a
+        space before a text."""
+        backend = self.tokenizer.backend_tokenizer
+        if not isinstance(backend.decoder, decoders.ByteLevel):
+            return None
+        added = backend.get_added_tokens_decoder()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, np.int64)
+        for token, number in vocabulary.items():
+            # A token that is no text of the alphabet is none that text becomes.
+            is_text = number in added or alphabet.issuperset(token)
+            sizes[number] = (len(token.encode()) if number in added else len(token)) if is_text else NO_SIZE
+        # A space put before a text may make up for one that a special token swallows: the sum is right, the places not.
+        has_prefix = sizes[backend.encode("a", add_special_tokens=False).ids].sum() != 1
+        return None if has_prefix else sizes
+
+    def _is_normal(self, text: str) -> bool:
+        """Whether the tokenizer's normaliser leaves a text as it is."""
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
+            return True
+        return normalizer.normalize_str(text) == text
+
+    def _chat(self, chat: ChatText) -> Encoded:
+        """A long chat, or one that holds special tokens."""
+        if chat.disguised is None:
+            pieces = list(self._pieces(self.tokenizer, _blocks(chat.text), offsets=True))
+        else:
+            pieces = list(self._pieces(self.special.renamed_tokenizer, _blocks(chat.disguised), True, **self._split))
+        ids = np.concatenate([ids for ids, _ in pieces])
+        if chat.disguised is not None:
+            self.special.check_ids(ids)
+            ids = self.special.real_ids[ids]
+        if not self.tokenizer.is_fast:
+            return Encoded(ids, None, chat.special_tokens)
+        offsets = np.concatenate([offsets for _, offsets in pieces])
+        return Encoded(ids, ListedCharacters(map(tuple, offsets.tolist())), chat.special_tokens)
+
+    def _count(self, text: str) -> int:
+        """How many names of special tokens a text holds; `BadRecord` where it may hold none."""
+        found = [] if self.on_found == "keep" else self.special.found(text)
+        if found and self.on_found == "error":
+            raise self.special.refused(found[0][0])
+        if found and not self.tokenizer.is_fast:
+            raise self.special.refused(found[0][0], "and only a fast tokenizer can encode it as text")
+        return len(found)
+
+    def _check(self, ids: NDArray[np.int32], added: Sequence[int] | None) -> None:
+        """`BadRecord` where a token made of text is special; added[T]: 1 for those that the tokenizer put there."""
+        if self._split:
+            self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
+
+    def _long(self, text: str | TextFile, add_special_tokens: bool) -> Encoded:
+        reading = _Reading(text, self._count, self.special.longest)
+        is_fast = self.tokenizer.is_fast
+        call = self._split if is_fast else {"add_special_tokens": add_special_tokens}
+        pieces = [ids for ids, _ in self._pieces(self.tokenizer, reading, False, **call)]
+        if reading.is_blank:
+            raise BadRecord("empty", "the text is empty")
+        ids = np.concatenate(pieces)
+        del pieces
+        self._check(ids, None)
+        if add_special_tokens and is_fast:
+            before, after = self._around(reading.beginning)
+            ids = np.concatenate([before, ids, after])
+        return Encoded(ids, None, reading.special_tokens)
+
+    def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """What a fast tokenizer puts before and after a text, such as this one."""
+        out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
+        ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
+        own = np.flatnonzero(np.asarray(mask) == 0)
+        return (ids[: own[0]], ids[own[-1] + 1 :]) if len(own) else (ids, ids[:0])
+
+    def _pieces(
+        self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
+        """(ids, offsets, of no row where they are not asked for) of the pieces of a text that arrives in blocks."""
+        blocks, text, begun, is_read = iter(blocks), "", 0, False
+        size = WINDOW if tokenizer.is_fast else LONGEST
+        while True:
+            parts = [text]
+            length = len(text)
+            while length <= size and not is_read:
+                part = next(blocks, None)
+                is_read = part is None
+                parts.append(part or "")
+                length += len(parts[-1])
+            text = "".join(parts)
+            is_last = is_read and len(text) <= size
+            window = text if is_last else text[:size]
+            if not is_last and size >= LONGEST:
+                raise BadRecord(
+                    "too_long",
+                    f"a text of more than {LONGEST:,} characters must have places where it can be cut, between words"
+                    " (pre-tokens) of a fast tokenizer; it has none",
+                )
+            out = self._call(tokenizer, [window], **call)
+            if not tokenizer.is_fast:
+                yield np.asarray(out["input_ids"][0], np.int32), np.empty((0, 2), np.int64)
+                return
+            encoding = out.encodings[0]
+            cut = (len(encoding), len(text)) if is_last else self._cut(tokenizer, encoding, window, offsets, call)
+            if cut is None:
+                size *= 2
+                continue
+            tokens, at = cut
+            places = np.asarray(encoding.offsets[:tokens] if offsets else [], np.int64).reshape(-1, 2)
+            yield np.asarray(encoding.ids[:tokens], np.int32), places + begun
+            if is_last:
+                return
+            text, begun, size = text[at:], begun + at, WINDOW
+
+    def _cut(
+        self, tokenizer: Any, encoding: Any, window: str, offsets: bool, call: dict[str, Any]
+    ) -> tuple[int, int] | None:
+        """Tokens before the last safe cut of a window, and the character where the next window begins."""
+        ids, tries = encoding.ids, 0
+        ends = [end for _, end in encoding.offsets] if offsets else []
+        starts = range(len(ids))
+        after = bisect_right(starts, len(window) - OVERLAP, key=lambda token: encoding.token_to_chars(token)[0])
+        for token in range(min(after, len(ids) - 1), 0, -1):
+            if not self._is_border(tokenizer, encoding, ids, token):
+                continue
+            # White space between two words may be of either, of none, or what a text's own prefix stands for.
+            end, start = encoding.token_to_chars(token - 1)[1], encoding.token_to_chars(token)[0]
+            for at in sorted({end, start, start + window[start].isspace()} - {0}):
+                rest = self._call(tokenizer, [window[at:]], **call).encodings[0]
+                if rest.ids == ids[token:] and (not offsets or [end + at for _, end in rest.offsets] == ends[token:]):
+                    return token, at
+            tries += 1
+            if tries == TRIES:
+                return None
+        return None
+
+    def _is_border(self, tokenizer: Any, encoding: Any, ids: list[int], token: int) -> bool:
+        """Whether no merge can join a token with the one before it, whatever follows."""
+        if encoding.token_to_word(token) != encoding.token_to_word(token - 1):
+            return True
+        if not self._no_token_spans_a_space:
+            return False
+        before, here = tokenizer.convert_ids_to_tokens(ids[token - 1 : token + 1])
+        return here.startswith(SPACE) and not before.endswith(SPACE)
+
+    @cached_property
+    def _no_token_spans_a_space(self) -> bool:
+        """Whether the model is a BPE whose tokens have sentencepiece's space at their start alone."""
+        if not isinstance(self.tokenizer.backend_tokenizer.model, models.BPE):
+            return False
+        added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        spans = re.compile(f"[^{SPACE}]{SPACE}").search
+        return not any(spans(token) for token in self.tokenizer.get_vocab() if token not in added)
+
+    def _call(
+        self,
+        tokenizer: Any,
+        texts: Sequence[Any],
+        *,
+        add_special_tokens: bool = False,
+        offsets: bool = False,
+        **call: Any,
+    ) -> Any:
+        return tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=offsets,
+            verbose=False,
+            **call,
+        )
+
+
+class _Reading:
+    """A long text in blocks, and what is seen of it on the way."""
+
+    def __init__(self, text: str | TextFile, count: Any, longest: int) -> None:
+        self._text, self._count, self._kept = text, count, max(longest - 1, 0)
+        self.special_tokens = 0
+        self.is_blank = True
+        self.beginning = ""
+
+    def __iter__(self) -> Iterator[str]:
+        before = ""
+        for block in self._text.blocks() if isinstance(self._text, TextFile) else _blocks(self._text):
+            self.beginning = self.beginning or block[:OVERLAP].strip()
+            self.is_blank = self.is_blank and not block.strip()
+            # A name may lie across the border of two blocks; what lies before it was counted.
+            self.special_tokens += self._count(before + block) - self._count(before)
+            before = (before + block)[-self._kept :] if self._kept else ""
+            yield block
+
+
+def _blocks(text: str) -> Iterator[str]:
+    return (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
+
+
+@dataclass
+class Document:
+    """input_ids[T] int32, loss_mask[T] int8 of one document, and weights[T] float32 where a target has one."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    weights: np.ndarray | None = None
+
+    def part(self, start: int, stop: int) -> "Document":
+        """Tokens start..stop as a document of its own: its first token is no target."""
+        mask = self.loss_mask[start:stop].copy()
+        mask[:1] = 0
+        weights = None if self.weights is None else self.weights[start:stop]
+        return Document(self.input_ids[start:stop], mask, weights)
+
+
+def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter[str]) -> list[Document]:
+    """The documents of at most `max_tokens` tokens that `document` becomes; what happened is added to `counts`.
+
+    Raises `DataError` under the policy `error`, `BadRecord` where no target is left.
+    """
+    tokens = len(document.input_ids)
+    if max_tokens is None or tokens <= max_tokens:
+        return [document]
+    if policy == "error":
+        raise DataError(
+            f"a document must have at most max_tokens={max_tokens} tokens, or over_length=drop|truncate|split be given;"
+            f" got {tokens}"
+        )
+    if policy == "drop":
+        counts.update(dropped_documents=1, dropped_tokens=tokens)
+        return []
+    if policy == "truncate":
+        pieces = [document.part(0, max_tokens)]
+    else:
+        pieces = [document.part(start, start + max_tokens) for start in range(0, tokens, max_tokens)]
+    targets = [int(piece.loss_mask.sum()) for piece in pieces]
+    if not any(targets):
+        past = {"truncate": "truncation", "split": "split"}[policy]
+        raise BadRecord(f"no_target_after_{past}", f"no target is left of {tokens} tokens at max_tokens={max_tokens}")
+    done = {"truncate": "truncated", "split": "split"}[policy]
+    counts[f"{done}_documents"] += 1
+    counts[f"{done}_targets_lost"] += int(document.loss_mask.sum()) - sum(targets)
+    if policy == "truncate":
+        counts["truncated_tokens"] += tokens - max_tokens
+        counts["truncated_last_target_lost"] += int(document.loss_mask[max_tokens:].any())
+    else:
+        counts["split_tokens"] += tokens
+        counts["split_pieces"] += len(pieces)
+        counts["split_pieces_without_target"] += targets.count(0)
+    return pieces

@@ -1,0 +1,213 @@
+"""JSON as records: of a line, and of the elements of a list, read as a stream.
+
+Python's own parser reads them, more strictly: what it would change unsaid is a bad record. That is a key given twice,
+of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
+
+A record that cannot be used, and the choices of what is done about it.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from io import TextIOWrapper
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from verl_ext.values import DataError, one_line
+
+ON_BAD_RECORD = ("error", "skip")
+ON_UNPRINTED = ("error", "warn", "drop")  # where a chat template leaves something of a chat out
+TURNS = ("all", "last", "each")  # which of a chat's turns are learnt, and in one document or each in its own
+ON_MEDIA = ("error", "drop")
+SPECIAL_TOKENS_IN_TEXT = ("encode", "keep", "error")  # what becomes of their names in data; see special_tokens.py
+
+
+class BadRecord(ValueError):
+    """Ends the run under `on_bad_record=error`, and is counted under `skip`.
+
+    `reason` is one of a few words that the report counts by; the message says what was found.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(one_line(message))  # it names fields and values of the data
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return BadRecord, (self.reason, str(self))  # an exception's own calls it with the message alone
+
+
+BLOCK = 1 << 20  # characters of a list taken at once
+_LONGEST_TOKEN = 32  # characters; a value cut off by a block's end seems wrong no further than this before it
+_UNTERMINATED = "Unterminated string"
+_BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise BadRecord("duplicate_key", f"an object has the key {key[:80]!r} more than once")
+    return fields
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise BadRecord("malformed_json", f"malformed JSON: the number {text[:80]} is too large")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise BadRecord("malformed_json", f"malformed JSON: {name} is no JSON")
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant)
+_FINDS_THE_END = json.JSONDecoder(parse_float=str, parse_int=str)
+
+
+def _malformed(error: ValueError) -> BadRecord:
+    """Why JSON cannot be used, of what the parser raises."""
+    if isinstance(error, BadRecord):
+        return error
+    if isinstance(error, json.JSONDecodeError):
+        return BadRecord("malformed_json", f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
+    if isinstance(error, UnicodeDecodeError):
+        return BadRecord("malformed_json", f"malformed JSON: no UTF-8 at byte {error.start + 1}")
+    return BadRecord("malformed_json", "malformed JSON: a whole number has more digits than Python converts")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; `BadRecord` where it is none, or would not be read as it stands."""
+    try:
+        return _STRICT.decode(text)
+    except RecursionError as error:
+        raise BadRecord("malformed_json", "malformed JSON: nested too deep") from error
+    except ValueError as error:
+        raise _malformed(error) from error
+
+
+def parse_line(line: bytes) -> Any:
+    """The record of one JSONL line; `BadRecord` where it is no JSON, or would not be read as it stands."""
+    try:
+        return parse_json(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _malformed(error) from error
+    except BadRecord as error:
+        if b"\r" in line.strip():
+            raise BadRecord(error.reason, f"{error}; a line must end with LF or CR LF, not with CR alone") from error
+        raise
+
+
+class LineColumn(NamedTuple):
+    """Where a record stands that need not begin a line, both counted from 1."""
+
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.line}:{self.column}"
+
+
+class JsonList:
+    """Iterates over the elements of a JSON list without holding the file: yields ((place, element), characters).
+
+    An element that cannot be used but whose end is known is a `BadRecord`. Raises `DataError` for a list whose syntax
+    is broken, since its records' borders are lost from there on.
+    """
+
+    def __init__(self, path: str, stream: BinaryIO) -> None:
+        self.path = path
+        self.stream = TextIOWrapper(stream, encoding="utf-8-sig")
+        self.text = ""
+        self.position = 0
+        self.line = self.column = 1  # of `position`
+        self.ended = False
+
+    def __iter__(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
+        try:
+            yield from self._elements()
+            self.stream.detach()  # else it closes the file, whose end is yet to be checked
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path}:{self.line}: malformed JSON: no UTF-8 there or after it") from error
+
+    def _elements(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
+        self._expect("[", "a list of records")
+        if self._next_character() == "]":
+            self._advance(1)
+        else:
+            while True:
+                self._next_character()
+                place = LineColumn(self.line, self.column)
+                value, length = self._decode()
+                yield (place, value), length
+                if self._next_character() == "]":
+                    self._advance(1)
+                    break
+                self._expect(",", "',' or ']' after a record")
+        if self._next_character():
+            self._fail("text after the list's end")
+
+    def _decode(self) -> tuple[Any, int]:
+        block = BLOCK
+        while True:
+            try:
+                value, end = self._value()
+            except json.JSONDecodeError as error:
+                # A value cut off by the buffer's end looks malformed: read on, twice as far, before saying so.
+                is_cut = error.pos > len(self.text) - _LONGEST_TOKEN or error.msg.startswith(_UNTERMINATED)
+                if self.ended or not is_cut:
+                    self._advance(error.pos - self.position)
+                    self._fail(error.msg.removesuffix(" at"))
+                self._read(block)
+                block *= 2
+                continue
+            except RecursionError:
+                self._fail("nested too deep")
+            if end == len(self.text) and not self.ended:  # a number might go on
+                self._read(block)
+                continue
+            length = end - self.position
+            self._advance(length)
+            return value, length
+
+    def _value(self) -> tuple[Any, int]:
+        """The value at `position`, or the `BadRecord` that it is, and where it ends."""
+        try:
+            return _STRICT.raw_decode(self.text, self.position)
+        except json.JSONDecodeError:
+            raise
+        except ValueError as error:
+            return _malformed(error), _FINDS_THE_END.raw_decode(self.text, self.position)[1]
+
+    def _read(self, size: int) -> None:
+        more = self.stream.read(size)
+        self.text, self.position = self.text[self.position :] + more, 0
+        self.ended = len(more) < size
+
+    def _advance(self, count: int) -> None:
+        end = self.position + count
+        if breaks := self.text.count("\n", self.position, end):
+            self.line += breaks
+            self.column = end - self.text.rfind("\n", self.position, end)
+        else:
+            self.column += count
+        self.position = end
+
+    def _next_character(self) -> str:
+        """Skip white space; the character there, empty at the file's end."""
+        while True:
+            blanks = _BLANKS.match(self.text, self.position)
+            assert blanks is not None
+            self._advance(blanks.end() - self.position)
+            if self.position < len(self.text) or self.ended:
+                return self.text[self.position : self.position + 1]
+            self._read(BLOCK)
+
+    def _expect(self, character: str, what: str) -> None:
+        if self._next_character() != character:
+            self._fail(f"expected {what}")
+        self._advance(1)
+
+    def _fail(self, message: str) -> NoReturn:
+        raise DataError(f"{self.path}:{self.line}: malformed JSON: {message} at column {self.column}")

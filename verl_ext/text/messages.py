@@ -1,0 +1,226 @@
+"""One message of a record as chat templates take it, and how much of it is to be learnt.
+
+How much is said by `weight` (a number, 0 or more) or by `loss`, `train`, `training` or `trainable` (true or false),
+which are taken out of the message; 1 where none is given. Only assistant turns can be learnt: another message may say 0
+or false, or 1 or true where every message of the record says so, as programs do that always write the field.
+
+Every other field is handed to the template.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ext.text.json_records import BadRecord, parse_json
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "function_call",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+LEARN_FLAGS = ("loss", "train", "training", "trainable")
+_LEARN_FIELDS = frozenset(("weight", *LEARN_FLAGS))
+TEMPLATE_FIELDS = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+)
+TOOL_FIELDS = ("tools", "functions")
+MEDIA = ("image", "audio", "video")
+FLOAT32 = (1.5e-45, 3.4e38)  # the smallest and largest weights
+_PLACEHOLDER = re.compile(r"\n?<(?:image|audio|video)>\Z|<(?:image|audio|video)>\n?")
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Turn:
+    """A message; the weight of its tokens (None: not given); the tools that a system message holds."""
+
+    message: Message
+    weight: float | None = None
+    tools: dict[str, Any] = field(default_factory=dict)
+
+
+class MessageReader:
+    """Reads a record's messages; `dropped` counts the images, audio and video that were left out of them."""
+
+    def __init__(self, drop_media: bool = False) -> None:
+        self.drop_media = drop_media
+        self.dropped: Counter[str] = Counter()
+
+    def turns(self, raw_messages: list[Any]) -> list[Turn]:
+        """Every message; `BadRecord` says which cannot be used, and why."""
+        turns = [self._turn(raw, f"message {number}") for number, raw in enumerate(raw_messages, start=1)]
+        others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
+        if (other := next(others, None)) is not None and any(turn.weight != 1 for turn in turns):
+            role = turns[other].message["role"]
+            raise BadRecord("bad_weight", f"message {other + 1} ({role}) is to be learnt; only assistant turns can be")
+        return turns
+
+    def _turn(self, raw: Any, where: str) -> Turn:
+        if not isinstance(raw, dict):
+            raise BadRecord("non_string_content", f"{where} must be an object; got {type(raw).__name__}")
+        fields = {key: value for key, value in raw.items() if value is not None}
+        name = fields.pop("role", None) or fields.pop("from", None)
+        if not isinstance(name, str) or name.lower() not in ROLES:
+            raise BadRecord("unknown_role", f"{where} has role {shown(name)}; known roles: {', '.join(ROLES)}")
+        role = ROLES[name.lower()]
+        weight = _learnt(fields, where)
+        tools = {key: fields.pop(key) for key in TOOL_FIELDS if key in fields} if role == "system" else {}
+        if "function_call" in fields:
+            if fields.get("tool_calls"):
+                raise BadRecord("bad_tools", f"{where} has function_call and tool_calls; it must have one of them")
+            call = from_json(fields.pop("function_call"), f"{where}: function_call")
+            fields["tool_calls"] = called([call], f"{where}: function_call")["tool_calls"]
+        text = fields.pop("content", None)
+        text = fields.pop("value", None) if text is None else text
+        if text is None and not fields.get("tool_calls"):
+            raise BadRecord("non_string_content", f"{where} ({role}) has no content")
+        message = {"role": role, "content": self._text(text if text is not None else "", where), **fields}
+        if role == "function_call":
+            message = {**message, "role": "assistant", **_call_from_text(message["content"])}
+        if message.get("tool_calls"):
+            message["tool_calls"] = _tool_calls(message["tool_calls"], where)
+        return Turn(message, weight, tools)
+
+    def _text(self, content: Any, where: str) -> str:
+        """A message's text; a list of text parts (`{"type": "text", "text": …}`) is joined."""
+        if isinstance(content, str):
+            return content
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            texts = [part for part in content if not self._is_media(part, where)]
+            if all(isinstance(part.get("text"), str) for part in texts):
+                return "".join(part["text"] for part in texts)
+        raise BadRecord("non_string_content", f"{where}: content must be text; got {type(content).__name__}")
+
+    def _is_media(self, part: dict[str, Any], where: str) -> bool:
+        kind = part.get("type")
+        if not isinstance(kind, str):
+            kind = "" if "text" in part else next((key for key in part if key.startswith(MEDIA)), "")
+        medium = next((medium for medium in MEDIA if medium in kind), None)
+        if medium is None:
+            return False
+        self.drop(medium, f"{where} has a part of type {kind}")
+        return True
+
+    def drop(self, medium: str, found: str) -> None:
+        """Count an image, audio or video that is left out; `BadRecord` unless that is asked for."""
+        if not self.drop_media:
+            raise BadRecord(
+                "vision", f"{found}, and only text is tokenised; media=drop leaves it out and keeps the text"
+            )
+        self.dropped[medium] += 1
+
+
+def without_placeholders(value: Any) -> Any:
+    """`value` less `<image>`, `<audio>` and `<video>` in its strings, with the line end beside them."""
+    if isinstance(value, str):
+        return _PLACEHOLDER.sub("", value)
+    if isinstance(value, list):
+        return [without_placeholders(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_placeholders(item) for key, item in value.items()}
+    return value
+
+
+def _learnt(fields: dict[str, Any], where: str) -> float | None:
+    """What a message's fields say of its weight; they are taken out."""
+    if _LEARN_FIELDS.isdisjoint(fields):
+        return None
+    found: dict[str, float] = {}
+    if "weight" in fields:
+        found["weight"] = as_weight(fields.pop("weight"), f"{where}: weight")
+    for name in LEARN_FLAGS:
+        if name in fields:
+            value = fields.pop(name)
+            if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+                raise BadRecord("bad_weight", f"{where}: {name} must be true or false; got {shown(value)}")
+            found[name] = float(value)
+    if len({weight > 0 for weight in found.values()}) > 1:
+        raise BadRecord("bad_weight", f"{where}: {' and '.join(found)} must agree on whether it is to be learnt")
+    return next(iter(found.values()), None)
+
+
+def as_weight(value: Any, where: str) -> float:
+    """A weight as a float that float32 holds; `BadRecord` for anything but a number that is at least 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and (value == 0 or FLOAT32[0] <= value <= FLOAT32[1]):
+        return float(value)
+    raise BadRecord(
+        "bad_weight", f"{where} must be a number that is at least 0 and fits in float32; got {shown(value)}"
+    )
+
+
+def shown(value: Any) -> str:
+    """A value as an error names it: short, also where it is an integer of thousands of digits or a whole list."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "an integer of more than 256 bits"
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text):,} characters)"
+
+
+def from_json(value: Any, name: str) -> Any:
+    """`value`, decoded where a table's column holds it as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except BadRecord as error:
+        raise BadRecord(error.reason, f"{name} is a string that is no JSON: {error}") from error
+
+
+def _call_from_text(text: str) -> Message:
+    """ShareGPT's `function_call` turn: JSON with a name and arguments, or else text like any other."""
+    try:
+        calls = parse_json(text)
+    except BadRecord:
+        return {"content": text}
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        return {"content": text}
+    return {"content": "", "tool_calls": _as_tool_calls(calls)}
+
+
+def _as_tool_calls(calls: list[Any]) -> list[Any]:
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def called(answers: Any, name: str) -> Message:
+    """The assistant's message of a list of calls, or its JSON text; a call has `name` and `arguments`."""
+    calls = from_json(answers, name)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
+    return {"role": "assistant", "content": "", "tool_calls": _as_tool_calls(calls)}
+
+
+def _tool_calls(raw: Any, where: str) -> list[Any]:
+    """Tool calls, whose arguments may be objects or strings of JSON."""
+    calls = from_json(raw, f"{where}: tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord("bad_tools", f"{where}: tool_calls must be a list of objects")
+    return calls
+
+
+def tool_list(raw: Any, name: str) -> list[Any] | None:
+    """Tool definitions, as objects or JSON text; those of OpenAI's older `functions` as it has them in `tools`."""
+    if raw in (None, "", []):
+        return None
+    tools = from_json(raw, name)
+    tools = [from_json(tool, name) for tool in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRecord("bad_tools", f"{name} must be a list of JSON schemas")
+    if name == "functions":
+        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return tools or None

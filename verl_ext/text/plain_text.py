@@ -1,0 +1,182 @@
+"""Text records as tokens: what runs in every worker process of the index command, and in a training process.
+
+document 1        document 2 (unusable)      document 3            add_bos=false add_eos=true
+t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl_ext.data.megatron.index import optimal_dtype
+from verl_ext.text.encoders import Encoded, TextEncoder
+from verl_ext.text.json_records import BadRecord, parse_line
+from verl_ext.text.readers import Chunk, Parcel, TextFile
+from verl_ext.values import DataError, UsageError
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text becomes documents; the fields are described in `conf/index.yaml`.
+
+    `key_prefix` stands before a key where an error names one: `data.` where the options are a dataset's.
+    """
+
+    text_key: str | Sequence[str] = "text"
+    add_eos: bool = True
+    add_bos: bool = False
+    on_bad_record: str = "error"
+    special_tokens_in_text: str = "encode"
+    key_prefix: str = ""
+
+    @property
+    def text_keys(self) -> list[str]:
+        """The fields that a record's text is made of, joined by newlines."""
+        return [self.text_key] if isinstance(self.text_key, str) else list(self.text_key)
+
+
+@dataclass(frozen=True)
+class BadText:
+    """A record that gives no document: how many documents stand before it, the reason, and the line that says so."""
+
+    after: int
+    reason: str
+    line: str
+
+
+@dataclass
+class Documents:
+    """tokens[ΣT] of the index's dtype and lengths[D] int64 of one parcel.
+
+    special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
+    holds the unusable records in order; `failure` is what ends the run once the documents here are written.
+    """
+
+    source: int
+    num_bytes: int
+    tokens: np.ndarray
+    lengths: np.ndarray
+    bad: list[BadText]
+    failure: str | None
+    special_tokens: np.ndarray
+
+
+class TextTokenizer:
+    """Turns parcels of records into token arrays with one tokenizer and one set of options.
+
+    The documents' tokens are those that `TextEncoder` gives of the whole text; BOS and EOS are added whatever the text
+    begins and ends with, as Megatron's `--append-eod` does. Raises `UsageError` where the tokenizer
+    has no token that is to be added.
+    """
+
+    def __init__(self, tokenizer: Any, options: TextOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        key = f"{options.key_prefix}special_tokens_in_text"
+        self.encoder = TextEncoder(tokenizer, options.special_tokens_in_text, key)
+        self.vocabulary = vocabulary_size(tokenizer)
+        self.dtype = np.dtype(optimal_dtype(self.vocabulary))
+        self.first = self._added("bos") if options.add_bos else []
+        self.last = self._added("eos") if options.add_eos else []
+
+    def _added(self, name: str) -> list[int]:
+        token = getattr(self.tokenizer, f"{name}_token_id")
+        if token is None:
+            key = f"{self.options.key_prefix}add_{name}"
+            raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
+        return [token]
+
+    def tokenise(self, parcel: Parcel) -> Documents:
+        """The parcel's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
+        texts: list[Encoded] = []
+        bad: list[BadText] = []
+        failure = parcel.failure
+        for place, outcome in self._outcomes(parcel):
+            if isinstance(outcome, Encoded):
+                texts.append(outcome)
+                continue
+            if not isinstance(outcome, BadRecord):
+                failure = str(outcome)
+                break
+            bad.append(BadText(len(texts), outcome.reason, f"{place}: {outcome}"))
+            if self.options.on_bad_record == "error":
+                failure = self._failure(bad[-1])
+                break
+        lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
+        lengths += len(self.first) + len(self.last)
+        special = np.array([text.special_tokens for text in texts], dtype=np.int64)
+        tokens = self._joined([text.ids for text in texts])
+        return Documents(parcel.source, parcel.num_bytes, tokens, lengths, bad, failure, special)
+
+    def _failure(self, bad: BadText) -> str:
+        return f"{bad.line} ({bad.reason}; {self.options.key_prefix}on_bad_record=skip leaves such records out)"
+
+    def _outcomes(self, parcel: Parcel) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
+        """(place, tokens or why there are none) of every record, in order."""
+        texts = list(record_texts(parcel, self.options))
+        encoded = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
+        for place, text in texts:
+            outcome = text if isinstance(text, BadRecord) else next(encoded)
+            if isinstance(outcome, Encoded) and not len(outcome.ids):
+                outcome = BadRecord("empty", "the tokenizer makes no token of the text")
+            yield place, outcome
+
+    def _joined(self, ids: list[np.ndarray]) -> np.ndarray:
+        """Every document's tokens, BOS and EOS included, side by side."""
+        first, last = np.array(self.first, np.int32), np.array(self.last, np.int32)
+        parts = [part for document in ids for part in (first, document, last)]
+        tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
+            raise UsageError(f"the tokenizer must give tokens of its vocabulary, 0..{self.vocabulary - 1}; got {wrong}")
+        return tokens.astype(self.dtype)
+
+
+def record_texts(parcel: Parcel, options: TextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
+    """(place, text or why there is none) of every record; none after the first that ends the run."""
+    for chunk in parcel.chunks:
+        for number, raw in chunk.records:
+            try:
+                yield chunk.place(number), _text(chunk, raw, options)
+            except BadRecord as error:
+                yield chunk.place(number), error
+                if options.on_bad_record == "error":
+                    return
+
+
+def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str | TextFile:
+    record = parse_line(raw) if isinstance(raw, bytes) else raw
+    if isinstance(record, BadRecord):
+        raise record
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    if isinstance(record.get("text"), TextFile):
+        return record["text"]
+    keys = ["text"] if chunk.whole_file else options.text_keys
+    text = "\n".join([_field(record, key, options) for key in keys])
+    if not text.strip():
+        raise BadRecord("empty", "the text is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+    return text
+
+
+def _field(record: dict[str, Any], key: str, options: TextOptions) -> str:
+    value = record.get(key)
+    if isinstance(value, str):
+        return value
+    if value is not None:
+        raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
+    found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
+    raise BadRecord(
+        "no_text", f"{options.key_prefix}text_key must name a field of the record; got {key}, its fields are {found}"
+    )
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the highest token: `len(tokenizer)`, more where the numbers have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))

@@ -1,0 +1,420 @@
+"""Source files cut into chunks of records, read as a stream.
+
+The cuts depend on the files alone, never on the number of workers, so that the output does not either. JSONL lines
+travel as bytes and are parsed by the worker that tokenises them; the other formats are decoded here.
+
+Chunks gathered into parcels: what one worker tokenises in one go.
+"""
+
+import codecs
+import csv
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from verl_ext.text.json_records import BadRecord, JsonList, LineColumn, parse_line
+from verl_ext.text.remote import hub_tables
+from verl_ext.text.sources import OpenedFile, SourceFile, check_is_utf8, encoding_problem, open_source
+from verl_ext.values import DataError, first_line
+
+CHUNK_BYTES = 256 * 1024
+CHUNK_RECORDS = 256
+BLOCK = 1 << 20  # of a text file, taken at once
+
+# Line of the file, or number of the record where there are no lines; of a JSON list, line and column.
+Place = int | LineColumn
+NumberedRecord = tuple[Place, Any]  # the record is still unparsed where it is bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Records of one file, in order."""
+
+    category_id: int
+    path: str
+    records: list[NumberedRecord]
+    num_bytes: int  # how much of the file they stand for: the unit of progress
+    whole_file: bool = False  # the one record is the file's text
+    text_bytes: int = 0  # about how much the records are once read, which of a compressed file is more
+
+    def place(self, number: Place) -> str:
+        """Where record `number` stands, as errors name it."""
+        return self.path if self.whole_file else f"{self.path}:{number}"
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """The text of a file of more than a block, for whoever tokenises it to read as a stream."""
+
+    path: str
+
+    def blocks(self) -> Iterator[str]:
+        """The text, a block at a time; see `text_blocks`."""
+        return (text for text, _ in text_blocks(self.path))
+
+
+def read_chunks(source: SourceFile) -> Iterator[Chunk]:
+    """Yield a file's records in chunks; memory is that of a chunk.
+
+    Raises `DataError` with path and line for a file that cannot be read on (a JSON list or CSV with broken syntax, a
+    compressed file that is truncated).
+    """
+    is_text = source.kind == "text"
+    try:
+        for records, num_bytes, size in READERS[source.kind](source):
+            yield Chunk(source.category_id, source.path, records, num_bytes, is_text, size)
+    except OSError as error:
+        raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
+
+
+Batches = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
+Read = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
+
+
+def _batches(source: SourceFile, read: Callable[[BinaryIO], Read]) -> Batches:
+    """What `read` finds in the file's bytes, in batches of about CHUNK_BYTES and at most CHUNK_RECORDS."""
+    with open_source(source.path) as file:
+        check_is_utf8(source.path, file)
+        records: list[NumberedRecord] = []
+        size = position = 0
+        for record, length in read(file.stream):
+            size += length
+            if record is not None:
+                records.append(record)
+            if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
+                yield records, file.position - position, size
+                records, size, position = [], 0, file.position
+        file.check_end()
+        yield records, max((source.num_bytes or file.position) - position, 0), size
+
+
+def _jsonl(source: SourceFile) -> Batches:
+    return _batches(source, _lines)
+
+
+def _lines(stream: BinaryIO) -> Read:
+    for number, line in enumerate(stream, start=1):
+        yield ((number, line) if _has_text(line) else None), len(line)
+
+
+def _has_text(line: bytes) -> bool:
+    return bool(line.removeprefix(codecs.BOM_UTF8).strip())
+
+
+def _json(source: SourceFile) -> Batches:
+    """Many published .json files hold one object per line: one that begins with an object is read as these."""
+    with open_source(source.path) as file:
+        lines = iter(lambda: file.stream.readline(BLOCK), b"")
+        first = next((line for line in lines if _has_text(line)), None)
+    if first is None:
+        raise DataError(f"{source.path}: must be JSON; it is empty")
+    if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+        return _batches(source, lambda stream: iter(JsonList(source.path, stream)))
+    try:
+        parse_line(first)
+    except BadRecord as error:
+        cause = error.__cause__
+        if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
+            what = "a list of records, or one object on each line"
+            raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
+    return _batches(source, _lines)
+
+
+def _table_of_text(source: SourceFile) -> Batches:
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if source.kind == "tsv" else ","
+    return _batches(
+        source, lambda stream: _rows(source.path, io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter)
+    )
+
+
+def _rows(path: str, stream: io.TextIOWrapper, delimiter: str) -> Read:
+    reader = csv.reader(stream, delimiter=delimiter, strict=True)
+    try:
+        header = next(filter(None, reader), [])
+        if repeated := [name for name, count in Counter(header).items() if name and count > 1]:
+            got = f"got {repeated[0]!r} more than once"
+            raise DataError(f"{path}:{reader.line_num}: the header's columns must have different names; {got}")
+        line = reader.line_num + 1
+        for row in reader:
+            if row:
+                yield (line, _row_record(header, row)), sum(map(len, row))
+            line = reader.line_num + 1
+        stream.detach()  # else it closes the file, whose end is yet to be checked
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
+
+
+def _row_record(header: list[str], row: list[str]) -> Any:
+    """A row as a record: an empty cell is null, a weight is a number."""
+    if len(row) != len(header):
+        return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
+    if any("\0" in cell for cell in row):
+        return BadRecord("nul_byte", "malformed CSV: a cell has a NUL byte")
+    record: dict[str, Any] = {key: value or None for key, value in zip(header, row, strict=True)}
+    for key in ("loss_weight", "weight"):
+        if record.get(key) is not None:
+            try:
+                record[key] = float(record[key])
+            except ValueError:
+                continue  # refused, with its text, where weights are checked
+    return record
+
+
+def _text(source: SourceFile) -> Batches:
+    """The file as one record: its text, or a `TextFile` where that is more than a block."""
+    blocks = text_blocks(source.path)
+    try:
+        text, _ = next(blocks, ("", 0))
+        is_long = next(blocks, None) is not None
+    except BadRecord as error:
+        yield [(1, error)], source.num_bytes or 0, 0
+    else:
+        blocks.close()
+        yield (
+            [(1, {"text": TextFile(source.path) if is_long else text})],
+            source.num_bytes or 0,
+            len(text) * (1 + is_long),
+        )
+
+
+def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
+    """A text file in blocks, line ends as Python's text files have them, and the bytes of the file that each took.
+
+    A block ends with a line, where no line is longer than a block. Raises `BadRecord` where the text is not UTF-8,
+    `DataError` where the file cannot be read.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
+    position = done = 0  # of the text, of the file
+    with open_source(path) as file:
+        while True:
+            data = file.stream.read(BLOCK)
+            data += file.stream.readline(BLOCK)
+            if not position and (problem := encoding_problem(data[:4])):
+                raise BadRecord("not_utf8", f"text must be UTF-8; {problem}")
+            if (nul := data.find(b"\0")) >= 0:
+                raise BadRecord("nul_byte", f"text must have no NUL bytes; byte {position + nul + 1} is one")
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                byte = position - begun + error.start + 1
+                raise BadRecord("not_utf8", f"text must be UTF-8; byte {byte} is not") from error
+            if text := lines.decode(text if position else text.removeprefix("\ufeff"), final=not data):
+                yield text, file.position - done
+                done = file.position
+            if not data:
+                file.check_end()
+                return
+            position += len(data)
+
+
+def _parquet(source: SourceFile) -> Batches:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open_source(source.path) as opened, pq.ParquetFile(opened.stream) as file:
+            rows, found = file.metadata.num_rows, 0
+            for records, size in _table_records(source.path, file.iter_batches(batch_size=CHUNK_RECORDS)):
+                yield _numbered(records, found), (source.num_bytes or 0) * len(records) // max(rows, 1), size
+                found += len(records)
+            if found != rows:
+                raise DataError(f"{source.path}: cannot be read as parquet: it has {found} of its {rows} rows")
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
+        raise DataError(f"{source.path}: cannot be read as parquet: {first_line(error)}") from error
+
+
+def _arrow(source: SourceFile) -> Batches:
+    """The shards that an Arrow folder's state.json names, each a stream of record batches.
+
+    Not through `load_from_disk`, which takes a shard that is cut off between two batches for a whole one.
+    """
+    import pyarrow as pa
+
+    found, schemas = 0, list[Any]()
+    for shard in _arrow_shards(source.path):
+        try:
+            with open_source(shard) as opened:
+                position = 0
+                for records, size in _table_records(shard, _stream_batches(shard, opened, schemas)):
+                    yield _numbered(records, found), opened.position - position, size
+                    position = opened.position
+                    found += len(records)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
+            raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
+
+
+def _arrow_shards(folder: str) -> list[str]:
+    try:
+        with open_source(f"{folder}/state.json") as file:
+            state = json.loads(file.stream.read())
+        if state.get("_indices_data_files"):
+            raise DataError(f"{folder}: must be saved anew: its rows are in an order of their own")
+        names = [str(part["filename"]) for part in state["_data_files"]]
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{folder}: cannot be read as an Arrow folder: its state.json names no files") from error
+    if len({*names}) != len(names) or any(Path(name).name != name for name in names):
+        raise DataError(f"{folder}: cannot be read as an Arrow folder: its state.json names files that cannot be")
+    return [f"{folder}/{name}" for name in names]
+
+
+def _stream_batches(path: str, opened: OpenedFile, schemas: list[Any]) -> Iterator[Any]:
+    """The record batches of an Arrow stream, which must end where its file does, and have the schema of those before it
+    (`schemas`, added to)."""
+    import pyarrow as pa
+
+    end = b"\xff\xff\xff\xff\0\0\0\0"
+    opened.stream.seek(-len(end), io.SEEK_END)
+    is_whole = opened.stream.read() == end
+    opened.stream.seek(0)
+    with pa.ipc.open_stream(opened.stream) as batches:
+        schemas.append(batches.schema)
+        if not batches.schema.equals(schemas[0]):
+            raise DataError(f"{path}: must have the columns of the folder's first file")
+        yield from batches
+    if not is_whole or opened.stream.read():
+        raise DataError(f"{path}: cannot be read as Arrow: it does not end where its stream of records does")
+
+
+def _hub(source: SourceFile) -> Batches:
+    found = 0
+    for records, size in _table_records(source.path, hub_tables(source.path, CHUNK_RECORDS)):
+        yield _numbered(records, found), size, size
+        found += len(records)
+
+
+def _numbered(records: list[Any], before: int) -> list[NumberedRecord]:
+    return list(enumerate(records, start=before + 1))
+
+
+def _table_records(path: str, tables: Iterable[Any]) -> Iterator[tuple[list[Any], int]]:
+    """(records, bytes of them) of each table or record batch, at most CHUNK_RECORDS at once."""
+    for table in tables:
+        if repeated := [name for name, count in Counter(table.schema.names).items() if count > 1]:
+            raise DataError(f"{path}: must have columns of different names; got {repeated[0]!r} more than once")
+        for start in range(0, table.num_rows, CHUNK_RECORDS):
+            part = table.slice(start, CHUNK_RECORDS)
+            yield _rows_of(part), part.nbytes
+
+
+def _rows_of(table: Any) -> list[Any]:
+    """A table's rows as records; `BadRecord` for a row that Arrow or Python cannot read, such as text in no UTF-8."""
+    try:
+        return _read_rows(table)
+    except _ROW_ERRORS:
+        if table.num_rows > 1:
+            return [record for row in range(table.num_rows) for record in _rows_of(table.slice(row, 1))]
+    for name in table.schema.names:
+        try:
+            _read_rows(table.select([name]))
+        except _ROW_ERRORS as error:
+            if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
+                return [BadRecord("not_utf8", f"column {name} must be UTF-8")]
+            return [BadRecord("unreadable_row", f"column {name} cannot be read: {first_line(error)}")]
+    return [BadRecord("unreadable_row", "the row cannot be read")]
+
+
+# ArrowInvalid is a ValueError, as what Python says of a date that it does not have or of text in no UTF-8.
+_ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
+
+
+def _read_rows(table: Any) -> list[Any]:
+    table.validate(full=True)  # a damaged Arrow file may point beyond its own bytes
+    # A record's own null fields stay: the column is there.
+    return [{key: _without_none(value) for key, value in row.items()} for row in table.to_pylist()]
+
+
+def _without_none(value: Any) -> Any:
+    """`value` less the null fields of its structs: Arrow fills in every key that any row has."""
+    if isinstance(value, dict):
+        return {key: _without_none(child) for key, child in value.items() if child is not None}
+    if isinstance(value, list):
+        return [_without_none(child) for child in value]
+    return value
+
+
+READERS = {
+    "jsonl": _jsonl,
+    "json": _json,
+    "parquet": _parquet,
+    "csv": _table_of_text,
+    "tsv": _table_of_text,
+    "text": _text,
+    "arrow": _arrow,
+    "hub": _hub,
+}
+
+
+@dataclass
+class Parcel:
+    """Chunks of one source, in order. Small files share a parcel, since a job of its own would cost each too much."""
+
+    source: int  # the files' category_id
+    chunks: list[Chunk] = field(default_factory=list)
+    failure: str | None = None  # why the source cannot be read on after them
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of the source's files the chunks stand for."""
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @property
+    def text_bytes(self) -> int:
+        """How much there is to tokenise, about: of a compressed file more than its bytes."""
+        return sum(chunk.text_bytes for chunk in self.chunks)
+
+    @property
+    def num_records(self) -> int:
+        """Records, the unusable ones included."""
+        return sum(len(chunk.records) for chunk in self.chunks)
+
+
+def read_parcels(
+    files: Sequence[SourceFile], is_full: Callable[[int], bool], parcel_bytes: int = CHUNK_BYTES
+) -> Iterator[Parcel]:
+    """Yield the files' chunks, in order, in parcels of about `parcel_bytes` of text at the most.
+
+    `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
+    becomes its parcel's `failure` and ends its source, so that it is told only where the documents before it do not
+    fill the source, however far ahead of them it was found.
+    """
+    parcel: Parcel | None = None
+    for source, found in _chunks(files, is_full):
+        if parcel is not None and parcel.source != source:
+            yield parcel
+            parcel = None
+        parcel = parcel or Parcel(source)
+        if isinstance(found, Chunk):
+            parcel.chunks.append(found)
+        else:
+            parcel.failure = str(found)
+        if parcel.failure or parcel.text_bytes >= parcel_bytes or parcel.num_records >= CHUNK_RECORDS:
+            yield parcel
+            parcel = None
+    if parcel is not None:
+        yield parcel
+
+
+def _chunks(files: Sequence[SourceFile], is_full: Callable[[int], bool]) -> Iterator[tuple[int, Chunk | DataError]]:
+    """(source, chunk or what ends the source) of every file, in order."""
+    ended = set()
+    for file in files:
+        chunks = read_chunks(file)
+        while file.category_id not in ended and not is_full(file.category_id):
+            try:
+                yield file.category_id, next(chunks)
+            except StopIteration:
+                break
+            except DataError as error:
+                ended.add(file.category_id)
+                yield file.category_id, error

@@ -1,0 +1,518 @@
+"""Records as chats or plain texts: the shapes are those of shapes.py, under other names where `columns` gives these.
+
+The shapes of records: which fields make which chat or plain text.
+
+The shape is read off the fields:
+
+| fields | becomes |
+|---|---|
+| `messages` | the chat as it stands |
+| `conversations` | ShareGPT: `from`/`value` or `role`/`content` |
+| `instruction` [+ `input`] + `output` (or `response`, `completion`) | alpaca: user turn `instruction\\ninput`, answer |
+| `prompt` + `response` (or `completion`), strings or messages | a user turn, an assistant turn; or the chat of both |
+| `question` + `answer` | one user turn, one assistant turn |
+| `text` | plain text, no template |
+| `conversation` | as `conversations` |
+| `question` + `response` | OpenOrca: one user turn, one assistant turn |
+| `query` + `response`, `input` + `output`, `inputs` + `targets` | as `prompt` + `response` |
+| `question` + `answers` `{"text": [...]}` | SQuAD: the first of the answers |
+| `query` + `answers`, a list of calls or its JSON text | xLAM: a user turn, an assistant turn of tool calls |
+| `chat`, text with `USER:`, `ASSISTANT:` and `FUNCTION RESPONSE:` | Glaive; its calls and functions stay text |
+| `data`, a list of strings | UltraChat: user and assistant turns alternate |
+
+Where several fit, the first of `messages` … `question` + `answer` wins, and then the one that has the fields of the
+other. Any others that give different results are a bad record, as is `text` beside one of those below it. An alpaca
+record that has `output` and `response` is answered by `output`. A `prompt` given as messages is context: its
+assistant turns are no targets.
+
+Beside a shape:
+
+| fields | become |
+|---|---|
+| `system`, `system_prompt` | the system message, where the chat has none |
+| `tools`, `functions` | the template's `tools`; also where a system message holds them |
+| `history` (pairs of turns, or messages) | earlier turns, of the shapes with one user turn |
+| `context` (Dolly, SQuAD) | the start of the user turn, a blank line before the question; of the same shapes |
+| `loss_weight`, `weight` | the weight of the record's target tokens |
+| `image`, `images`, `audio`, `audios`, `video`, `videos` | a bad record, or left out: `media=drop` |
+
+Fields that nothing of this reads are named in `Record.unused`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.messages import (
+    MEDIA,
+    TEMPLATE_FIELDS,
+    TOOL_FIELDS,
+    Message,
+    MessageReader,
+    Turn,
+    as_weight,
+    called,
+    from_json,
+    shown,
+    tool_list,
+    without_placeholders,
+)
+from verl_ext.text.readers import TextFile
+from verl_ext.values import choice_problem
+
+WEIGHT_FIELDS = ("loss_weight", "weight")
+SYSTEM_FIELDS = ("system", "system_prompt")
+MEDIA_FIELDS = tuple(name for medium in MEDIA for name in (medium, f"{medium}s"))
+SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *WEIGHT_FIELDS, *MEDIA_FIELDS)
+
+
+@dataclass
+class Chat:
+    """Messages as chat templates take them; `targets` maps the index of every assistant turn to be learnt, in order, to
+    the weight of its tokens (> 0)."""
+
+    messages: list[Message]
+    targets: dict[int, float]
+    tools: list[Any] | None = None
+
+    def keep_last_target(self) -> None:
+        """Make the last assistant turn the only target (none, where that turn has weight 0)."""
+        last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
+        self.targets = {i: weight for i, weight in self.targets.items() if i == last}
+
+
+@dataclass
+class PlainText:
+    """Text whose every token but the first is a target."""
+
+    text: str | TextFile
+
+
+class Fields:
+    """A record's fields, and which of them were read."""
+
+    def __init__(self, values: dict[str, Any], drop_media: bool) -> None:
+        self.values = values
+        self.unread = dict.fromkeys(values)
+        self.reader = MessageReader(drop_media)
+        self.message_fields: Counter[str] = Counter()
+
+    def has(self, name: str) -> bool:
+        return name in self.values
+
+    def first(self, names: Iterable[str]) -> str | None:
+        for name in names:
+            if name in self.values:
+                return name
+        return None
+
+    def take(self, name: str, default: Any = None) -> Any:
+        self.unread.pop(name, None)
+        return self.values.get(name, default)
+
+    def string(self, name: str) -> str:
+        value = self.take(name)
+        if not isinstance(value, str):
+            raise BadRecord("non_string_content", f"{name} must be a string; got {type(value).__name__}")
+        return value
+
+    def messages(self, name: str) -> list[Any]:
+        value = from_json(self.take(name), name)
+        if not isinstance(value, list):
+            raise BadRecord("non_string_content", f"{name} must be a list of messages; got {type(value).__name__}")
+        if not value:
+            raise BadRecord("empty", f"{name} is empty")
+        return value
+
+
+Content = Chat | PlainText
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Fields that make a record, each with other names for it, and what reads them, which is given the names found.
+
+    `comes_first`: wins over every shape after it. `accepts` looks at the first field's value.
+    """
+
+    fields: tuple[tuple[str, ...], ...]
+    read: Callable[..., Content]
+    optional: tuple[str, ...] = ()
+    comes_first: bool = False
+    accepts: Callable[[Any], bool] = lambda value: True
+
+    def found(self, fields: Fields) -> list[str] | None:
+        """The record's names of this shape's fields; None where one is missing."""
+        found = []
+        for names in self.fields:
+            name = fields.first(names)
+            if name is None:
+                return None
+            found.append(name)
+        return found if self.accepts(fields.values[found[0]]) else None
+
+    @property
+    def names(self) -> set[str]:
+        """Every name that it reads, beside those of any shape."""
+        return {*self.optional, *(name for names in self.fields for name in names)}
+
+    def __str__(self) -> str:
+        optional = "".join(f"[+{name}]" for name in self.optional)
+        return "+".join(names[0] for names in self.fields) + optional
+
+
+def content_of(fields: Fields, mapped: list[str]) -> Content:
+    """What the record holds, by the shape that it has; `mapped` names restrict the shapes to those that read them."""
+    fitting = _fitting(fields, [name for name in mapped if name not in SIDE_FIELDS])
+    if not fitting:
+        found = ", ".join(map(str, fields.values)) or "none"
+        raise BadRecord(
+            "unknown_fields",
+            f"no known shape among the fields: {found}; known shapes: {known_shapes()}; columns={{…}} renames",
+        )
+    shape, names = fitting[0]
+    if len(fitting) > 1:
+        sets = [set(names) for _, names in fitting]
+        rivals = [pair for pair, own in zip(fitting, sets, strict=True) if not any(own < other for other in sets)]
+        if len({_result(shape, fields, names) for shape, names in rivals}) > 1:
+            told = " and ".join("+".join(names) for _, names in rivals)
+            raise BadRecord(
+                "ambiguous", f"the record fits {told}, which differ; columns={{…}} says which fields are meant"
+            )
+        shape, names = rivals[0]
+    return shape.read(fields, *names)
+
+
+def _fitting(fields: Fields, mapped: list[str]) -> list[tuple[Shape, list[str]]]:
+    """The shapes that the record has, with its names of their fields; only the first where that one comes first."""
+    fitting = []
+    for shape in SHAPES:
+        if mapped and not shape.names.issuperset(mapped):
+            continue
+        if (names := shape.found(fields)) is not None:
+            fitting.append((shape, names))
+            if shape.comes_first:
+                break
+    return fitting
+
+
+def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
+    """What a shape would make of the record, to be compared."""
+    try:
+        return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
+    except BadRecord as error:
+        return f"{error.reason}: {error}"
+
+
+def known_shapes() -> str:
+    """The shapes as errors list them."""
+    return " | ".join(map(str, SHAPES))
+
+
+def _as_messages(fields: Fields, name: str) -> Chat:
+    return _chat(fields.messages(name), fields)
+
+
+def _pair(fields: Fields, question: str, answer: str) -> Chat:
+    """A user turn and its answer, strings or messages."""
+    if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
+        return _single_turn(fields.string(question), fields.string(answer), fields)
+    before, after = (
+        [{"role": role, "content": fields.take(name)}]
+        if isinstance(fields.values[name], str)
+        else fields.messages(name)
+        for role, name in (("user", question), ("assistant", answer))
+    )
+    return _chat(before + after, fields, first_target=len(before))
+
+
+def _strings(fields: Fields, question: str, answer: str) -> Chat:
+    return _single_turn(fields.string(question), fields.string(answer), fields)
+
+
+def _alpaca(fields: Fields, instruction: str, answer: str) -> Chat:
+    question = fields.string(instruction)
+    if extra := fields.string("input") if fields.has("input") else "":
+        question = f"{question}\n{extra}" if question else extra
+    return _single_turn(question, fields.string(answer), fields)
+
+
+def _squad(fields: Fields, question: str, answers: str) -> Chat:
+    found = from_json(fields.take(answers), answers)
+    texts = found.get("text") if isinstance(found, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadRecord("non_string_content", f'{answers} must be {{"text": [strings]}}; got {type(found).__name__}')
+    return _single_turn(fields.string(question), texts[0] if texts else "", fields)
+
+
+def _xlam(fields: Fields, query: str, answers: str) -> Chat:
+    question = _with_context(fields.string(query), fields)
+    return _chat([*_history(fields), _user(question), called(fields.take(answers), answers)], fields)
+
+
+def _glaive(fields: Fields, name: str) -> Chat:
+    """The turns of a text: each but the first has an empty line or `<|endoftext|>` before it."""
+    roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+    head = rf"({'|'.join(roles)}):"
+    text = fields.string(name)
+    before, *parts = re.split(rf"(?:\A|\n[ \t]*\n|<\|endoftext\|>)\s*{head}", text)
+    if before.strip() or len(parts) != 2 * len(re.findall(rf"^[ \t]*{head}", text, re.MULTILINE)):
+        told = "must be turns that begin with USER:, ASSISTANT: or FUNCTION RESPONSE:, an empty line between them"
+        raise BadRecord("unknown_shape", f"{name} {told}")
+    texts = [text.strip().removesuffix("<|endoftext|>").strip() for text in parts[1::2]]
+    turns = [{"role": roles[head], "content": text} for head, text in zip(parts[::2], texts, strict=True)]
+    return _chat(turns, fields, system_prefix="SYSTEM:")
+
+
+def _alternating(fields: Fields, name: str) -> Chat:
+    texts = fields.messages(name)
+    return _chat([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)], fields)
+
+
+def _text(fields: Fields, name: str) -> PlainText:
+    if isinstance(fields.values[name], TextFile):
+        return PlainText(fields.take(name))
+    text = fields.string(name)
+    if not text.strip():
+        raise BadRecord("empty", f"{name} is empty")
+    return PlainText(text)
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
+
+
+def _is_glaive(value: Any) -> bool:
+    return isinstance(value, str) and "ASSISTANT:" in value
+
+
+SHAPES = (
+    Shape((("messages",),), _as_messages, comes_first=True),
+    Shape((("conversations",),), _as_messages, comes_first=True),
+    Shape((("instruction",), ("output", "response", "completion")), _alpaca, optional=("input",), comes_first=True),
+    Shape((("prompt",), ("response", "completion")), _pair, comes_first=True),
+    Shape((("question",), ("answer",)), _strings, comes_first=True),
+    Shape((("text",),), _text),
+    Shape((("conversation",),), _as_messages, accepts=_is_list),
+    Shape((("question",), ("response",)), _pair),
+    Shape((("query",), ("response",)), _pair),
+    Shape((("input",), ("output",)), _pair),
+    Shape((("inputs",), ("targets",)), _pair),
+    Shape((("question",), ("answers",)), _squad),
+    Shape((("query",), ("answers",)), _xlam),
+    Shape((("chat",),), _glaive, accepts=_is_glaive),
+    Shape((("data",),), _alternating, accepts=_is_strings),
+)
+FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shape.names)), *SIDE_FIELDS]))
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _single_turn(question: str, answer: str, fields: Fields) -> Chat:
+    turns = [_user(_with_context(question, fields)), {"role": "assistant", "content": answer}]
+    return _chat(_history(fields) + turns, fields)
+
+
+def _with_context(question: str, fields: Fields) -> str:
+    context = fields.take("context", "")
+    if not isinstance(context, str):
+        told = f"context must be a string; got {type(context).__name__}; columns={{context: null}} leaves it out"
+        raise BadRecord("non_string_content", told)
+    return f"{context}\n\n{question}" if context.strip() else question
+
+
+def _history(fields: Fields) -> list[Message]:
+    if not (given := fields.take("history")):
+        return []
+    history = from_json(given, "history")
+    if isinstance(history, list) and all(isinstance(turn, dict) for turn in history):
+        return history
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise BadRecord("non_string_content", "history must be a list of [question, answer] pairs or of messages")
+    pairs = ((_user(question), {"role": "assistant", "content": answer}) for question, answer in history)
+    return [turn for pair in pairs for turn in pair]
+
+
+def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
+    """The chat of these messages, with the record's system message and tools; turns before `first_target` are none."""
+    turns = fields.reader.turns(raw_messages)
+    system = _system(fields, turns[0].message) if turns else ""
+    if system:
+        text = system.removeprefix(system_prefix).strip() if system_prefix else system
+        turns.insert(0, Turn({"role": "system", "content": text}))
+        first_target += 1
+    messages = [turn.message for turn in turns]
+    weights = {i: 1.0 if turn.weight is None else turn.weight for i, turn in enumerate(turns) if i >= first_target}
+    targets = {i: weight for i, weight in weights.items() if weight and messages[i]["role"] == "assistant"}
+    if not targets:
+        raise BadRecord("no_target", "no assistant turn to learn from")
+    if not any(_says_something(messages[i]) for i in targets):
+        raise BadRecord("empty", "every assistant turn is empty")
+    for message in messages:
+        if not TEMPLATE_FIELDS.issuperset(message):
+            fields.message_fields.update(str(key) for key in message if key not in TEMPLATE_FIELDS)
+    return Chat(messages, targets, _tools(fields, turns))
+
+
+def _says_something(message: Message) -> bool:
+    spoken = any(isinstance(value, str) and value.strip() for key, value in message.items() if key != "role")
+    return spoken or bool(message.get("tool_calls"))
+
+
+def _system(fields: Fields, first: Message) -> str:
+    """The system message that the record's fields ask for; where the chat has its own, another stays unread."""
+    given = [name for name in SYSTEM_FIELDS if fields.has(name)]
+    if first["role"] == "system":
+        for name in given:
+            if fields.values[name] in ("", first["content"]):
+                fields.take(name)
+        return ""
+    texts = {fields.string(name) for name in given} - {""}
+    if len(texts) > 1:
+        raise BadRecord("ambiguous", f"{' and '.join(given)} differ; columns={{{given[1]}: null}} leaves one out")
+    return texts.pop() if texts else ""
+
+
+def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
+    """The record's tools, or those of its system message; `BadRecord` where they are given twice and differ."""
+    given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if fields.has(name)]
+    given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
+    found = [tools for tools in given if tools]
+    if any(tools != found[0] for tools in found):
+        raise BadRecord("bad_tools", "tools are given more than once, and differ")
+    return found[0] if found else None
+
+
+__all__ = ["Chat", "Message", "PlainText", "Record", "category_of", "column_problems", "field_of", "parse_record"]
+
+LONGEST_CATEGORY = 200  # characters
+
+
+@dataclass
+class Record:
+    """What one record holds: its content, and the weight of its target tokens (None: not given).
+
+    `unused` are its fields that nothing reads, `message_fields` those of messages that only a template may know, with
+    how many messages have them; `dropped` counts the images, audio and video that were left out.
+    """
+
+    content: Chat | PlainText
+    weight: float | None = None
+    unused: list[str] = field(default_factory=list)
+    message_fields: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
+    """Read a record by its fields; raise `BadRecord` saying what cannot be used.
+
+    `columns` maps names of the table in shapes.py to the record's own, `a.b` being field b of a; a name of None is not
+    read. `drop_media`: images, audio and video are left out and counted.
+    """
+    if isinstance(raw, BadRecord):
+        raise raw
+    if not isinstance(raw, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(raw).__name__}")
+    try:
+        return _record(raw, columns or {}, drop_media)
+    except RecursionError as error:
+        raise BadRecord("malformed_json", "the record is nested too deep") from error
+
+
+def _record(raw: dict[str, Any], columns: Mapping[str, str | None], drop_media: bool) -> Record:
+    renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
+    replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
+    fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media)
+    weight_name = fields.first(WEIGHT_FIELDS)
+    weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
+    _drop_media_fields(fields)
+    content = content_of(fields, [name for name, column in columns.items() if column])
+    if weight is not None and isinstance(content, Chat):
+        for target in content.targets.values():
+            as_weight(target * weight, "the weight of a turn times the record's")
+    unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
+    return Record(content, weight, unused, fields.message_fields, fields.reader.dropped)
+
+
+def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The record's fields under this module's names, and the record's own name of each that was renamed."""
+    values, own_names = {}, {}
+    for name, column in columns.items():
+        if column:
+            is_there, values[name] = field_of(raw, column)
+            if not is_there:
+                have = ", ".join(map(str, raw)) or "none"
+                told = f"columns.{name} must name a field of the record; got {column}, it has {have}"
+                raise BadRecord("missing_column", told)
+            own_names[name] = column if column in raw else column.partition(".")[0]
+    taken = {*columns, *own_names.values()}
+    return {**{key: value for key, value in raw.items() if key not in taken}, **values}, own_names
+
+
+def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
+    """Whether the record has a field, and its value; `a.b` is field b of a, where there is no `a.b` itself."""
+    if name in raw:
+        return True, raw[name]
+    value: Any = raw
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return False, None
+        value = value[part]
+    return True, value
+
+
+def category_of(raw: Any, name: str) -> str | None:
+    """The category that a record's field `name` gives; None where it has none or a blank one."""
+    value = field_of(raw, name)[1] if isinstance(raw, dict) else None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() <= 64:
+        return str(value)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    usable = isinstance(value, str) and len(value) <= LONGEST_CATEGORY and value.isprintable()
+    if not usable:
+        raise BadRecord(
+            "bad_category",
+            f"{name} (category_field) must be a string of one line and at most {LONGEST_CATEGORY} characters,"
+            f" an integer of 64 bits or a bool; got {shown(value)}",
+        )
+    return str(value)
+
+
+def _drop_media_fields(fields: Fields) -> None:
+    """Leave out the record's images, audio and video, and the `<image>` that stand for them in its texts."""
+    found = [name for name in MEDIA_FIELDS if fields.has(name)]
+    dropped = False
+    for name in found:
+        value = fields.take(name)
+        for item in value if isinstance(value, list) else [value]:
+            if item not in (None, "", {}):
+                fields.reader.drop(name.rstrip("s"), f"the record has {name}")
+                dropped = True
+        del fields.values[name]
+    if dropped:
+        fields.values = without_placeholders(fields.values)
+
+
+def column_problems(columns: Mapping[str, Any]) -> list[str]:
+    """One line for every mistake in `columns`."""
+    problems = [
+        f"columns.{name} must be a column's name, or null; got {column!r}"
+        for name, column in columns.items()
+        if column is not None and not (isinstance(column, str) and column)
+    ]
+    problems += filter(None, (choice_problem("a name in columns", name, FIELDS) for name in columns))
+    named = [name for name, column in columns.items() if column and name not in SIDE_FIELDS]
+    if not problems and not any(shape.names.issuperset(named) for shape in SHAPES):
+        problems.append(f"columns must name fields of one shape of {known_shapes()}; got {', '.join(named)}")
+    return problems

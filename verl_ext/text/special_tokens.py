@@ -1,0 +1,208 @@
+"""Special tokens whose names stand in data, such as <|im_end|> in a web page or in a user's message.
+
+In data they are text. A plain text is therefore tokenised with transformers' `split_special_tokens`, which leaves
+tokens alone that the tokenizer does not flag as special, such as Qwen3's <think>. In a chat the special tokens that
+the template writes must stay what they are:
+
+    message      hello <|im_end|> you
+    hidden       hello XXXXXXXXXX you                                  X, Y, Z: private-use characters, one per token
+    rendered     <|im_start|>user\\nhello XXXXXXXXXX you<|im_end|>\\n     its special tokens are the template's
+    disguised    YYYYYYYYYYYYuser\\nhello <|im_end|> youZZZZZZZZZZ\\n     for a copy of the tokenizer that has Y and Z
+                                                                      as added tokens, and splits <|im_end|>
+
+A stand-in is as long as what it stands for, so that spans and offsets are those of the text itself.
+"""
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken
+
+from verl_ext.text.chat_proof import ProvenChats
+from verl_ext.text.chat_spans import RenderedChat
+from verl_ext.text.chat_template import any_of
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.records import Chat
+
+_HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15
+_STAND_INS = re.compile("[\U000f0000-\U0010ffff]")
+
+
+def as_plain_text(tokenizer: Any) -> dict[str, bool]:
+    """The argument with which a tokenizer reads the names of special tokens in a text as text.
+
+    Empty for a slow one, which would split the added tokens that are not special as well.
+    """
+    return {"split_special_tokens": True} if getattr(tokenizer, "is_fast", False) else {}
+
+
+@dataclass
+class ChatText:
+    """A rendered chat; where messages hold the names of special tokens, `disguised` is the text for
+    `SpecialTokens.renamed_tokenizer`, and `special_tokens` counts them. `border_tokens` are the targets' tokens that
+    hold text of others as well."""
+
+    rendered: RenderedChat
+    disguised: str | None = None
+    special_tokens: int = 0
+    border_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """What is tokenised."""
+        return self.rendered.text
+
+
+class SpecialTokens:
+    """The tokens that a tokenizer flags as special, and its BOS and EOS."""
+
+    def __init__(self, tokenizer: Any, key: str) -> None:
+        """`key`: the config key of what is done about them, which errors name."""
+        self.tokenizer, self._key = tokenizer, key
+        try:
+            added: Mapping[int, AddedToken] = tokenizer.added_tokens_decoder
+        except (AttributeError, NotImplementedError):  # mistral-common's tokenizers, which read all text as text
+            added = {}
+        special = {str(token): token for token in added.values() if token.special}
+        for name in (tokenizer.bos_token, tokenizer.eos_token) if added else ():
+            if name:
+                special.setdefault(name, AddedToken(name, normalized=False))
+        self._added = {name: special[name] for name in sorted(special, key=len, reverse=True) if name}
+        self._pattern = any_of(set(self._added))
+        control = self._control_names() if self._added else []
+        self._ids = np.array([tokenizer.convert_tokens_to_ids(name) for name in control], dtype=np.int64)
+        # Stand-ins in messages, and the names of the template's own tokens in the copy of the tokenizer.
+        self._hidden = _stand_ins(self._added, _HIDDEN)
+        self._hidden_pattern = any_of(set(self._hidden.values()))
+        self._disguises = _stand_ins(self._added, _DISGUISED)
+
+    def _control_names(self) -> list[str]:
+        """Those that no text becomes: all but the unknown token, unless that ends documents as well."""
+        unknown, ends = self.tokenizer.unk_token, (self.tokenizer.bos_token, self.tokenizer.eos_token)
+        return [name for name in self._added if name != unknown or name in ends]
+
+    @property
+    def longest(self) -> int:
+        """Characters of the longest name."""
+        return max(map(len, self._added), default=0)
+
+    def found(self, text: str) -> list[re.Match[str]]:
+        """Every place in `text` that holds the name of a special token."""
+        return list(self._pattern.finditer(text))
+
+    def refused(self, name: str, why: str = "") -> BadRecord:
+        """The record that holds the special token `name`, and may not or cannot be encoded."""
+        told = f"the text holds the special token {name}{f', {why}' if why else ''}"
+        return BadRecord("special_token", f"{told}; {self._key}=keep takes it for the token itself")
+
+    def check_ids(self, ids: NDArray[np.integer]) -> None:
+        """`BadRecord` where ids that are made of text have a special token, which the tokenizer could not split."""
+        if (control := np.isin(ids, self._ids)).any():
+            name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
+            raise self.refused(name, "and this tokenizer cannot encode it as text")
+
+    def chat_text(self, chats: ProvenChats, chat: Chat, on_found: str) -> ChatText:
+        """The chat rendered; `on_found` is one of SPECIAL_TOKENS_IN_TEXT.
+
+        Raises `BadRecord`: for `error`, where a message that is rendered holds the name of a special token; for
+        `encode`, where its place in the rendered text cannot be told, or the tokenizer is not a fast one.
+        """
+        if on_found == "keep" or not self._may_hold(strings := _strings(chat)):
+            return ChatText(chats.located(chat))
+        first = next((found[0][0] for text in strings if (found := self.found(text))), None)
+        if any(_STAND_INS.search(text) for text in strings):
+            if first is not None:
+                raise self.refused(first, "beside private-use characters, which encoding it as text needs")
+            return ChatText(chats.located(chat))
+        rendered = chats.located(Chat(self._hide(chat.messages), chat.targets, self._hide(chat.tools)))
+        hidden = rendered.text
+        count = len(self._hidden_pattern.findall(hidden))
+        text = rendered.text = self._shown(hidden)
+        if first is not None and text != chats.template.text(chat):
+            raise self.refused(first, "and the chat template changes it, so that its place cannot be told")
+        if first is not None and count and on_found == "error":
+            raise self.refused(first)
+        if not self.tokenizer.is_fast:
+            if first is not None and count:
+                raise self.refused(first, "and only a fast tokenizer can encode it as text")
+            return ChatText(rendered)
+        disguised = self._pattern.sub(lambda match: self._disguises[match[0]], hidden)
+        return ChatText(rendered, self._shown(disguised), count)
+
+    def _may_hold(self, strings: list[str]) -> bool:
+        """Whether text could give a special token: almost always not, and this is all that it costs."""
+        return self._match_normalized or any(self._pattern.search(text) for text in strings)
+
+    @cached_property
+    def _match_normalized(self) -> bool:
+        """Whether special tokens are looked for in normalised text, where other characters may become their names."""
+        normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
+        return normalizer is not None and any(token.normalized for token in self._added.values())
+
+    def _hide(self, value: Any) -> Any:
+        """`value` with a stand-in for every special token in its strings; roles stay, which templates compare."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda match: self._hidden[match[0]], value)
+        if isinstance(value, list):
+            return [self._hide(item) for item in value]
+        if isinstance(value, dict):
+            return {self._hide(key): item if key == "role" else self._hide(item) for key, item in value.items()}
+        return value
+
+    def _shown(self, text: str) -> str:
+        names = {stand_in: name for name, stand_in in self._hidden.items()}
+        return self._hidden_pattern.sub(lambda match: names[match[0]], text)
+
+    @cached_property
+    def renamed_tokenizer(self) -> Any:
+        """A copy in which special tokens also have their disguises' names, of other ids; see `real_ids`."""
+        renamed = deepcopy(self.tokenizer)
+        renamed.add_tokens(
+            [
+                AddedToken(
+                    self._disguises[name],
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=False,
+                )
+                for name, token in self._added.items()
+            ]
+        )
+        return renamed
+
+    @cached_property
+    def real_ids(self) -> NDArray[np.int32]:
+        """int32[ids of the renamed tokenizer]: the tokenizer's own id for each."""
+        renamed = self.renamed_tokenizer
+        real = np.arange(1 + max(renamed.get_vocab().values()), dtype=np.int32)
+        for name, disguise in self._disguises.items():
+            real[renamed.convert_tokens_to_ids(disguise)] = self.tokenizer.convert_tokens_to_ids(name)
+        return real
+
+
+def _stand_ins(names: Mapping[str, AddedToken], first: int) -> dict[str, str]:
+    return {name: chr(first + number) * len(name) for number, name in enumerate(names)}
+
+
+def _strings(chat: Chat) -> list[str]:
+    """Every string in a chat's messages and tools, keys included."""
+    found: list[str] = []
+    rest: list[Any] = [*chat.messages, *(chat.tools or [])]
+    for value in rest:  # which grows
+        if isinstance(value, dict):
+            found += (key for key in value if isinstance(key, str))
+            for item in value.values():
+                (found if isinstance(item, str) else rest).append(item)
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found

@@ -1,0 +1,175 @@
+"""Which tokenizer a command uses, loading it, and what tells one that is not there."""
+
+import os
+import re
+import sys
+import unicodedata
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Optional
+
+from verl_ext.values import UsageError, first_line, reason_of
+
+# What load_tokenizer imports, seconds long with torch.
+_WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.torchless_tokenizers"
+_tokenizer_module = _WITH_TORCH
+LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
+# Added tokens of no text, such as <think>, which not every tokenizer marks as special.
+_MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
+
+
+# Optional[...] and not `| None`: OmegaConf's structured configs read the annotations.
+@dataclass
+class ModelConfig:
+    """Where the tokenizer comes from."""
+
+    path: Optional[str] = None  # noqa: UP045
+    tokenizer_path: Optional[str] = None  # noqa: UP045
+    trust_remote_code: bool = False
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder or Hub name that the tokenizer is loaded from."""
+        path = self.tokenizer_path or self.path
+        assert path is not None, "problems() is empty"
+        return path
+
+    @property
+    def tokenizer_key(self) -> str:
+        """The dotted key that names it."""
+        return "model.tokenizer_path" if self.tokenizer_path else "model.path"
+
+    def problems(self) -> list[str]:
+        """One line where there is no such folder and no name on the Hub."""
+        path = self.tokenizer_path or self.path
+        if not path:
+            return ["model.path must name a model or tokenizer folder; got nothing"]
+        hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
+        if not os.path.isdir(path) and not hub_name:
+            return [f"{self.tokenizer_key} must be a folder that exists; got {path}"]
+        return []
+
+
+def is_template_text(chat_template: str) -> bool:
+    """Whether an option holds the template itself, and does not name its file."""
+    return "{" in chat_template or "\n" in chat_template
+
+
+def read_template_file(path: str, key: str) -> str:
+    """The text of a chat template's file; `UsageError` that names `key` for one that cannot be, such as a program."""
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UsageError(f"{key} must be a Jinja template or a file with one; got {path}, which is no regular file")
+        if (size := os.path.getsize(path)) > LONGEST_TEMPLATE:
+            got = f"got {path} of {size:,} bytes"
+            raise UsageError(f"{key} must be a Jinja template of at most {LONGEST_TEMPLATE:,} bytes; {got}")
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{key} must be UTF-8; got {path}, whose byte {error.start + 1} is not") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        why = reason_of(error) if isinstance(error, OSError) else first_line(error)
+        raise UsageError(f"{key} must be a Jinja template or a file that exists; got {path[:200]}: {why}") from error
+
+
+def check_template(template: str, named: str, key: str) -> None:
+    """Refuse a chat template that is no Jinja, with its line: `UsageError`. What it says to a chat is its business."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template  # here, because importing it takes seconds
+
+    try:
+        render_jinja_template([[{"role": "user", "content": "hello"}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        line = f"line {error.lineno}: {error.message}"
+        raise UsageError(f"{key} must be a Jinja template; got {named}, {line}") from error
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return  # a program of its own, which may want what this chat does not have
+
+
+def leave_out_torch(model: ModelConfig) -> None:
+    """Load tokenizers without torch in this process and its workers, unless it has transformers or a tokenizer's own
+    code may want torch. Only for a process that is a command's and ends with it: transformers has no models then."""
+    global _tokenizer_module
+    if "transformers" not in sys.modules and not model.trust_remote_code:
+        _tokenizer_module = _WITHOUT_TORCH
+
+
+def tokenizer_module() -> str:
+    """What load_tokenizer imports, a second or several long: for worker processes to have beforehand."""
+    return _tokenizer_module
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
+    # The processes are the parallelism; threads inside each would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = read_tokenizer(model.tokenizer, model.tokenizer_key, trust_remote_code=model.trust_remote_code)
+    check_round_trip(tokenizer, model.tokenizer, model.tokenizer_key)
+    tokenizer.model_max_length = int(1e30)  # lengths are the command's business: no warning per text
+    return tokenizer
+
+
+def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
+    """transformers' tokenizer of a folder or Hub name; `UsageError` that names `key` where there is none."""
+    import_module(_tokenizer_module)  # here, because importing it takes seconds
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # files that are no tokenizer fail in many ways
+        raise UsageError(f"{key} must hold a tokenizer; got {path}: {first_line(error)}") from error
+    check_tokenizer(tokenizer, path, key)
+    return tokenizer
+
+
+def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None:
+    """Refuse a tokenizer that loses text unsaid: spaces or letters that are neither in its tokens nor unknown to it.
+
+    transformers makes such a one of a folder whose tokenizer_config.json names another class than its tokenizer.json
+    is of, where no config.json says so: of DeepSeek-V3's a Llama tokenizer without spaces and Chinese. `UsageError`.
+    """
+    for text in ("one two", "你好"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+            continue
+        back = unicodedata.normalize("NFKC", tokenizer.decode(ids)).casefold()
+        letters = "".join(character for character in back if character.isalpha())
+        loses_spaces = " " in text and len(ids) > 1 and back.strip() == "onetwo"
+        if loses_spaces or any(letter not in letters for letter in text if letter.isalpha()):
+            raise UsageError(
+                f"{key} must hold a tokenizer that keeps text; got {path}, whose {type(tokenizer).__name__} makes"
+                f" {back!r} of {text!r}. Add the model's config.json where it is missing, or name the class in"
+                ' tokenizer_config.json: "tokenizer_class": "PreTrainedTokenizerFast" takes tokenizer.json as it is'
+            )
+
+
+def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
+    """Refuse what transformers makes of a folder without a tokenizer's vocabulary: special tokens, none of text.
+
+    Which ones depends on the model type of its config.json: one <|endoftext|> for a Qwen3. Raises `UsageError`.
+    """
+    vocabulary = tokenizer.get_vocab()
+    without_text = _tokens_without_text(tokenizer)
+    if any(_is_text(token) for token in vocabulary if token not in without_text):
+        return
+    tokens = sorted(map(str, vocabulary))
+    shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
+    found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
+    raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
+
+
+def _tokens_without_text(tokenizer: Any) -> set[str]:
+    """Special tokens, and added ones that look like them."""
+    try:
+        added = tokenizer.added_tokens_decoder.values()
+    except (AttributeError, NotImplementedError):  # mistral-common's tokenizers have no added tokens
+        added = []
+    marks = {str(token) for token in added if token.special or _MARKER.fullmatch(str(token))}
+    return marks | set(tokenizer.all_special_tokens)
+
+
+def _is_text(token: Any) -> bool:
+    """Whether a token is more than white space, or sentencepiece's sign for it. Those of some tokenizers are bytes."""
+    return not isinstance(token, str) or bool(token.strip().strip("▁"))

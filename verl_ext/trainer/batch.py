@@ -1,0 +1,215 @@
+"""One rank's packs of a step as flat tensors with the loss already laid out, built in the loader's processes.
+
+```
+packs            |  doc A  | doc B |      doc C      | idle |
+input_ids        a0 a1 a2   b0 b1    c0 c1 c2 c3       0
+position_ids      0  1  2    0  1     0  1  2  3       0
+coefficients      0  x  0    y  0     0  0  z  0       0       a of the token that each position predicts
+is_real           1  1  1    1  1     1  1  1  1       0       0 in padding as well
+pack_lengths            5                4             1
+```
+
+Packs whose last token is only predicted (`PackDataset.last_is_label`) lose it here, and `next_ids` keep it:
+
+```
+pack             a0 a1 a2 | b0 b1        input_ids  a0 a1 a2 b0        next_ids  a1 a2 b0 b1
+```
+
+The loss function that verl's engine calls for every micro-batch: ``fn(model_output, data, dp_group)``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec, pack_coefficients, shift_left
+from verl_ext.metrics import StepSums
+
+Pack = Mapping[str, torch.Tensor]
+
+# What verl's engine asks of every batch.
+_ENGINE_FLAGS = {"use_remove_padding": True, "pad_mode": DatasetPadMode.NO_PADDING, "temperature": 1.0}
+
+
+@dataclass
+class StepBatch:
+    """A rank's share of one step; N tokens over all its packs.
+
+    Attributes:
+        input_ids, position_ids: int64[N].
+        coefficients: float32[N], a_t before normalising, of the token that each position predicts.
+        category_index: int64[N], the dense category of that token, 0 for a target of none; -1 where it is no target.
+        is_real: bool[N], False for padding and idle tokens.
+        pack_lengths: tokens of each pack slot, idle ones included.
+        counts: float64[4 + C + 1]: normaliser, tokens, target tokens, packs, target tokens by category slot.
+        next_ids: int64[N], the token after each position, where that is not always the next of input_ids; else None.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    coefficients: torch.Tensor
+    category_index: torch.Tensor
+    is_real: torch.Tensor
+    pack_lengths: list[int]
+    counts: torch.Tensor
+    next_ids: torch.Tensor | None = None
+
+    @property
+    def categories(self) -> int:
+        """C."""
+        return len(self.counts) - 5
+
+    @property
+    def normaliser(self) -> torch.Tensor:
+        """float64[1]: this rank's term of Z."""
+        return self.counts[:1]
+
+    def pin_memory(self) -> "StepBatch":
+        """Page-locked copies, as torch's loader asks of a batch type of one's own."""
+        names = (*_COLUMNS, "counts", *(["next_ids"] if self.next_ids is not None else []))
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
+
+    def micro_batches(self, size: int) -> Iterator[TensorDict]:
+        """Batches of ``size`` packs as verl's engine takes them: jagged tensors and its flags."""
+        edges = np.concatenate([[0], np.cumsum(self.pack_lengths)])
+        columns = {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "loss_coefficients": self.coefficients,
+            "category_index": self.category_index,
+            "is_real": self.is_real,
+        }
+        if self.next_ids is not None:
+            columns["next_ids"] = self.next_ids
+        for first in range(0, len(self.pack_lengths), size):
+            cuts = edges[first : first + size + 1]
+            offsets = torch.from_numpy(cuts - cuts[0])
+            tensors: dict[str, Any] = {
+                key: torch.nested.nested_tensor_from_jagged(values[cuts[0] : cuts[-1]], offsets)
+                for key, values in columns.items()
+            }
+            yield tu.get_tensordict(tensors, dict(_ENGINE_FLAGS))
+
+
+_COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index", "is_real")
+
+
+@dataclass(frozen=True)
+class StepCollator:
+    """Turns a rank's packs into a :class:`StepBatch`; runs in the loader's processes.
+
+    Attributes:
+        loss: what `loss` says.
+        categories: the fixed table of the dataset.
+        idle_tokens: length of what stands in where the rank idles.
+        last_is_label: a pack's last token is only predicted.
+    """
+
+    loss: LossSpec
+    categories: CategoryTable
+    idle_tokens: int = 1
+    last_is_label: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.loss.category_weights) == len(self.categories.ids) + 1, (
+            "a weight for each category and for none"
+        )
+
+    def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
+        """Packs as a `PackDataset` yields them, None where the rank idles."""
+        slots = len(self.categories.ids) + 1
+        counts = np.zeros(4 + slots)
+        columns: list[tuple[np.ndarray, ...]] = []
+        for pack in packs:
+            columns.append(self._idle() if pack is None else self._laid_out(pack, counts))
+        flat = (torch.from_numpy(_joined(column)) for column in zip(*columns, strict=True))
+        return StepBatch(
+            **dict(zip(self._names, flat, strict=True)),
+            pack_lengths=[len(column[0]) for column in columns],
+            counts=torch.from_numpy(counts),
+        )
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*_COLUMNS, "next_ids") if self.last_is_label else _COLUMNS
+
+    def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Columns of one pack; adds what it holds to ``counts``."""
+        columns = {key: value.numpy() for key, value in pack.items()}
+        offsets = np.append(np.flatnonzero(columns["position_ids"] == 0), len(columns["position_ids"]))
+        tokens, documents = _real(columns, offsets)
+        category = self.categories.index(columns["category_ids"]) * columns["loss_mask"]
+        share = pack_coefficients(
+            self.loss, columns["loss_mask"], category, offsets, columns.get("loss_weight"), documents
+        )
+        targets = int(columns["loss_mask"].sum())
+        by_category = np.bincount(category, minlength=len(counts) - 4)
+        by_category[0] = targets - by_category[1:].sum()  # not the tokens that are no target
+        counts[:4] += share.normaliser, tokens - self.last_is_label, targets, 1
+        counts[4:] += by_category
+        ids = columns["input_ids"]
+        laid_out = (
+            ids,
+            columns["position_ids"],
+            shift_left(share.coefficients.astype(np.float32), offsets),
+            shift_left(np.where(columns["loss_mask"] == 1, category + 1, 0), offsets) - 1,
+            np.arange(len(ids)) < tokens,
+        )
+        return (*(column[:-1] for column in laid_out), ids[1:]) if self.last_is_label else laid_out
+
+    def _idle(self) -> tuple[np.ndarray, ...]:
+        """Tokens that predict nothing: what a rank without a pack runs, so that the others' collectives complete."""
+        zeros = np.zeros(self.idle_tokens, dtype=np.int64)
+        positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
+        return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros > 0, zeros)[: len(self._names)]
+
+
+def _joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, int]:
+    """Tokens and documents of a pack without its padding, which is one last pseudo-document."""
+    mask = columns.get("attention_mask")
+    tokens = len(columns["input_ids"]) if mask is None else int(mask.sum())
+    return tokens, int((offsets[:-1] < tokens).sum())
+
+
+class StepLoss:
+    """One step's loss: each micro-batch's share of Σ a_t·ℓ_t / Z, and the sums that are reported.
+
+    The engine's gradients are averaged over data-parallel ranks, so each share is multiplied by their number; verl's
+    gather over sequence-parallel ranks already balances its own group. Nothing here waits for the device.
+
+    Args:
+        normaliser: Z of the global step, above 0.
+        data_parallel_size: ranks whose shares add up to the loss.
+        sums: where weighted and category losses are collected; None on steps that are not logged.
+    """
+
+    def __init__(self, normaliser: float, data_parallel_size: int, sums: StepSums | None) -> None:
+        assert normaliser > 0, "a step without a weighted target is skipped, not divided by 0"
+        self.scale = data_parallel_size / normaliser
+        self.sums = sums
+
+    def __call__(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
+    ) -> tuple[torch.Tensor, dict]:
+        """The micro-batch's share of the loss, a scalar, and no metrics of its own."""
+        coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
+        nll = -model_output["log_probs"].values()  # float32[T]
+        # Where nothing is predicted, an infinite nll must not become NaN by a product with 0.
+        terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
+        if self.sums is not None:
+            self.sums.weighted_loss.add_(terms.detach().double().sum())
+            category = data["category_index"].values()
+            of_targets = torch.where(category >= 0, nll.detach().double(), 0.0)
+            self.sums.category_loss.index_add_(0, category.clamp(min=0), of_targets)
+        return terms.sum() * self.scale, {}

@@ -1,0 +1,260 @@
+"""The ranks of a run: their process group, who may speak, and how they leave, together or when torchrun is gone.
+
+The group comes first, before any configuration is read, so that a user's mistake is told by one rank in one line while
+the others leave with the same exit code, instead of each rank printing its own traceback.
+
+The scan of a dataset over all ranks: each reads a share of the tokens, and the next start none.
+
+    spans of the dataset   | 0 … 40 | 41 … 97 | 98 … 120 |     about as many tokens in each share
+    read by rank               0         1          2
+
+Documents longer than a pack are shared once more in the same way, as what is cut off them lies in no span. A sum over
+the ranks puts the shares together; what is gathered does not grow with their number.
+
+The token ids of a stream's documents over all ranks: each reads a share, and the next start none.
+"""
+
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import chain
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl_ext.data import DocumentScan, MultiDocDataset, SFTDataSet
+from verl_ext.data.stats import OverLengthCount, ScanMemo, add_counts
+
+USER_ERROR = 2
+TRAINING_FAILED = 3
+_WATCH_SECONDS = 1.0
+_TIMEOUT = timedelta(hours=10)  # verl's own: ranks wait for one that tokenises, reads weights or writes files
+
+
+def accelerator() -> str | None:
+    """``cuda`` or ``npu`` where one is visible to this process, else None."""
+    if torch.cuda.is_available():
+        return "cuda"
+    npu = getattr(torch, "npu", None)
+    return "npu" if npu is not None and npu.is_available() else None
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the ranks that torchrun started, or be the only one; gloo on CPU, verl's choice on accelerators."""
+    if accelerator() is None:
+        os.environ.setdefault("VERL_PLATFORM", "cpu")
+    _default_to_one_rank()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_torchrun()
+    _silence_upstream()
+    # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
+    if os.environ["RANK"] != "0":
+        _be_quiet()
+    if accelerator() is None:
+        # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    else:
+        from verl.utils.distributed import initialize_global_process_group
+
+        initialize_global_process_group(int(_TIMEOUT.total_seconds()))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
+    """Let a collective on the device take so long at most, from now on: one of all ranks, or of a group of `meshes`.
+
+    On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
+    tokenises, and that may take hours. On a CPU it is all gloo, and one limit.
+    """
+    from verl.utils.device import get_device_name  # not before VERL_PLATFORM is settled
+
+    device = torch.device(get_device_name())
+    for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
+        assert group is not None
+        group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
+
+
+@contextmanager
+def errors_told_once() -> Iterator[None]:
+    """A mistake inside (``ValueError``, or a file that cannot be read), on any rank, ends the run on every rank.
+
+    Rank 0 tells the first, all exit with 2.
+    """
+    mistake: str | None = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("VERL_EXT_FULL_ERROR"):
+            raise
+        mistake = str(error)
+    mistakes: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(mistakes, mistake)
+    told = next((m for m in mistakes if m is not None), None)
+    if told is not None:
+        leave_together(told, USER_ERROR)
+
+
+def leave_together(message: str, code: int) -> NoReturn:
+    """End the run on every rank, which must all call this: rank 0 says why, all exit with ``code``."""
+    if dist.get_rank() == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    dist.barrier()  # no rank leaves, and has torchrun stop the others, before the line is out
+    raise SystemExit(code)
+
+
+def leave_alone(message: str, code: int) -> NoReturn:
+    """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
+    with suppress(OSError):  # a terminal or a pipe that is gone
+        print(f"\nerror: rank {os.environ['RANK']}: {message}", file=sys.stderr)  # below a progress bar
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(code)  # leaving the process group in order would wait for the others
+
+
+def _end_with_torchrun() -> None:
+    """Leave when torchrun, which started this rank, has been killed and could not stop it.
+
+    The rank would train on, and write, beside the run that takes its place. Only a parent that is torchrun means that:
+    under Ray, srun or a notebook a run may outlive its parent.
+    """
+    torchrun = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == torchrun:
+            time.sleep(_WATCH_SECONDS)
+        leave_alone(f"torchrun (process {torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
+
+    threading.Thread(target=watch, name="torchrun-watch", daemon=True).start()
+
+
+def _default_to_one_rank() -> None:
+    """What torchrun would have set, for ``python -m``."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(single, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _silence_upstream() -> None:
+    """Leave out what upstream says to everybody and nobody can act on; everything else is still heard."""
+    warnings.filterwarnings("ignore", message=".* engine is not available")  # verl: engines that nobody asked for
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
+    # torch's advice, where a first step is skipped: fp16's scale is often too high at the start
+    warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
+    for name in ("configuration_utils", "modeling_utils"):  # of an argument and a config key of verl's
+        logging.getLogger(f"transformers.{name}").addFilter(lambda line: "`torch_dtype` is" not in line.getMessage())
+    logging.getLogger("verl.plugin.platform.platform_manager").setLevel(logging.WARNING)
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 asks it once per run
+
+
+def _be_quiet() -> None:
+    """Ranks above 0 print nothing but errors: verl, transformers and datasets print the same line on every rank."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    os.environ.update(TQDM_DISABLE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # read when tqdm and transformers load
+
+
+def share_scan(dataset: SFTDataSet) -> None:
+    """Give `dataset` its scan, on every rank: from the memo beside the data, or by reading each token of a
+    span once, and the masks and categories of over-length documents.
+
+    All ranks call it together; a mistake in the data is told once and ends all of them.
+    """
+    memo: ScanMemo | None = None
+    remembered: DocumentScan | None = None
+    with errors_told_once():
+        if dist.get_rank() == 0:
+            memo = ScanMemo(dataset.folders, dataset.spans, dataset.over_length)
+            remembered = memo.read()
+    scan = _from_first_rank(remembered) or _read_together(dataset)
+    with errors_told_once():
+        dataset.scan = scan  # refuses data without a target
+    if memo is not None and remembered is None:
+        memo.write(scan)
+
+
+def shares(lengths: NDArray[np.integer], ranks: int) -> NDArray[np.int64]:
+    """int64[ranks+1]: rank r reads documents shares[r]..shares[r+1]-1 of these lengths (at least one), about as many
+    tokens as any other."""
+    begins = np.cumsum(lengths, dtype=np.int64)
+    total = int(begins[-1])
+    begins -= lengths
+    return np.searchsorted(begins, np.arange(ranks + 1) * (total / ranks))
+
+
+def _from_first_rank(scan: DocumentScan | None) -> DocumentScan | None:
+    box = [scan]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _read_together(dataset: SFTDataSet) -> DocumentScan:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    first, last = shares(dataset.spans.length, ranks)[rank : rank + 2].tolist()
+    part: DocumentScan | None = None
+    over_length: tuple[OverLengthCount, ...] = ()
+    with errors_told_once():
+        if first < last:  # a rank has no share where there are fewer documents than ranks
+            part = dataset.scan_part(first, last, progress=rank == 0)
+        if len(dataset.over_length):
+            begin, end = shares(dataset.over_length.lengths, ranks)[rank : rank + 2].tolist()
+            over_length = dataset.over_length_part(begin, end, progress=rank == 0)
+    targets = np.zeros(len(dataset.spans), np.int32)
+    if part is not None:
+        targets[first:last] = part.targets
+    dist.all_reduce(torch.from_numpy(targets))  # every span is of one share: the sum puts the shares together
+    values: list[Any] = [None] * ranks
+    dist.all_gather_object(values, (part and (part.min_token_id, part.max_token_id, part.category_ids), over_length))
+    parts, counts = zip(*values, strict=True)
+    lowest, highest, categories = zip(*filter(None, parts), strict=True)
+    ids = tuple(sorted(set().union(*categories)))
+    return DocumentScan(targets, min(lowest), max(highest), ids, add_counts(chain.from_iterable(counts)))
+
+
+def share_token_range(dataset: MultiDocDataset) -> None:
+    """Give `dataset` its token_range, on every rank: from the cache, or by reading each token once.
+
+    All ranks call it together; a mistake in the data is told once and ends all of them.
+    """
+    leads = dist.get_rank() == 0
+    remembered: list[Any] = [None]
+    with errors_told_once():
+        if leads:
+            remembered = [dataset.cached_token_range()]
+    dist.broadcast_object_list(remembered)
+    if remembered[0] is not None:
+        dataset.token_range = remembered[0]
+        return
+    with errors_told_once():
+        part = dataset.token_range_part(dist.get_rank(), dist.get_world_size())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    lowest, highest = zip(*filter(None, parts), strict=True)
+    dataset.token_range = min(lowest), max(highest)
+    with errors_told_once():
+        if leads:
+            dataset.cache_token_range()

@@ -1,0 +1,118 @@
+"""What the data became: packs and their fill, every document that is not trained on as it stands, mixtures, steps.
+
+One dict of plain numbers, printed once by rank 0 and written beside the run as data_report.json.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from verl_ext.config.output import REPORT
+from verl_ext.data import PackDataset
+from verl_ext.data.mixture import mixture_table
+from verl_ext.files import write_json
+from verl_ext.trainer.step_plan import StepPlan
+
+Facts = dict[str, Any]
+
+
+def data_facts(dataset: PackDataset) -> Facts:
+    """One dataset in numbers: documents, tokens, targets, packs, fill, and what was done to which documents.
+
+    documents, tokens and target_tokens are those of the packs, one as often as a mixture draws it.
+    """
+    tokens, packs = int(dataset.pack_tokens().sum()), len(dataset)
+    return {
+        "folders": list(dataset.folders),
+        "documents": int(dataset.pack_documents().sum()),
+        "tokens": tokens,
+        "target_tokens": int(dataset.pack_targets().sum()),
+        "packs": packs,
+        "max_tokens": dataset.max_tokens,
+        "fill": tokens / max(packs * dataset.max_tokens, 1),
+        "not_as_they_stand": [vars(row) for row in dataset.not_as_they_stand()],
+        "mixture": [vars(row) for row in dataset.mixture_report],
+        **dataset.facts(),
+    }
+
+
+def step_facts(
+    dataset: PackDataset, plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
+) -> Facts:
+    """The steps of an epoch in numbers; busy is the share of an epoch that an average rank works, by the cost model.
+
+    `costs` float64[P] of the packs; ranks are data-parallel ones.
+    """
+    shuffled = StepPlan(plan.num_packs, plan.batch_size, plan.seed, plan.drop_last)
+    left_out = plan.left_out(0)
+    return {
+        "steps_per_epoch": plan.steps_per_epoch,
+        "epochs_of_plan": dataset.epochs,
+        "packs_per_step": plan.batch_size,
+        "packs_in_last_step": plan.batch_size if plan.drop_last else (plan.num_packs - 1) % plan.batch_size + 1,
+        "data_parallel_ranks": ranks,
+        "busy": 1 / plan.cost_over_ideal(costs, ranks, micro_batch_size),
+        "busy_if_shuffled": 1 / shuffled.cost_over_ideal(costs, ranks, micro_batch_size),
+        "left_out_packs": len(left_out),
+        "left_out_documents": int(dataset.pack_documents()[left_out].sum()),
+        "left_out_tokens": int(dataset.pack_tokens()[left_out].sum()),
+    }
+
+
+def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
+    """What is printed of {"train": facts, "val": facts, "steps": facts}."""
+    for name in ("train", "val"):
+        if name in report:
+            yield from _data_lines(name, report[name])
+    if "steps" in report:
+        yield from _step_lines(report["steps"])
+
+
+def write_report(report: Mapping[str, Facts], folder: Path) -> None:
+    """`report` as data_report.json in `folder`, whole or not at all."""
+    write_json(folder / REPORT, report)
+
+
+def _data_lines(name: str, facts: Facts) -> Iterator[str]:
+    yield (
+        f"{name}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['target_tokens']:,} targets) "
+        f"in {facts['packs']:,} packs of {facts['max_tokens']:,}, {facts['fill']:.1%} full"
+    )
+    if facts["mixture"]:
+        yield f"{name}: the mixture:"
+        yield mixture_table(facts["mixture"])
+    if facts.get("sources"):
+        yield f"{name}: its sources:"
+        yield _table(facts["sources"])
+    if facts["not_as_they_stand"]:
+        yield f"{name}: documents that are not trained on as they stand (data.max_tokens={facts['max_tokens']}):"
+        yield _table(facts["not_as_they_stand"])
+
+
+def _step_lines(facts: Facts) -> Iterator[str]:
+    last = facts["packs_in_last_step"]
+    shorter = "" if last == facts["packs_per_step"] else f" (the last {last})"
+    whole = facts["epochs_of_plan"]
+    of = "an epoch" if whole == 1 else f"in {whole:,.3g} epochs"
+    line = f"steps: {facts['steps_per_epoch']:,} {of} of {facts['packs_per_step']} packs{shorter}"
+    if facts["data_parallel_ranks"] > 1:
+        line += (
+            f"; by cost, {facts['data_parallel_ranks']} data-parallel ranks are busy {facts['busy']:.1%} of the time "
+            f"(shuffled: {facts['busy_if_shuffled']:.1%})"
+        )
+    yield line
+    if facts["left_out_packs"]:
+        yield (
+            f"steps: every epoch leaves out other packs (data.drop_last=true); the first {facts['left_out_packs']}, "
+            f"{facts['left_out_documents']:,} documents, {facts['left_out_tokens']:,} tokens"
+        )
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    frame = pd.DataFrame(rows)
+    formats = {name: "{:,}".format for name in frame if pd.api.types.is_integer_dtype(frame[name])}
+    return frame.to_string(index=False, formatters={**formats, "share": "{:.2%}".format})

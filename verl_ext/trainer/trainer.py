@@ -1,0 +1,276 @@
+"""verl's training worker from a composed configuration: engine, optimizer, checkpoints, profiler.
+
+The training loop: packs in, exact loss, category loss, validation, checkpoints.
+
+verl's ``TrainingWorker`` carries the engine, the profiler and the configuration dataclasses; the loop is our own,
+because verl's drops validation batches, averages means, and waits for the device after every micro-batch.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_id
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+
+from verl_ext.attention.packed import set_backend
+from verl_ext.config.model import is_titans
+from verl_ext.engines.step import StepEngine
+from verl_ext.metrics import StepSums
+from verl_ext.plugin import CHUNKED, PACKED, select_engine
+from verl_ext.progress import StepProgress
+from verl_ext.trainer.batch import StepBatch, StepLoss
+from verl_ext.trainer.checkpoint import Checkpoints, clear_output, save_final_memory
+from verl_ext.trainer.distributed import errors_told_once, limit_collectives
+from verl_ext.trainer.evaluation import Evaluation, write_evaluation
+from verl_ext.trainer.loader import RankShare
+from verl_ext.trainer.setup import Run
+from verl_ext.trainer.tracking import hold, open_tracking
+
+
+def training_worker(config: DictConfig, total_steps: int) -> TrainingWorker:
+    """A worker whose weights are not read yet: ``reset`` does that. ``VERL_ENGINE_VENDOR`` names its engine.
+
+    ``total_steps`` is the length of the learning-rate schedule.
+    """
+    optimizer = omega_conf_to_dataclass(config.optim)
+    optimizer.total_training_steps = total_steps
+    return TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=omega_conf_to_dataclass(config.model),
+            engine_config=omega_conf_to_dataclass(config.engine),
+            optimizer_config=optimizer,
+            checkpoint_config=omega_conf_to_dataclass(config.checkpoint),
+            profiler_config=omega_conf_to_dataclass(config.profiler),
+        )
+    )
+
+
+@contextlib.contextmanager
+def _upstream_quiet() -> Iterator[None]:
+    """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions, still heard."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+class TooManySkippedSteps(RuntimeError):
+    """More steps in a row than `trainer.max_skipped_steps` were skipped."""
+
+
+@dataclass
+class StepOutcome:
+    """What one optimizer step gave: its gradient norm before clipping, its learning rate, its sums if logged."""
+
+    grad_norm: float
+    lr: float
+    sums: StepSums | None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the engine left the parameters as they were."""
+        return not math.isfinite(self.grad_norm)
+
+
+class SFTTrainer:
+    """One rank of a run that :func:`verl_ext.trainer.setup.prepare` has found sound."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.config = run.config
+        self.leads = dist.get_rank() == 0
+        with errors_told_once():  # before the weights are read; a measurement alone may go on beside a run
+            self._lock = hold(run.output) if self.leads and not self.config.trainer.eval_only else None
+        self.client = self._build_client()
+        assert isinstance(self.client.engine, StepEngine)
+        self.engine: StepEngine = self.client.engine
+        self.share = RankShare(run, self.engine)
+        self.evaluation = None
+        if run.validation is not None:
+            self.evaluation = Evaluation(run, run.validation, self.engine, self.share)
+        with _upstream_quiet():
+            self.client.reset()
+        if run.clear_output and self.leads:
+            clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
+        dist.barrier()
+        self.plan_state = run.plan_state()
+        self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.lora_metadata)
+        self.first_step = 0
+        meshes = filter(None, (self.engine.device_mesh, self.engine.ulysses_device_mesh))
+        limit_collectives(self.config.trainer.nccl_timeout, meshes)
+
+    def _build_client(self) -> TrainingWorker:
+        """verl's worker around the engine of the model."""
+        select_engine(CHUNKED if is_titans(self.config) else PACKED)
+        set_backend(self.config.attention.backend)
+        torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
+        with _upstream_quiet():
+            return training_worker(self.config, self.run.total_steps)
+
+    def resume(self) -> None:
+        """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
+        self.first_step = self.checkpoints.resume()
+
+    def fit(self) -> None:
+        """Train to the last step, validating and saving as `trainer` says; the last step always does both."""
+        with errors_told_once():  # a tracker without a login ends every rank
+            self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
+        self.progress = StepProgress(self.first_step, self.run.total_steps, self.leads)
+        self._share_plan_state()
+        if self.first_step >= self.run.total_steps:
+            self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
+        elif self.first_step:
+            self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
+        batches = self.share.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
+        for step, batch in enumerate(batches, start=self.first_step + 1):
+            self._profile(step, "start")
+            self._seed_step(step)
+            logged = step == self.run.total_steps or self._is_due(step, self.config.trainer.log_freq)
+            outcome = self.train_step(batch, logged)
+            self._profile(step, "stop")
+            self.progress.step(int(self.run.pack_tokens[self.run.plan.packs(step - 1)].sum()))
+            self._count_skipped(step, outcome)
+            if outcome.sums is not None:
+                self._log_step(step, outcome)
+            self._validate_and_save(step)
+        done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
+        save_final_memory(self.engine, self.run.output, done, self.run.memory)
+        self.progress.close()
+        if self.tracking is not None:
+            self.tracking.finish()
+
+    def _share_plan_state(self) -> None:
+        """Go on with a resumed run's groups of packs and skipped steps, whatever the layout of ranks is now."""
+        state: list[Any] = [self.plan_state.state_dict()]
+        dist.broadcast_object_list(state)  # it was saved by data-parallel rank; there may be more of them now
+        self.plan_state.load_state_dict(state[0])
+        grouping = self.plan_state.grouping
+        if grouping != self.run.grouping:
+            self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
+        self.run = self.run.grouped(grouping)
+
+    def _seed_step(self, step: int) -> None:
+        """Seed dropout for one step, from `trainer.seed`, the step and this rank.
+
+        A resumed run draws the masks that it would have drawn, whatever was drawn before. No two ranks draw the same
+        ones: data-parallel ranks hold different documents; the ranks of a sequence-parallel group hold different tokens
+        of one pack outside attention, and different heads inside it.
+        """
+        seed = np.random.SeedSequence([self.config.trainer.seed, step, dist.get_rank()])
+        torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+
+    def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
+        """One optimizer step over this rank's share of the packs."""
+        lr = self.engine.lr_scheduler.get_last_lr()[0]
+        normaliser = self._normaliser(batch)
+        if normaliser > 0:
+            sums = self.share.sums(batch) if logged else None
+            grad_norm = self._update(batch, StepLoss(normaliser, self.share.ranks, sums))
+        else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
+            sums, grad_norm = None, math.nan
+        self.engine.lr_scheduler_step()  # the schedule counts steps, skipped ones included
+        return StepOutcome(grad_norm, lr, sums)
+
+    def _update(self, batch: StepBatch, loss: StepLoss) -> float:
+        """Gradients and the optimizer's step; the gradient norm before clipping."""
+        micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
+        with self.engine.train_mode():
+            self.engine.optimizer_zero_grad()
+            self.engine.accumulate(micro_batches, loss)
+            return self.engine.optimizer_step()
+
+    def _normaliser(self, batch: StepBatch) -> float:
+        """Z of the global step. Read while the device is idle: the step before ended with its gradient norm."""
+        device: Any = get_device_id()
+        normaliser = batch.normaliser.to(device, copy=True)
+        self.share.add_up(normaliser)
+        return normaliser.item()
+
+    def validate(self) -> dict[str, float]:
+        """What `Evaluation` measures on the whole validation set."""
+        assert self.evaluation is not None
+        return self.evaluation.measure()
+
+    def evaluate_only(self) -> None:
+        """Measure the validation set with the weights as they are, print the metrics and write them."""
+        metrics = self.validate()
+        if self.leads:
+            path = write_evaluation(metrics, self.first_step, self.config)
+            width = max(map(len, metrics))
+            print(
+                *(f"{name:<{width}}  {value:,.6g}" for name, value in metrics.items()), f"written to {path}", sep="\n"
+            )
+
+    def _log_step(self, step: int, outcome: StepOutcome) -> None:
+        assert outcome.sums is not None
+        sums = outcome.sums.reduced(self.share.add_up)
+        if self.tracking is None:
+            return
+        metrics = sums.report("train", self.run.train_set.categories.names)
+        metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * self.config.data.max_tokens)
+        metrics["train/grad_norm"] = outcome.grad_norm
+        metrics["train/lr"] = outcome.lr
+        if self.engine.scaler is not None:
+            metrics["train/loss_scale"] = self.engine.scaler.get_scale()
+        if self.engine.router_loss is not None:
+            metrics["train/router_loss"] = self.engine.router_loss.value.item()
+        metrics["train/epoch"] = step / self.run.steps_per_epoch
+        metrics["train/skipped_steps"] = self.plan_state.skipped_steps
+        metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
+        self.progress.show(metrics)
+        self._track(metrics, step)
+
+    def _track(self, metrics: dict[str, float], step: int) -> None:
+        if self.tracking is not None:
+            with self.progress.aside():
+                self.tracking.log(metrics, step)
+
+    def _count_skipped(self, step: int, outcome: StepOutcome) -> None:
+        state = self.plan_state
+        if not outcome.skipped:
+            state.skipped_in_a_row = 0
+            return
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
+        self.progress.say(
+            f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({state.skipped_steps} so far)"
+        )
+        limit = self.config.trainer.max_skipped_steps
+        if state.skipped_in_a_row > limit:
+            raise TooManySkippedSteps(
+                f"{state.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
+                f"gradient or of a target of a weight above 0; trainer.max_skipped_steps allows {limit}"
+            )
+
+    def _validate_and_save(self, step: int) -> None:
+        last = step == self.run.total_steps
+        paused = self.progress.pause()
+        if self.evaluation is not None and (last or self._is_due(step, self.run.test_freq)):
+            metrics = self.validate()
+            self._track(metrics, step)
+        if last or self._is_due(step, self.run.save_freq):
+            with self.progress.aside():
+                self.checkpoints.save(step)
+        self.progress.resume(paused)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return every > 0 and (step % every == 0)
+
+    def _profile(self, step: int, moment: str) -> None:
+        """verl's profiler between the two steps of `trainer.profile_interval`."""
+        first, last = self.config.trainer.profile_interval
+        if moment == "start" and step == first:
+            self.client.start_profile()
+        if moment == "stop":
+            if first <= step <= last:
+                self.client.step_profile()
+            if step == last:
+                self.client.stop_profile()
