@@ -104,6 +104,27 @@ class DatasetOptions(Options):
         """Tokens of every row where each is one document, filled up to one length; else None."""
         return None
 
+    @property
+    def needs_train_dir(self) -> bool:
+        """Whether data.train_dir must be given: not where other options name the data."""
+        return True
+
+    @classmethod
+    def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of the data node that others of its keys decide, with their values."""
+        return {}
+
+    @classmethod
+    def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys to set where nothing is trained on and data.train_dir is not given: what is measured stands in for it.
+
+        Raises:
+            ValueError: there is nothing to measure.
+        """
+        if not node.get("val_dir"):
+            raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
+        return {"train_dir": node["val_dir"]}
+
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         """A line for each path that cannot be what the family reads; told before a model is read."""
         return ()

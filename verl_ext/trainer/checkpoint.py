@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
 
 from verl_ext.config.output import EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, REPORT, RUN_IDS, TRACKER
+from verl_ext.config.run import RunConfig
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
@@ -82,13 +82,12 @@ class Checkpoints:
     """Saves and resumes through verl's ``CheckpointHandler``.
 
     Args:
-        config: the composed configuration.
+        config: the run's.
         engine: an initialised engine.
         plan: fingerprint of the step plan.
-        lora: LoRA rank, alpha and task for verl's metadata file, or None.
     """
 
-    def __init__(self, config: DictConfig, engine: StepEngine, plan: PlanState, lora: dict[str, Any] | None) -> None:
+    def __init__(self, config: RunConfig, engine: StepEngine, plan: PlanState) -> None:
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir)
         self.engine = engine
@@ -100,7 +99,7 @@ class Checkpoints:
             default_hdfs_dir=trainer.default_hdfs_dir,
             resume_mode=trainer.resume_mode,
             resume_from_path=trainer.resume_from_path,
-            lora_train_meta=lora,
+            lora_train_meta=_lora_metadata(config.values["model"]),
         )
 
     def resume(self) -> int:
@@ -114,6 +113,13 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Write ``global_step_<step>``."""
         self.handler.save_checkpoint(step=step)
+
+
+def _lora_metadata(model: dict[str, Any]) -> dict[str, Any] | None:
+    """What verl writes beside a LoRA checkpoint."""
+    if not model["lora_rank"] and model["lora_adapter_path"] is None:
+        return None
+    return {"r": int(model["lora_rank"]), "lora_alpha": int(model["lora_alpha"] or 0), "task_type": "CAUSAL_LM"}
 
 
 def saved_folders(folder: Path) -> list[Path]:

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
-from omegaconf import DictConfig, OmegaConf
 from verl.utils.tracking import Tracking
 
 from verl_ext.config.output import RUN_IDS, RUN_LOCK
+from verl_ext.config.run import RunConfig
 from verl_ext.files import write_json
 
 # tracker: (variable of its run's id, variable that lets a run of that id be gone on with)
@@ -147,7 +147,7 @@ METRICS = "metrics.jsonl"
 _FILE_PATH = "VERL_FILE_LOGGER_PATH"
 
 
-def open_tracking(config: DictConfig, first_step: int) -> Tracking:
+def open_tracking(config: RunConfig, first_step: int) -> Tracking:
     """The loggers that `trainer.logger` names.
 
     verl's ``file`` logger opens its file anew even on resume; the lines up to ``first_step`` are put back here. Unless
@@ -157,8 +157,7 @@ def open_tracking(config: DictConfig, first_step: int) -> Tracking:
     Raises:
         ValueError: a logger cannot begin, for want of a login, a package or a server.
     """
-    trainer, folder = config.trainer, Path(config.trainer.default_local_dir)
-    loggers = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
+    folder, loggers = Path(config.trainer.default_local_dir), config.trainer.loggers
     kept: list[bytes] = []
     if "file" in loggers:
         path = Path(os.environ.setdefault(_FILE_PATH, str(folder / METRICS)))
@@ -174,7 +173,7 @@ def open_tracking(config: DictConfig, first_step: int) -> Tracking:
     return tracking
 
 
-def _begun(config: DictConfig, loggers: list[str], ids: dict[str, str]) -> Tracking:
+def _begun(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Tracking:
     """verl's tracking; its runs go on with `ids`, and theirs are kept for a resume."""
     trainer = config.trainer
     try:
@@ -183,7 +182,7 @@ def _begun(config: DictConfig, loggers: list[str], ids: dict[str, str]) -> Track
                 trainer.project_name,
                 trainer.experiment_name,
                 default_backend=loggers,
-                config=OmegaConf.to_container(config, resolve=True),
+                config=config.values,
             )
     except Exception as error:  # each tracker has exceptions of its own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
