@@ -144,13 +144,15 @@ def test_a_death_between_two_batches_is_told(folder):
     batches = iter(loader_of(SFTDataSet(folder, 64, strategy="none"), num_workers=1, prefetch_factor=1))
     next(batches)
     (process,) = multiprocessing.active_children()
-    with (
-        pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"),
-        loader_deaths_told(),
-    ):
+
+    @loader_deaths_told()
+    def train_on():
         os.kill(process.pid, signal.SIGKILL)
         connection.wait([process.sentinel])  # dies while nobody waits for a batch
         list(batches)
+
+    with pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"):
+        train_on()
 
 
 def test_a_signal_that_torch_no_longer_sees_is_told():

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.trainer.checkpoint import clear_output
-from verl_ext.trainer.tracking import RUN_IDS, going_on_with, keep_run_ids, open_tracking, read_run_ids
+from verl_ext.trainer.tracking import RUN_IDS, continued_runs, keep_run_ids, open_tracking, read_run_ids
 
 TRACKERS = ["wandb", "swanlab"]
 
@@ -111,7 +111,7 @@ def test_only_the_named_trackers_see_an_id_and_the_environment_is_given_back(mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SWANLAB_RESUME", "must")
     before = dict(os.environ)
-    with going_on_with({"wandb": "a", "swanlab": "b"}, ["swanlab", "console"]):
+    with continued_runs({"wandb": "a", "swanlab": "b"}, ["swanlab", "console"]):
         added = {name: value for name, value in os.environ.items() if before.get(name) != value}
         assert added == {"SWANLAB_RUN_ID": "b"}
     assert dict(os.environ) == before

@@ -266,7 +266,7 @@ def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
     """Whether `model.memory_checkpoint` fits: by the settings beside it, else tried on a model without storage."""
     if path is None:
         return []
-    settings = Path(path).with_suffix(".json")
+    settings, memory = Path(path).with_suffix(".json"), titans.memory or {}
     if settings.is_file():
         try:
             trained = json.loads(settings.read_text(encoding="utf-8"))
@@ -276,9 +276,9 @@ def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
             return [f"model.memory_checkpoint: the settings beside it must be a JSON object; got {settings}"]
         differing = [
             f"model.memory.{name} must be {show(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
-            f"{show(titans.memory.get(name))}"
+            f"{show(memory.get(name))}"
             for name, value in trained.items()
-            if titans.memory.get(name) != value
+            if memory.get(name) != value
         ]
         if differing:
             return differing

@@ -27,12 +27,11 @@ from verl_ext.data.mixture import mixture_notices
 from verl_ext.losses import LossSpec, category_weight_table
 from verl_ext.metrics import RESERVED
 from verl_ext.packing import CostModel
-from verl_ext.trainer.checkpoint import PlanState
+from verl_ext.trainer.checkpoint import PlanState, refuse_locked
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.trainer.tracking import refuse_running
 
 # Keys below data that decide which packs a step has.
 _OF_THE_PLAN = (
@@ -144,7 +143,7 @@ def prepare(composed: DictConfig) -> Run:
         config = RunConfig.of(composed)
         notices += config.model.notices(composed, hf_config, config.trainer.device, gpu_capability())
         if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
-            refuse_running(Path(config.trainer.default_local_dir))
+            refuse_locked(Path(config.trainer.default_local_dir))
         output = check_output(composed, world_size)
         train_set, val_set = open_sets(config)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]

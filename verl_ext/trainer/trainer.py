@@ -23,12 +23,12 @@ from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.checkpoint import Checkpoints, clear_output, save_final_memory
+from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, save_final_memory
 from verl_ext.trainer.distributed import limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
-from verl_ext.trainer.tracking import hold, open_tracking
+from verl_ext.trainer.tracking import open_tracking
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ class SFTTrainer:
         self.config = run.config
         self.is_rank0 = dist.get_rank() == 0
         with user_errors_end_the_run():  # before the weights are read; a measurement alone may go on beside a run
-            self._lock = hold(run.output) if self.is_rank0 and not self.config.trainer.eval_only else None
+            self._lock = lock_folder(run.output) if self.is_rank0 and not self.config.trainer.eval_only else None
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
