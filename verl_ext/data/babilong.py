@@ -73,11 +73,11 @@ from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.data.stats import DocumentScan
 from verl_ext.files import cached_folder, check_cache_dir, default_root
-from verl_ext.packing import Spans, check_choice, plan_packs, whole_number
-from verl_ext.packing.strategies import MOST_TOKENS
+from verl_ext.packing import MOST_TOKENS, Spans, plan_packs
 from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
 from verl_ext.text.workers import ChunkResult
+from verl_ext.values import check_choice, whole_number
 
 PLACE_LABELS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 TASK_LABELS: dict[str, tuple[str, ...]] = {

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.mixture import MixtureRow
-from verl_ext.packing import CostModel, check_choice
-from verl_ext.values import REQUIRED, Options, option
+from verl_ext.packing import CostModel
+from verl_ext.values import REQUIRED, Options, check_choice, option
 
 SPLITS = ("train", "val")
 BALANCES = ("sorted", "none")

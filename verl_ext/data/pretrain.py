@@ -63,13 +63,13 @@ from verl_ext.data.left_out import OverLengthRow, over_length_report
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.data.stats import DocumentScan, OverLengthDocuments
 from verl_ext.files import cached_folder, check_cache_dir, default_root
-from verl_ext.packing import Spans, check_choice, cut_spans, plan_packs, whole_number
-from verl_ext.packing.strategies import MOST_TOKENS
+from verl_ext.packing import MOST_TOKENS, Spans, cut_spans, plan_packs
 from verl_ext.text.counts import Tally
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.sources import SourceFile
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
 from verl_ext.text.workers import ChunkResult
+from verl_ext.values import check_choice, whole_number
 
 ROWS = ("packed", "padded")
 ADDED = 2  # tokens of max_length that are not text: BOS and EOS

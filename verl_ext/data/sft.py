@@ -39,17 +39,17 @@ from verl_ext.data.stats import (
     scan_documents,
 )
 from verl_ext.packing import (
+    MOST_TOKENS,
     OVER_LENGTH_POLICIES,
     STRATEGIES,
     CostModel,
     PackPlan,
     Spans,
-    check_choice,
     cut_spans,
     plan_packs,
-    whole_number,
 )
-from verl_ext.packing.strategies import MOST_TOKENS, plan_repeated
+from verl_ext.packing.strategies import plan_repeated
+from verl_ext.values import check_choice, whole_number
 
 PAD_MODES = ("no_padding", "right")
 
