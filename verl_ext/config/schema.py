@@ -25,7 +25,7 @@ from verl_ext.config.run import TrainerOptions, dataset_class
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.losses import LossOptions
 from verl_ext.models.qwen_titans import MemorySettings
-from verl_ext.values import nearest_key, nearest_name, options_of, plain, show
+from verl_ext.values import nearest_key, nearest_name, options_of, show
 
 UPSTREAM_CONF = "verl.trainer.config"
 UPSTREAM_PRIMARY = "sft_trainer_engine"
@@ -61,7 +61,7 @@ def dataset_families() -> dict[str, type[PackDataset]]:
     """Choice of the group `data` -> its dataset class, as conf/data/CHOICE.yaml names it."""
     found = {}
     for choice in options("data"):
-        node: Any = plain(OmegaConf.load(str(files(CONF).joinpath("data", f"{choice}.yaml"))))
+        node: Any = OmegaConf.load(str(files(CONF).joinpath("data", f"{choice}.yaml")))
         found[choice] = dataset_class(OmegaConf.create({"data": {"custom_cls": node.get("custom_cls") or {}}}))
     return found
 
