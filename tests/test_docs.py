@@ -1,7 +1,7 @@
 """What README.md, CONTRIBUTING.md and docs/ tell a user: commands run on small data, code runs, names and links exist.
 
-A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs data`: its training commands are composed,
-its data commands run with smaller values. A command that no function here handles is a failure, so that none is untested.
+A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs data`: its training commands are
+composed, its data commands run with smaller values. A command that nothing here handles is a failure.
 """
 
 import json
