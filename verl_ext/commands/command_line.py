@@ -19,6 +19,7 @@ A field annotated `dict`, `Any` or a union of types is open: the keys below it a
 `maps` says of a dict what it maps to what. `read_options(IndexOptions, ["output_dir=DIR", ...])` gives the options.
 """
 
+import inspect
 import shutil
 import signal
 import sys
@@ -81,17 +82,26 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> Opt
     Raises UsageError, in one line, for every mistake.
     """
     known = known_options(options_class)
-    config = OmegaConf.create(_defaults(options_class), flags={"allow_objects": True})
+    config = OmegaConf.create(_defaults(options_class))
     try:
         for text in arguments:
-            _apply(config, _checked(text, known, getattr(options_class, "maps", {})))
+            override = _parsed(text)
+            key, value = override.key_or_group, override.value()
+            if override.is_delete():
+                _delete(config, key)
+                continue
+            given = {key: value}
+            if key in known and _is_node(known[key]) and isinstance(value, dict):
+                given = {f"{key}.{name}": below for name, below in value.items()}
+            for name, below in given.items():
+                _check_value(name, below, known, getattr(options_class, "maps", {}))
+                OmegaConf.update(config, name, below, merge=True, force_add=True)
         values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise UsageError(f"{key}: {first_line(error)}" if key else first_line(error)) from error
+        where = getattr(error, "full_key", None)
+        raise UsageError(f"{where}: {first_line(error)}" if where else first_line(error)) from error
     for name, value in values.items():
-        if isinstance(value, dict):
-            # sources={2024:a.jsonl} has a number as its key
+        if isinstance(value, dict):  # sources={2024:a.jsonl} has a number as its key
             values[name] = {key if isinstance(key, str) else show(key): below for key, below in value.items()}
     try:
         return options_class.read(values)
@@ -113,13 +123,19 @@ def help_text(name: str, options_class: type[Options], example: str) -> str:
     """Usage, what the command makes, and a line for every option with its default and meaning."""
     rows = []
     for key, field in known_options(options_class).items():
-        if not _is_node(field):
-            missing = field.required and field.default in (None, "", [], {})
-            rows.append((key, "required" if missing else _default_text(field.default), _meaning(field)))
+        if _is_node(field):
+            continue
+        default = f"[{','.join(map(show, field.default))}]" if isinstance(field.default, list) else show(field.default)
+        if field.required and not field.default:
+            default = "required"
+        meaning = field.meaning
+        if any(choice not in meaning for choice in field.choices):
+            meaning += f" ({' | '.join(field.choices)})"
+        rows.append((key, default, meaning))
     keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
     indent = " " * (keys + defaults + 6)
     width = max(shutil.get_terminal_size((120, 24)).columns, len(indent) + 40)
-    lines = [f"usage: verl-ext {name} {example}", "", textwrap.dedent(f"    {options_class.__doc__}").strip(), ""]
+    lines = [f"usage: verl-ext {name} {example}", "", inspect.getdoc(options_class) or "", ""]
     for key, default, meaning in rows:
         first = f"  {key:<{keys}}  {default:<{defaults}}  "
         lines += textwrap.wrap(meaning, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
@@ -130,12 +146,12 @@ def _is_node(field: Option) -> bool:
     return isinstance(field.type, type) and issubclass(field.type, Options)
 
 
-def _kind(field: Option) -> Any:
-    return get_origin(field.type) or field.type
-
-
 def _is_open(field: Option) -> bool:
-    return _kind(field) in (Any, dict)
+    return field.type is Any or _is_dict(field)
+
+
+def _is_dict(field: Option) -> bool:
+    return (get_origin(field.type) or field.type) is dict
 
 
 def _defaults(options_class: type[Options]) -> dict[str, Any]:
@@ -143,59 +159,44 @@ def _defaults(options_class: type[Options]) -> dict[str, Any]:
     return {field.name: _defaults(field.type) if _is_node(field) else field.default for field in fields}
 
 
-def _default_text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(show, value))}]"
-    return show(value)
-
-
-def _meaning(field: Option) -> str:
-    unnamed = [choice for choice in field.choices if choice not in field.meaning]
-    return f"{field.meaning} ({' | '.join(field.choices)})" if unnamed else field.meaning
-
-
-def _checked(text: str, known: Mapping[str, Option], maps: Mapping[str, str]) -> Override:
-    """One override, whose keys are known and whose value is of their kind; raises UsageError."""
+def _parsed(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         hint = "key=value, with quotes around a value that holds spaces or '='"
         raise UsageError(f"an override must be {hint}; got {text!r}") from error
-    key, value = override.key_or_group, override.value()
+    key = override.key_or_group
+    if override.package:
+        raise UsageError(f"unknown key {key}@{override.package}")
     if override.is_sweep_override():
         _, _, values = text.partition("=")
         raise UsageError(f"{key} takes one value; got {values}: write {key}=[{values}] for a list")
     if repeated := repeated_keys(text):
         names = ", ".join(repeated)
         raise UsageError(f"{key} must have each name once, several values of it as a list; got {names} more than once")
-    field = known.get(key)
-    is_node = field is not None and _is_node(field)
-    for named in [f"{key}.{name}" for name in value] if is_node and isinstance(value, dict) else [key]:
-        is_open = any(_is_open(known[node]) for node in known if named.startswith(f"{node}."))
-        if override.package or not (is_open or named in known):
-            nearest = nearest_key(named, known)
-            hint = f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}"
-            raise UsageError(f"unknown key {named}; {hint}")
-    if is_node and not isinstance(value, dict):
-        keys = ", ".join(other for other in known if other.startswith(f"{key}."))
-        raise UsageError(f"{key} must be given by its keys, {keys}; got {show(value)}")
-    if field is None or override.is_delete():
-        return override
-    if _kind(field) is dict and not isinstance(value, dict):
-        name = Path(show(value)).name.partition(".")[0] or "name"
-        raise UsageError(
-            f"{key} must map {maps.get(key, 'names to values')}, e.g. '{key}={{{name}:{value}}}'; got {show(value)}"
-        )
-    if value is None and (problem := field.problem(key, None)):
-        raise UsageError(problem)
     return override
 
 
-def _apply(config: DictConfig, override: Override) -> None:
-    key = override.key_or_group
-    if not override.is_delete():
-        OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
-        return
+def _check_value(key: str, value: Any, known: Mapping[str, Option], maps: Mapping[str, str]) -> None:
+    """Raises UsageError for an unknown key, and for a value that OmegaConf would merge or the class ignore unsaid."""
+    field = known.get(key)
+    if field is None:
+        if any(_is_open(known[node]) for node in known if key.startswith(f"{node}.")):
+            return
+        nearest = nearest_key(key, known)
+        hint = f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}"
+        raise UsageError(f"unknown key {key}; {hint}")
+    if _is_node(field):
+        keys = ", ".join(other for other in known if other.startswith(f"{key}."))
+        raise UsageError(f"{key} must be given by its keys, {keys}; got {show(value)}")
+    if _is_dict(field) and not isinstance(value, dict):
+        words, name = maps.get(key, "names to values"), Path(show(value)).name.partition(".")[0] or "name"
+        raise UsageError(f"{key} must map {words}, e.g. '{key}={{{name}:{value}}}'; got {show(value)}")
+    if value is None and (problem := field.problem(key, None)):
+        raise UsageError(problem)
+
+
+def _delete(config: DictConfig, key: str) -> None:
     node, _, name = key.rpartition(".")
     parent = OmegaConf.select(config, node) if node else config
     if not OmegaConf.is_dict(parent) or name not in parent:
