@@ -27,9 +27,10 @@ from tests.test_tokenize_templates import (
 from verl_ext.commands.tokenize import load_config
 from verl_ext.text.chat_spans import locate
 from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.documents import Documents
 from verl_ext.text.readers import Chunk
 from verl_ext.text.records import parse_record
-from verl_ext.text.workers import ChunkResult, ChunkTokenizer
+from verl_ext.text.workers import ChunkTokenizer
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<call>", "</call>")
 Message = dict[str, Any]
@@ -49,7 +50,7 @@ def chunk_tokenizer(folder: Path, template: str) -> ChunkTokenizer:
     return ChunkTokenizer(replace(load_config(options), chat_template=template))
 
 
-def tokenised(folder: Path, template: str, record: dict[str, Any]) -> ChunkResult:
+def tokenised(folder: Path, template: str, record: dict[str, Any]) -> Documents:
     return chunk_tokenizer(folder, template).tokenise(Chunk(1, "in.jsonl", [(1, record)], 1))
 
 
@@ -249,7 +250,7 @@ def test_a_token_of_the_template_and_of_the_content_is_learnt(
 def test_tokens_of_the_template_and_of_the_content_are_counted(
     joining_folder: Path, template: str, contents: tuple[str, ...], border_tokens: int
 ) -> None:
-    assert tokenised(joining_folder, template, chat(*contents)).tally.border_tokens == border_tokens
+    assert tokenised(joining_folder, template, chat(*contents)).counts.border_tokens == border_tokens
 
 
 def turns(number: int) -> dict[str, Any]:

@@ -116,9 +116,9 @@ def test_a_random_record_is_tokenised_or_counted_as_bad(tmp_path: Path) -> None:
     for _ in range(round(12 * TIMES)):
         lines = [json.dumps(record(draw)).encode() for _ in range(50)]
         result = tokenizer.tokenise(Chunk(1, "a.jsonl", list(enumerate(lines, start=1)), 0))
-        told.update({"used": result.tally.documents}, **result.tally.bad)
-        assert result.tally.documents + sum(result.tally.bad.values()) == result.tally.records == len(lines)
-        json.dumps(result.tally.as_dict(), ensure_ascii=False).encode()
+        told.update({"used": result.counts.documents}, **result.counts.bad)
+        assert result.counts.documents + sum(result.counts.bad.values()) == result.counts.records == len(lines)
+        json.dumps(result.counts.as_dict(), ensure_ascii=False).encode()
     assert told["used"]
     assert len(told) > 6
 

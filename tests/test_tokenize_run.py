@@ -17,7 +17,7 @@ from verl_ext.commands import tokenize_run as run
 from verl_ext.commands.tokenize import load_config
 from verl_ext.commands.tokenize_run import Report
 from verl_ext.text import tokenized as dataset_writer
-from verl_ext.text.counts import Tally
+from verl_ext.text.counts import Counts
 from verl_ext.values import DataError, UsageError
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
@@ -381,10 +381,10 @@ def test_a_run_shows_the_first_documents_of_every_source_as_they_were_written(tm
 def test_the_table_says_how_turns_end_and_what_the_template_does_not_print(tmp_path: Path, model: Path) -> None:
     options = ["sources={a:a.jsonl,b:b.jsonl}", f"output_dir={tmp_path / 'out'}", f"model.path={model}"]
     report = Report(load_config(options))
-    counts = Tally(end_of_turn=Counter({"<|im_end|>": 1200, "</s>\n": 3}), unprinted=Counter(tools=2))
+    counts = Counts(end_of_turn=Counter({"<|im_end|>": 1200, "</s>\n": 3}), unprinted=Counter(tools=2))
     report.tallies["a"].add(counts)
     report.tallies["a"].add(counts)
-    report.tallies["b"].add(Tally(end_of_turn=Counter({"": 5})))
+    report.tallies["b"].add(Counts(end_of_turn=Counter({"": 5})))
     assert report.table().split("\n\n")[-1].splitlines() == [
         "a: end of turn: <|im_end|> (2,400 turns), </s>\\n (6 turns)",
         "a: not printed by the chat template: tools (4 records)",

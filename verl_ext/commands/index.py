@@ -23,7 +23,7 @@ from verl_ext.commands.tokenize_run import special_token_rows
 from verl_ext.data.megatron.text_index import TextIndex, Written, no_document_error, show_progress
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.progress import aligned
-from verl_ext.text.counts import CHAT_COUNTS, Tally
+from verl_ext.text.counts import CHAT_COUNTS, Counts
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
 from verl_ext.text.readers import read_parcels
@@ -117,7 +117,7 @@ def load_config(overrides: Sequence[str]) -> IndexConfig:
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("num_workers", "overwrite")
 TEXT_COLUMNS = ("source", "encoded as text", "bad record", "first")
-# Counts of `Tally` that mean nothing for text without targets and limits.
+# Counts of `Counts` that mean nothing for text without targets and limits.
 NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 
 
@@ -126,7 +126,7 @@ class Report:
 
     def __init__(self, config: IndexConfig, tokenizer: TextTokenizer) -> None:
         self.config = config
-        self.tallies = {name: Tally() for name in config.sources}
+        self.tallies = {name: Counts() for name in config.sources}
         self.tokens = {
             "vocabulary": tokenizer.vocabulary,
             "dtype": tokenizer.dtype.name,
@@ -137,7 +137,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The content of report.json; it names no time, so that equal runs give equal files."""
         options = {key: value for key, value in asdict(self.config).items() if key not in NOT_REPORTED}
-        total = Tally()
+        total = Counts()
         for tally in self.tallies.values():
             total.add(tally)
         sources = {name: _counts(tally) for name, tally in self.tallies.items()}
@@ -162,11 +162,11 @@ class Report:
         return "\n\n".join(aligned(part, TEXT_COLUMNS) for part in (rows, special, bad) if part)
 
 
-def _counts(tally: Tally) -> dict[str, Any]:
+def _counts(tally: Counts) -> dict[str, Any]:
     return {key: value for key, value in tally.as_dict().items() if key not in NOT_COUNTED}
 
 
-def _row(name: str, tally: Tally) -> dict[str, str]:
+def _row(name: str, tally: Counts) -> dict[str, str]:
     counts = {
         "records": tally.records,
         "bad": tally.bad.total(),
@@ -257,7 +257,7 @@ def _useful_workers(files: list[SourceFile]) -> int:
     return available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
 
 
-def _refuse_nothing(config: IndexConfig, name: str, tally: Tally) -> None:
+def _refuse_nothing(config: IndexConfig, name: str, tally: Counts) -> None:
     if not tally.documents:
         raise no_document_error(f"sources.{name}", tally)
 

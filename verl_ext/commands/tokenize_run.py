@@ -16,12 +16,13 @@ import numpy as np
 from verl_ext.commands.tokenize import REPORT, TokenizeConfig
 from verl_ext.files import OutputFolder
 from verl_ext.progress import Progress, aligned
-from verl_ext.text.counts import Run, Tally
+from verl_ext.text.counts import Counts, Run
+from verl_ext.text.documents import Documents
 from verl_ext.text.readers import CHUNK_BYTES, Chunk, read_chunks
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenized import DatasetWriter
 from verl_ext.text.tokenizer import tokenizer_module
-from verl_ext.text.workers import ChunkResult, ChunkTokenizer, available_cpus, ordered_results
+from verl_ext.text.workers import ChunkTokenizer, available_cpus, ordered_results
 from verl_ext.values import DataError, one_line
 
 # TYPE_CHECKING merged
@@ -42,35 +43,35 @@ class Report:
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.config = config
-        self.tallies = {name: Tally() for name in config.sources}
+        self.tallies = {name: Counts() for name in config.sources}
         self.categories = {} if config.category_field else self.tallies
         self.numbers = {} if config.category_field else {name: i for i, name in enumerate(config.sources, start=1)}
         self.read: Counter[str] = Counter()  # records by source, those that `sample` left out included
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in config.sources}
 
-    def add(self, result: "ChunkResult") -> None:
+    def add(self, result: Documents) -> None:
         """Count a chunk; where records give their category, number those of its documents.
 
         Raises `DataError` for more than MAX_CATEGORIES of them.
         """
         name = list(self.tallies)[result.category_id - 1]
-        self.tallies[name].add(result.tally)
+        self.tallies[name].add(result.counts)
         self.previews[name] += result.preview[: self.config.preview - len(self.previews[name])]
-        for category, tally in result.tallies.items():
-            self.categories.setdefault(category, Tally()).add(tally)
+        for category, tally in result.category_counts.items():
+            self.categories.setdefault(category, Counts()).add(tally)
         if len(self.categories) > MAX_CATEGORIES and self.config.category_field:
             raise DataError(
                 f"category_field={self.config.category_field} must give at most {MAX_CATEGORIES:,} categories;"
                 f" got more, such as {', '.join(list(self.categories)[-3:])}"
             )
-        if result.categories is not None:
-            numbers = [self.numbers.setdefault(category, len(self.numbers) + 1) for category in result.categories]
+        if result.category_names is not None:
+            numbers = [self.numbers.setdefault(category, len(self.numbers) + 1) for category in result.category_names]
             result.category_ids = np.array(numbers, dtype=np.int32)
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> Counts:
         """All sources together."""
-        total = Tally()
+        total = Counts()
         for tally in self.tallies.values():
             total.add(tally)
         return total
@@ -127,7 +128,7 @@ class Report:
             parts.append("\n".join(notes))
         return "\n\n".join(parts)
 
-    def _notes(self, name: str, tally: Tally) -> Iterator[str]:
+    def _notes(self, name: str, tally: Counts) -> Iterator[str]:
         """One line for each thing that a reader should know of a source."""
         if self.read[name] > tally.records:
             yield f"sampled: {tally.records:,} of {self.read[name]:,} records"
@@ -159,7 +160,7 @@ def _counted(counts: Mapping[str, int], what: str) -> str:
     return ", ".join(told) + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
 
 
-def _row(name: str, tally: Tally) -> dict[str, str]:
+def _row(name: str, tally: Counts) -> dict[str, str]:
     row: dict[str, str | int] = {
         "category": name,
         "records": tally.records,
@@ -175,7 +176,7 @@ def _row(name: str, tally: Tally) -> dict[str, str]:
     return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
 
 
-def special_token_rows(what: str, tallies: Mapping[str, Tally]) -> list[dict[str, str]]:
+def special_token_rows(what: str, tallies: Mapping[str, Counts]) -> list[dict[str, str]]:
     """A row for each category (`what` it is called) whose texts hold names of special tokens."""
     return [
         {
@@ -189,7 +190,7 @@ def special_token_rows(what: str, tallies: Mapping[str, Tally]) -> list[dict[str
     ]
 
 
-def _cut_rows(name: str, tally: Tally) -> Iterator[dict[str, str]]:
+def _cut_rows(name: str, tally: Counts) -> Iterator[dict[str, str]]:
     """A row for each thing that was done to documents over max_tokens: tokens are those removed (of `split`, cut)."""
     over = tally.over_length
     before = tally.tokens + over["dropped_tokens"] + over["truncated_tokens"]

@@ -23,8 +23,9 @@ import numpy as np
 from verl_ext.commands.tokenize import TokenizeConfig
 from verl_ext.text.chat import ChatRenderer
 from verl_ext.text.chat_template import Span
-from verl_ext.text.counts import Run, Tally, preview_of
-from verl_ext.text.encoders import Document, Encoded, TextEncoder, fit, mask_from_offsets, mask_from_prefixes
+from verl_ext.text.counts import Counts, Run, preview_of
+from verl_ext.text.documents import Document, Documents, fit, joined
+from verl_ext.text.encoders import Encoded, TextEncoder, mask_from_offsets, mask_from_prefixes
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import Chunk, Place, TextFile
 from verl_ext.text.records import Chat, PlainText, Record, category_of, parse_record
@@ -127,35 +128,6 @@ def _do(job: Any) -> Any:
 
 
 @dataclass
-class ChunkResult:
-    """input_ids[ΣT] int32, loss_mask[ΣT] int8, lengths[D] int32 and, where a target has one, weights[ΣT] float32."""
-
-    category_id: int
-    num_bytes: int
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None
-    tally: Tally
-    # Where records give their category: the name of each document's, the counts of each, and the numbers int32[D] of
-    # the documents', which the process that writes gives.
-    categories: list[str] | None = None
-    tallies: dict[str, Tally] = field(default_factory=dict)
-    category_ids: np.ndarray | None = None
-    preview: list[list[Run]] = field(default_factory=list)  # of the first documents
-
-    @property
-    def records(self) -> int:
-        """Records read."""
-        return self.tally.records
-
-    @property
-    def tokens(self) -> int:
-        """Tokens kept."""
-        return self.tally.tokens
-
-
-@dataclass
 class _Prepared:
     number: Place
     text: str | TextFile | ChatText
@@ -176,13 +148,13 @@ class _Outcome:
     documents: list[Document] = field(default_factory=list)
     categories: list[str | None] = field(default_factory=list)  # of the documents
     bad: list[_Bad] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
-    by_category: dict[str, Tally] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    by_category: dict[str, Counts] = field(default_factory=dict)
     preview: list[list[Run]] = field(default_factory=list)
 
-    def tallies(self, category: str | None) -> list[Tally]:
+    def tallies(self, category: str | None) -> list[Counts]:
         """Those that count a record: its source's, and its category's where records give it."""
-        return [self.tally, *([self.by_category.setdefault(category, Tally())] if category is not None else [])]
+        return [self.counts, *([self.by_category.setdefault(category, Counts())] if category is not None else [])]
 
 
 class ChunkTokenizer:
@@ -194,9 +166,9 @@ class ChunkTokenizer:
         self.encoder = TextEncoder(self.tokenizer, config.special_tokens_in_text)
         self._tokens: dict[str, bool] = {}  # texts that end turns: whether each is one token
 
-    def tokenise(self, chunk: Chunk) -> ChunkResult:
+    def tokenise(self, chunk: Chunk) -> Documents:
         """Tokenise a chunk; `DataError` for the first bad record under `on_bad_record=error`."""
-        outcome = _Outcome(tally=Tally(records=len(chunk.records)))
+        outcome = _Outcome(counts=Counts(records=len(chunk.records)))
         prepared = list(self._prepared(chunk, outcome))
         for item, document in self._encoded(prepared, outcome):
             self._keep(document, item, chunk.path, outcome)
@@ -206,7 +178,7 @@ class ChunkTokenizer:
                 raise DataError(f"{line} ({reason}; on_bad_record=skip leaves such records out)")
             for tally in outcome.tallies(bad.category):
                 tally.add_bad(reason, line)
-        for tally in (outcome.tally, *outcome.by_category.values()):
+        for tally in (outcome.counts, *outcome.by_category.values()):
             ends = {end: turns for end, turns in tally.end_of_turn.items() if end and not self._is_token(end)}
             tally.text_ends.update(ends)
         return _result(chunk, outcome)
@@ -239,10 +211,10 @@ class ChunkTokenizer:
         if source is None or self.config.category_field is None:
             return None
         category = category_of(raw, self.config.category_field)
-        outcome.tally.uncategorised += category is None
+        outcome.counts.uncategorised += category is None
         return source if category is None else category
 
-    def _count_fields(self, record: Record, tallies: list[Tally]) -> None:
+    def _count_fields(self, record: Record, tallies: list[Counts]) -> None:
         """Count the fields that nothing reads: of messages those that the template does not name."""
         if not (record.unused or record.message_fields or record.dropped):
             return
@@ -296,7 +268,7 @@ class ChunkTokenizer:
             for tally in outcome.tallies(item.category):
                 tally.add_special_tokens(encoded.special_tokens)
                 if isinstance(item.text, ChatText):
-                    tally.add_chat(item.text)
+                    _add_chat(tally, item.text)
             yield item, Document(ids, mask, weights)
 
     def _with_mask(self, encoded: Encoded, text: str | TextFile | ChatText) -> tuple[np.ndarray, np.ndarray]:
@@ -374,21 +346,17 @@ def _check_characters(text: str) -> None:
         raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
 
 
-def _result(chunk: Chunk, outcome: _Outcome) -> ChunkResult:
-    documents = outcome.documents
-    weights = None
-    if any(document.weights is not None for document in documents):
-        ones = (np.ones(len(d.input_ids), np.float32) if d.weights is None else d.weights for d in documents)
-        weights = np.concatenate(list(ones))
-    return ChunkResult(
-        category_id=chunk.category_id,
-        num_bytes=chunk.num_bytes,
-        input_ids=np.concatenate([d.input_ids for d in documents]) if documents else np.empty(0, np.int32),
-        loss_mask=np.concatenate([d.loss_mask for d in documents]) if documents else np.empty(0, np.int8),
-        lengths=np.array([len(d.input_ids) for d in documents], dtype=np.int32),
-        weights=weights,
-        tally=outcome.tally,
-        categories=[name for name in outcome.categories if name is not None] if outcome.by_category else None,
-        tallies=outcome.by_category,
-        preview=outcome.preview,
-    )
+def _result(chunk: Chunk, outcome: _Outcome) -> Documents:
+    found = joined(outcome.documents, chunk.category_id, chunk.num_bytes, outcome.counts)
+    if outcome.by_category:
+        found.category_names = [name for name in outcome.categories if name is not None]
+        found.category_counts = outcome.by_category
+    found.preview = outcome.preview
+    return found
+
+
+def _add_chat(counts: Counts, chat: ChatText) -> None:
+    """Count what ends the turns of a chat that is written, and what its template leaves out."""
+    counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
+    counts.unprinted.update(chat.rendered.unprinted)
+    counts.border_tokens += chat.border_tokens

@@ -13,7 +13,7 @@ import numpy as np
 
 from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.progress import Progress
-from verl_ext.text.counts import Tally
+from verl_ext.text.counts import Counts
 from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
 from verl_ext.text.readers import read_parcels
 from verl_ext.text.sources import SourceFile, total_bytes
@@ -43,7 +43,7 @@ class TextIndex:
     ) -> None:
         """`key`: the config key of the texts, which an error of a document too long for the format names."""
         self.max_tokens = max_tokens
-        self.tally = Tally()
+        self.tally = Counts()
         self._writer = IndexWriter(prefix, dtype, key)
 
     def __enter__(self) -> "TextIndex":
@@ -110,7 +110,7 @@ def write_text_index(
     max_tokens: int | None = None,
     progress: bool = True,
     key: str = "data.train_dir",
-) -> Tally:
+) -> Counts:
     """Tokenise files in this process, with the tokenizer's own threads, into `prefix.bin` and `prefix.idx`.
 
     The bytes are those that the command writes of the same files. `key`: see `TextIndex`. Raises `DataError` for a bad
@@ -149,7 +149,7 @@ def show_progress(work: Iterator[Written], num_bytes: int | None) -> None:
             bar.add(written)
 
 
-def no_document_error(where: str, tally: Tally) -> DataError:
+def no_document_error(where: str, tally: Counts) -> DataError:
     """What is said of a source that gives no document."""
     bad = "; ".join(f"{reason}: {count:,}" for reason, count in sorted(tally.bad.items())) or "no record"
     return DataError(f"{where} must hold at least one document; got none ({bad})")
