@@ -144,8 +144,7 @@ def find_files(given: Any, key: str) -> tuple[list["SourceFile"], dict[int, str]
         ValueError: no file, a file of no known format, one that cannot be read; `key` is named.
     """
     # Here, because the tokenise command's modules import config and transformers' template tools.
-    from verl_ext.text.remote import absolute_path
-    from verl_ext.text.sources import find_source_files
+    from verl_ext.text.sources import absolute_path, find_source_files
 
     paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
@@ -442,15 +441,15 @@ class _Maker:
         """A result for every batch of records of one category, whose facts and bad records are counted."""
         from verl_ext.text.counts import Counts
         from verl_ext.text.documents import Documents
-        from verl_ext.text.readers import read_parcels
+        from verl_ext.text.readers import read_batches
 
         keep = self.options.text_tokens + 1 + self.has_bos
-        for parcel in read_parcels(self.files, lambda category: False, BATCH_BYTES):
-            found = self.tokenizer.tokenise(parcel)
+        for batch in read_batches(self.files, lambda category: False, BATCH_BYTES):
+            found = self.tokenizer.tokenise(batch)
             if found.failure:
                 raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
-            tally = self.tallies[parcel.source]
-            tally.records += parcel.num_records
+            tally = self.tallies[batch.source]
+            tally.records += batch.num_records
             for bad in found.bad:
                 tally.add_bad(bad.reason, bad.line)
             tally.add_special_tokens(int(found.special_tokens.sum()), int((found.special_tokens > 0).sum()))
@@ -458,9 +457,9 @@ class _Maker:
             mask = np.ones(len(tokens), np.int8)
             if len(lengths):
                 mask[np.cumsum(lengths, dtype=np.int64) - lengths] = 0
-                self.facts.add(parcel.source, tokens, lengths, found.lengths)
-            counted = Counts(records=parcel.num_records, tokens=len(tokens))
-            yield Documents(parcel.source, parcel.num_bytes, tokens, mask, lengths, None, counted)
+                self.facts.add(batch.source, tokens, lengths, found.lengths)
+            counted = Counts(records=batch.num_records, tokens=len(tokens))
+            yield Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, counted)
 
     def _refuse_nothing(self) -> None:
         if self.facts.documents == 0:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl_ext.text.documents import Documents
-from verl_ext.text.remote import is_url, remote_facts
+from verl_ext.text.sources import is_url, remote_facts
 
 
 def digest(facts: Any) -> str:
