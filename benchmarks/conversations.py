@@ -71,13 +71,13 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
 
 def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
     """Write them below ``folder``, with a tokenizer trained on them, tokenised by ``verl_ext.tokenize``."""
-    from verl_ext.commands.tokenize import load_config
-    from verl_ext.commands.tokenize_run import tokenize
+    from verl_ext.commands.command_line import read_options
+    from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 
     folder.mkdir(parents=True)
     conversations = make_conversations(kind, count, np.random.default_rng(seed))
     lines, tokenizer = write_conversations(conversations, folder)
     pd.DataFrame({"messages": conversations}).to_parquet(folder / "conversations.parquet")
     command = [f"sources={{made_up:{lines}}}", f"output_dir={folder / 'tokenised'}", "num_workers=1"]
-    tokenize(load_config([*command, f"model.path={folder / 'tokenizer'}"]))
+    tokenize(read_options(TokenizeOptions, [*command, f"model.path={folder / 'tokenizer'}"]))
     return Corpus(kind, folder / "conversations.parquet", folder / "tokenised", tokenizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.index import load_config as index_config
 from verl_ext.commands.init_model.command import InitModelOptions
-from verl_ext.commands.tokenize import TokenizeConfig, load_config
+from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config import compose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,8 +43,7 @@ def test_its_training_commands_compose():
 
 def test_its_tokenise_command_is_understood(tiny_model):
     for words in commands("verl-ext tokenize"):
-        config = load_config([word.replace("=MODEL", f"={tiny_model}") for word in words])
-        assert isinstance(config, TokenizeConfig)
+        config = read_options(TokenizeOptions, [word.replace("=MODEL", f"={tiny_model}") for word in words])
         assert list(config.source_patterns()) == ["gsm8k", "code"]
 
 
