@@ -192,3 +192,13 @@ def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for key in set(known_options(command.BabilongOptions)) - {"model", "story"}:
         assert f"\n  {key} " in shown
+
+
+def test_samples_are_made_without_torch(tmp_path: Path, model: Path) -> None:
+    program = (
+        "import sys; from verl_ext.__main__ import main\n"
+        "print(main(['babilong', *sys.argv[1:]]), 'transformers' in sys.modules, 'torch' in sys.modules)"
+    )
+    arguments = [sys.executable, "-c", program, "output_dir=out", f"model.path={model}", "samples=2", "num_workers=1"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "0 True False", done.stderr

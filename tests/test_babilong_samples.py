@@ -205,9 +205,8 @@ def test_work_grows_with_the_length_and_not_with_its_square() -> None:
     work = []
     for tokens in (10_000, 80_000):
         tokenizer.characters = 0
-        lengths = [
-            len(SampleMaker("qa1", tokens, counter, background, seed=0).sample(number)["input"]) for number in range(3)
-        ]
+        made = SampleMaker("qa1", str(tokens), counter, background, seed=0)
+        lengths = [len(made.sample(number)["input"]) for number in range(3)]
         work.append(tokenizer.characters / sum(lengths))
     assert max(work) < 2.5
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -175,24 +176,19 @@ def _backgrounds(options: BabilongOptions, counter: TokenCounter, filler_sentenc
 
 def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
     jobs = []
-    for task in options.tasks:
-        for size, target in options.targets.items():
-            step = max(1, min(job_samples, JOB_TOKENS // max(target, 1)))
-            for first in range(0, options.samples, step):
-                end = min(first + step, options.samples)
-                jobs.append(Job(task, size, first, end, (end - first) * (target or FACT_TOKENS)))
+    for task, (size, target) in product(options.tasks, options.targets.items()):
+        step = max(1, min(job_samples, JOB_TOKENS // max(target, 1)))
+        for first in range(0, options.samples, step):
+            end = min(first + step, options.samples)
+            jobs.append(Job(task, size, first, end, (end - first) * (target or FACT_TOKENS)))
     return jobs
 
 
 def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
     counter = counter or TokenCounter(load_tokenizer(options.model))
-    keys = ("seed", "reserve_tokens", "facts_within", "story")
-    given = {key: getattr(options, key) for key in keys}
-    return {
-        (task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given)
-        for task in options.tasks
-        for size in options.targets
-    }
+    given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
+    pairs = product(options.tasks, options.targets)
+    return {(task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given) for task, size in pairs}
 
 
 def _records(makers: Makers, job: Job) -> list[str]:

@@ -12,6 +12,7 @@ For tokenizers that split at spaces the first plan is right, and a sample costs 
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -51,43 +52,30 @@ def least_size(facts: int, reserve_tokens: int) -> int:
     return (facts + 1) * TOKENS_PER_FACT + reserve_tokens
 
 
+@dataclass
 class SampleMaker:
-    """Samples of one task and size. Sample i is a function of the seed, the task, the size, the options and i.
+    """Samples of one task and size. Sample i is a function of the seed, the task, the size, the options and i."""
 
-    Args:
-        task: qa1 to qa5.
-        size: see :func:`size_tokens`.
-        background: needed for every size but 0k.
-        reserve_tokens: kept free of the size.
-        facts_within: where facts may lie: None anywhere, a share of the sample from its start, [first token, end].
-        story: how long stories are.
-    """
+    task: str
+    size: str
+    counter: TokenCounter
+    background: Background | None  # None for 0k alone
+    seed: int
+    reserve_tokens: int = 300
+    facts_within: Any = None  # None: anywhere; a share of the sample from its start on; [first token, end token]
+    story: StoryOptions = field(default_factory=StoryOptions)
 
-    def __init__(
-        self,
-        task: str,
-        size: object,
-        counter: TokenCounter,
-        background: Background | None,
-        *,
-        seed: int,
-        reserve_tokens: int = 300,
-        facts_within: Any = None,
-        story: StoryOptions | None = None,
-    ) -> None:
-        self.task, self.size, self.counter, self.background = task, str(size), counter, background
-        self.seed, self.reserve_tokens, self.facts_within = seed, reserve_tokens, facts_within
-        self.story = story or StoryOptions()
-        self.target = target_tokens(size, reserve_tokens)
+    def __post_init__(self) -> None:
+        self.target = target_tokens(self.size, self.reserve_tokens)
         self.max_facts = self.story.max_facts
         if self.max_facts is None and self.target:
             self.max_facts = most_facts(self.target)
         # the tokens [first, end) inside which every fact lies whole
         self.first, self.end = 0, self.target
-        if isinstance(facts_within, (list, tuple)):
-            self.first, self.end = facts_within[0], min(facts_within[1], self.target)
-        elif facts_within is not None:
-            self.end = int(facts_within * self.target)
+        if isinstance(self.facts_within, (list, tuple)):
+            self.first, self.end = self.facts_within[0], min(self.facts_within[1], self.target)
+        elif self.facts_within is not None:
+            self.end = int(self.facts_within * self.target)
         self._make_story = lru_cache(maxsize=4)(self._uncached_story)  # the questions of a story are neighbours
 
     def sample(self, number: int) -> dict[str, str]:
