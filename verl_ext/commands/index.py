@@ -19,16 +19,15 @@ from typing import Any, Optional
 from omegaconf import MISSING
 
 from verl_ext.commands.command_line import least_problems, load_options, run_command
-from verl_ext.commands.tokenize_run import special_token_rows
+from verl_ext.commands.tokenize_report import special_token_rows
 from verl_ext.data.megatron.text_index import TextIndex, Written, no_document_error, show_progress
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.progress import aligned
-from verl_ext.text.counts import CHAT_COUNTS, Tally
+from verl_ext.text.counts import CHAT_COUNTS, Counts
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
-from verl_ext.text.readers import read_parcels
-from verl_ext.text.remote import local_path
-from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.readers import read_batches
+from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes
 from verl_ext.text.tokenizer import ModelConfig, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
 from verl_ext.values import choice_problem
@@ -63,7 +62,7 @@ class IndexConfig:
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without opening a source."""
         source_problems = self._source_problems()
-        return [*source_problems, *self._output_problems(), *self.model.problems(), *self._option_problems()]
+        return [*source_problems, *self._output_problems(), *self.model.tokenizer_problems(), *self._option_problems()]
 
     def _source_problems(self) -> list[str]:
         if not self.sources:
@@ -117,7 +116,7 @@ def load_config(overrides: Sequence[str]) -> IndexConfig:
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("num_workers", "overwrite")
 TEXT_COLUMNS = ("source", "encoded as text", "bad record", "first")
-# Counts of `Tally` that mean nothing for text without targets and limits.
+# Counts of `Counts` that mean nothing for text without targets and limits.
 NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 
 
@@ -126,7 +125,7 @@ class Report:
 
     def __init__(self, config: IndexConfig, tokenizer: TextTokenizer) -> None:
         self.config = config
-        self.tallies = {name: Tally() for name in config.sources}
+        self.tallies = {name: Counts() for name in config.sources}
         self.tokens = {
             "vocabulary": tokenizer.vocabulary,
             "dtype": tokenizer.dtype.name,
@@ -137,7 +136,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The content of report.json; it names no time, so that equal runs give equal files."""
         options = {key: value for key, value in asdict(self.config).items() if key not in NOT_REPORTED}
-        total = Tally()
+        total = Counts()
         for tally in self.tallies.values():
             total.add(tally)
         sources = {name: _counts(tally) for name, tally in self.tallies.items()}
@@ -162,11 +161,11 @@ class Report:
         return "\n\n".join(aligned(part, TEXT_COLUMNS) for part in (rows, special, bad) if part)
 
 
-def _counts(tally: Tally) -> dict[str, Any]:
+def _counts(tally: Counts) -> dict[str, Any]:
     return {key: value for key, value in tally.as_dict().items() if key not in NOT_COUNTED}
 
 
-def _row(name: str, tally: Tally) -> dict[str, str]:
+def _row(name: str, tally: Counts) -> dict[str, str]:
     counts = {
         "records": tally.records,
         "bad": tally.bad.total(),
@@ -218,7 +217,7 @@ def _write_indices(
 def _written(
     config: IndexConfig, files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, report: Report
 ) -> Generator[Written, None, None]:
-    """What is written of each parcel, and a source's bytes that are left unread, as it is done."""
+    """What is written of each batch, and a source's bytes that are left unread, as it is done."""
     names = list(config.sources)
     full: set[int] = set()
     for source, results in groupby(_documents(config, files, tokenizer, full), key=lambda result: result.source):
@@ -242,14 +241,14 @@ def _written(
 def _documents(
     config: IndexConfig, files: list[SourceFile], tokenizer: TextTokenizer, full: set[int]
 ) -> Iterator[Documents]:
-    """Every parcel's documents, in order, until its source is in `full`."""
-    parcels = read_parcels(files, full.__contains__)
+    """Every batch's documents, in order, until its source is in `full`."""
+    batches = read_batches(files, full.__contains__)
     num_workers = config.num_workers or _useful_workers(files)
     if num_workers == 1:
-        return map(tokenizer.tokenise, parcels)
+        return map(tokenizer.tokenise, batches)
     make = partial(load_text_tokenizer, config.model, tokenizer.options)
     preload = [tokenizer_module()]
-    return ordered_results(make, TextTokenizer.tokenise, parcels, num_workers, name="tokenise", preload=preload)
+    return ordered_results(make, TextTokenizer.tokenise, batches, num_workers, name="tokenise", preload=preload)
 
 
 def _useful_workers(files: list[SourceFile]) -> int:
@@ -257,7 +256,7 @@ def _useful_workers(files: list[SourceFile]) -> int:
     return available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
 
 
-def _refuse_nothing(config: IndexConfig, name: str, tally: Tally) -> None:
+def _refuse_nothing(config: IndexConfig, name: str, tally: Counts) -> None:
     if not tally.documents:
         raise no_document_error(f"sources.{name}", tally)
 

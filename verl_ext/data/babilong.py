@@ -74,9 +74,9 @@ from verl_ext.data.sft import SFTDataSet
 from verl_ext.data.stats import DocumentScan
 from verl_ext.files import cached_folder, check_cache_dir, default_root
 from verl_ext.packing import MOST_TOKENS, Spans, plan_packs
+from verl_ext.text.documents import Documents
 from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
-from verl_ext.text.workers import ChunkResult
 from verl_ext.values import check_choice, whole_number
 
 PLACE_LABELS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -621,10 +621,10 @@ def _write_samples(
 
 def _results(
     files: Sequence[BABILongFile], numbers: dict[str, int], tokenizer: SampleTokenizer, facts: SampleFactsWriter
-) -> Iterator["ChunkResult"]:
+) -> Iterator["Documents"]:
     """A result for every batch of records, whose facts are added; at least one."""
-    from verl_ext.text.counts import Tally
-    from verl_ext.text.workers import ChunkResult
+    from verl_ext.text.counts import Counts
+    from verl_ext.text.documents import Documents
 
     for file in files:
         number = numbers[file.category]
@@ -633,14 +633,14 @@ def _results(
             for record, sample in zip(records, samples, strict=True):
                 facts.add(number, record, sample)
             lengths = np.array([len(sample.input_ids) for sample in samples], np.int32)
-            yield ChunkResult(
+            yield Documents(
                 category_id=number,
                 num_bytes=num_bytes,
                 input_ids=np.concatenate([sample.input_ids for sample in samples]),
                 loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
                 lengths=lengths,
                 weights=None,
-                tally=Tally(records=len(records), tokens=int(lengths.sum())),
+                counts=Counts(records=len(records), tokens=int(lengths.sum())),
             )
 
 

@@ -64,11 +64,11 @@ from verl_ext.data.sft import SFTDataSet
 from verl_ext.data.stats import DocumentScan, OverLengthDocuments
 from verl_ext.files import cached_folder, check_cache_dir, default_root
 from verl_ext.packing import MOST_TOKENS, Spans, cut_spans, plan_packs
-from verl_ext.text.counts import Tally
+from verl_ext.text.counts import Counts
+from verl_ext.text.documents import Documents
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.sources import SourceFile
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
-from verl_ext.text.workers import ChunkResult
 from verl_ext.values import check_choice, whole_number
 
 ROWS = ("packed", "padded")
@@ -144,8 +144,7 @@ def find_files(given: Any, key: str) -> tuple[list["SourceFile"], dict[int, str]
         ValueError: no file, a file of no known format, one that cannot be read; `key` is named.
     """
     # Here, because the tokenise command's modules import config and transformers' template tools.
-    from verl_ext.text.remote import absolute_path
-    from verl_ext.text.sources import find_source_files
+    from verl_ext.text.sources import absolute_path, find_source_files
 
     paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
@@ -401,7 +400,7 @@ class _Maker:
         key: str,
     ) -> None:
         # Here, because the commands' modules import config and transformers' template tools.
-        from verl_ext.text.counts import Tally
+        from verl_ext.text.counts import Counts
         from verl_ext.text.plain_text import TextOptions, TextTokenizer
 
         self.files, self.names, self.options, self.key = files, names, options, key
@@ -410,7 +409,7 @@ class _Maker:
             options.text_key, True, self.has_bos, options.on_bad_record, options.special_tokens_in_text, "data."
         )
         self.tokenizer = TextTokenizer(tokenizer, of_text)
-        self.tallies = {number: Tally() for number in names}
+        self.tallies = {number: Counts() for number in names}
         self.facts = FactsWriter()
 
     def write(self, folder: Path) -> None:
@@ -438,19 +437,19 @@ class _Maker:
         (folder / CATEGORIES).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
         self._summary().write(folder)
 
-    def _results(self) -> Iterator["ChunkResult"]:
+    def _results(self) -> Iterator["Documents"]:
         """A result for every batch of records of one category, whose facts and bad records are counted."""
-        from verl_ext.text.counts import Tally
-        from verl_ext.text.readers import read_parcels
-        from verl_ext.text.workers import ChunkResult
+        from verl_ext.text.counts import Counts
+        from verl_ext.text.documents import Documents
+        from verl_ext.text.readers import read_batches
 
         keep = self.options.text_tokens + 1 + self.has_bos
-        for parcel in read_parcels(self.files, lambda category: False, BATCH_BYTES):
-            found = self.tokenizer.tokenise(parcel)
+        for batch in read_batches(self.files, lambda category: False, BATCH_BYTES):
+            found = self.tokenizer.tokenise(batch)
             if found.failure:
                 raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
-            tally = self.tallies[parcel.source]
-            tally.records += parcel.num_records
+            tally = self.tallies[batch.source]
+            tally.records += batch.num_records
             for bad in found.bad:
                 tally.add_bad(bad.reason, bad.line)
             tally.add_special_tokens(int(found.special_tokens.sum()), int((found.special_tokens > 0).sum()))
@@ -458,9 +457,9 @@ class _Maker:
             mask = np.ones(len(tokens), np.int8)
             if len(lengths):
                 mask[np.cumsum(lengths, dtype=np.int64) - lengths] = 0
-                self.facts.add(parcel.source, tokens, lengths, found.lengths)
-            counted = Tally(records=parcel.num_records, tokens=len(tokens))
-            yield ChunkResult(parcel.source, parcel.num_bytes, tokens, mask, lengths, None, counted)
+                self.facts.add(batch.source, tokens, lengths, found.lengths)
+            counted = Counts(records=batch.num_records, tokens=len(tokens))
+            yield Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, counted)
 
     def _refuse_nothing(self) -> None:
         if self.facts.documents == 0:
@@ -486,10 +485,10 @@ class _Maker:
             example=next(chain.from_iterable(total.examples.values()), ""),
         )
 
-    def _total(self) -> "Tally":
-        from verl_ext.text.counts import Tally
+    def _total(self) -> "Counts":
+        from verl_ext.text.counts import Counts
 
-        total = Tally()
+        total = Counts()
         for tally in self.tallies.values():
             total.add(tally)
         return total

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.text.special_tokens import ChatText
 from verl_ext.values import one_line
 
 CHAT_COUNTS = ("end_of_turn", "text_ends", "unprinted", "unused_fields", "dropped_media")
@@ -24,7 +23,7 @@ EXAMPLES = 3  # places named per reason in the report
 
 
 @dataclass
-class Tally:
+class Counts:
     """Counts of one source or category.
 
     `lengths` maps a document's length to how many have it; `special_tokens` are the records whose text holds names of
@@ -68,22 +67,13 @@ class Tally:
         self.target_tokens += targets
         self.lengths[length] += 1
 
-    def add_chat(self, chat: ChatText) -> None:
-        """Count what ends the turns of a chat that is written, and what its template leaves out."""
-        for target in chat.rendered.targets:
-            if target.closed_by is not None:
-                self.end_of_turn[target.closed_by] += 1
-        for kind in chat.rendered.unprinted:
-            self.unprinted[kind] += 1
-        self.border_tokens += chat.border_tokens
-
     def add_special_tokens(self, occurrences: int, records: int = 1) -> None:
         """Count names of special tokens that so many records' texts hold together; nothing of none."""
         if occurrences:
             self.special_tokens.update(records=records, occurrences=occurrences)
 
-    def add(self, other: "Tally") -> None:
-        """Add another tally's counts; its examples come after those here."""
+    def add(self, other: "Counts") -> None:
+        """Add another's counts; its examples come after those here."""
         for name in ("records", "documents", "tokens", "target_tokens", "uncategorised", "border_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("lengths", "over_length", "special_tokens", "bad", *CHAT_COUNTS):
@@ -107,7 +97,7 @@ class Tally:
         return 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The tally as the report has it; the order of keys does not depend on that of the records."""
+        """The counts as the report has it; the order of keys does not depend on that of the records."""
         return {
             "records": self.records,
             "documents": self.documents,

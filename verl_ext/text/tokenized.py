@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl_ext.text.remote import is_url, remote_facts
-from verl_ext.text.workers import ChunkResult
+from verl_ext.text.documents import Documents
+from verl_ext.text.sources import is_url, remote_facts
 
 
 def digest(facts: Any) -> str:
@@ -89,7 +89,7 @@ class DatasetWriter:
         self._stream: Any = None
         self._hash = hashlib.blake2b(digest_size=8)
 
-    def add(self, result: ChunkResult) -> None:
+    def add(self, result: Documents) -> None:
         """Write a chunk's documents."""
         if not len(result.lengths):
             return
@@ -137,7 +137,7 @@ class DatasetWriter:
             if sink is not None:
                 sink.close()
 
-    def _batch(self, result: ChunkResult) -> pa.RecordBatch:
+    def _batch(self, result: Documents) -> pa.RecordBatch:
         mask = result.loss_mask
         category = result.category_id if result.category_ids is None else np.repeat(result.category_ids, result.lengths)
         categories = np.where(mask == 1, np.int32(category), np.int32(0))

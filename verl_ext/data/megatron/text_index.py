@@ -13,9 +13,9 @@ import numpy as np
 
 from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.progress import Progress
-from verl_ext.text.counts import Tally
+from verl_ext.text.counts import Counts
 from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
-from verl_ext.text.readers import read_parcels
+from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, total_bytes
 from verl_ext.values import DataError
 
@@ -43,7 +43,7 @@ class TextIndex:
     ) -> None:
         """`key`: the config key of the texts, which an error of a document too long for the format names."""
         self.max_tokens = max_tokens
-        self.tally = Tally()
+        self.tally = Counts()
         self._writer = IndexWriter(prefix, dtype, key)
 
     def __enter__(self) -> "TextIndex":
@@ -61,7 +61,7 @@ class TextIndex:
         return self.max_tokens is not None and self.tally.tokens >= self.max_tokens
 
     def add(self, documents: Documents) -> Written:
-        """Write a parcel's documents, none once full. Raises `DataError` with what ends the run, if it is reached."""
+        """Write a batch's documents, none once full. Raises `DataError` with what ends the run, if it is reached."""
         if self.is_full:
             return Written(documents.num_bytes, 0, 0)
         tokens, lengths = self._fitting(documents)
@@ -110,7 +110,7 @@ def write_text_index(
     max_tokens: int | None = None,
     progress: bool = True,
     key: str = "data.train_dir",
-) -> Tally:
+) -> Counts:
     """Tokenise files in this process, with the tokenizer's own threads, into `prefix.bin` and `prefix.idx`.
 
     The bytes are those that the command writes of the same files. `key`: see `TextIndex`. Raises `DataError` for a bad
@@ -129,8 +129,8 @@ def write_text_index(
 
 
 def _add_all(index: TextIndex, worker: TextTokenizer, files: Sequence[SourceFile]) -> Iterator[Written]:
-    for parcel in read_parcels(files, lambda source: index.is_full, BATCH_BYTES):
-        yield index.add(worker.tokenise(parcel))
+    for batch in read_batches(files, lambda source: index.is_full, BATCH_BYTES):
+        yield index.add(worker.tokenise(batch))
     if not index.tally.documents:
         raise no_document_error(", ".join(file.path for file in files[:3]), index.tally)
 
@@ -149,7 +149,7 @@ def show_progress(work: Iterator[Written], num_bytes: int | None) -> None:
             bar.add(written)
 
 
-def no_document_error(where: str, tally: Tally) -> DataError:
+def no_document_error(where: str, tally: Counts) -> DataError:
     """What is said of a source that gives no document."""
     bad = "; ".join(f"{reason}: {count:,}" for reason, count in sorted(tally.bad.items())) or "no record"
     return DataError(f"{where} must hold at least one document; got none ({bad})")
