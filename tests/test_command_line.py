@@ -1,136 +1,105 @@
-"""The frame of the commands: options from words, help, exit codes."""
+"""The commands as a user types them: the seed's own line, a mistake, and a wheel in an empty folder."""
 
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from verl_ext.__main__ import main
-from verl_ext.commands.command_line import help_text, read_options
-from verl_ext.values import REQUIRED, Options, UsageError, option
+import verl_ext
+from tests.tiny_model import VOCABULARY
+from tests.tokenised_data import random_documents, write_tokenised
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The training script of the document that asked for this project, word for word but for the sequence-parallel size.
+SEED_COMMAND = r"""
+PYTHONUNBUFFERED=1 torchrun --nnodes=$nnodes --nproc_per_node=$nproc_per_node --node_rank=$NODE_RANK --master_addr=$master_ip --master_port=$master_port  \
+    fsdp_sft_trainer.py \
+    +data.train_dir=$train_files \
+    +data.max_tokens=131072 \
+    optim.lr=3e-5 \
+    data.train_batch_size=$nnodes \
+    data.micro_batch_size=1 \
+    data.micro_batch_size_per_gpu=1 \
+    data.custom_cls.path=sft_data_packer.py \
+    data.custom_cls.name=SFTDataSet \
+    model.partial_pretrain=$model_path \
+    model.use_liger=True \
+    trainer.default_local_dir=$save_path \
+    trainer.project_name=$task_name \
+    trainer.experiment_name=$task_name \
+    trainer.logger=['console'] \
+    ulysses_sequence_parallel_size=2 \
+    use_remove_padding=true
+"""  # noqa: E501
 
 
-@dataclass(frozen=True)
-class OvenOptions(Options):
-    """Where it is baked."""
-
-    prefix: ClassVar[str] = "oven"
-
-    degrees: int = option(200, "how hot", least=50)
-    fan: bool | None = option(None, "null: as the recipe says")
+@pytest.fixture
+def folder(tmp_path):
+    documents = random_documents(np.random.default_rng(0), [9, 17, 30, 4], VOCABULARY, 2)
+    return write_tokenised(tmp_path / "data", documents, {1: "maths", 2: "code"})
 
 
-@dataclass(frozen=True)
-class CakeOptions(Options):
-    """Cakes of any size."""
-
-    maps: ClassVar[Mapping[str, str]] = {"layers": "a layer to its fillings"}
-
-    name: str = option(REQUIRED, "what it is called", required=True)
-    layers: dict[str, Any] = option({}, "layer: filling, or a list of them")
-    taste: str = option("sweet", "what it is like", choices=("sweet", "salty"))
-    guests: Any = option(None, "a number, or {table: number}")
-    tins: list[Any] = option(["round"], "its tins")
-    oven: OvenOptions = option(OvenOptions, "where")
+def environment(**more: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "VERL_ENGINE_VENDOR")}
+    return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-def read(*words: str) -> CakeOptions:
-    return read_options(CakeOptions, ["name=torte", *words])
-
-
-def test_words_are_read_in_hydras_grammar_over_the_defaults() -> None:
-    assert read() == CakeOptions(name="torte")
-    options = read("layers={a:[x,y]}", "layers.b=z", "++layers.2024=w", "oven.degrees=180", "+tins=[flat]", "guests=3")
-    assert options.layers == {"a": ["x", "y"], "b": "z", "2024": "w"}
-    assert (options.oven, options.tins, options.guests) == (OvenOptions(180), ["flat"], 3)
-    assert read("oven={degrees:90,fan:true}").oven == OvenOptions(90, True)
-    assert read("guests.kitchen=2", "taste='salty'").guests == {"kitchen": 2}
-    assert read("layers={2024:x}").layers == {"2024": "x"}
-    assert read("name=7").name == "7"
-
-
-def test_values_may_refer_to_others_and_be_taken_back() -> None:
-    assert read("layers={a:x,b:y}", "~layers.a", "guests=${oven.degrees}").layers == {"b": "y"}
-    assert read("guests=${oven.degrees}", "oven.degrees=70").guests == 70
-    assert read("oven.degrees=70", "~oven.degrees").oven.degrees == 200
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ([], "name is required: what it is called; got null"),
-        (["name="], "name is required: what it is called; got ''"),
-        (["name=a", "tast=salty"], "unknown key tast; nearest: taste"),
-        (["name=a", "oven.dgrees=1"], "unknown key oven.dgrees; nearest: oven.degrees"),
-        (["name=a", "oven={dgrees:1}"], "unknown key oven.dgrees; nearest: oven.degrees"),
-        (["name=a", "tins.x=1"], "unknown key tins.x; nearest: tins"),
-        (["name=a", "oven=hot"], "oven must be given by its keys, oven.degrees, oven.fan; got hot"),
-        (
-            ["name=a", "layers=a/cream.txt"],
-            "layers must map a layer to its fillings, e.g. 'layers={cream:a/cream.t",
-        ),
-        (["name=a", "layers={a:x,a:y}"], "layers must have each name once, several values of it as a list; got a more"),
-        (["name=a", "oven.degrees=null"], "oven.degrees must be a whole number; got null"),
-        (["name=a", "oven={degrees:null}"], "oven.degrees must be a whole number; got null"),
-        (
-            ["name=a", "oven.degrees=9", "taste=sour"],
-            "taste must be one of sweet, salty; got sour; oven.degrees",
-        ),
-        (
-            ["name=a", "taste=sweet,salty"],
-            "taste takes one value; got sweet,salty: write taste=[sweet,salty]",
-        ),
-        (
-            ["name=a", "taste"],
-            "an override must be key=value, with quotes around a value that holds spaces or '='",
-        ),
-        (["name=a", "guests=${ovn.degrees}"], "guests: Interpolation key 'ovn.degrees' not found"),
-        (["name=a", "~layers.a"], "~layers.a must name a key that was given"),
-        (["name=a", "taste@x=sweet"], "unknown key taste@x"),
-    ],
-)
-def test_a_mistake_is_one_line(words: list[str], line: str) -> None:
-    with pytest.raises(UsageError) as error:
-        read_options(CakeOptions, words)
-    assert str(error.value).startswith(line)
-    assert "\n" not in str(error.value)
-
-
-def test_help_has_every_option_with_default_choices_and_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert help_text("bake", CakeOptions, "name=NAME").splitlines() == [
-        "usage: verl-ext bake name=NAME",
-        "",
-        "Cakes of any size.",
-        "",
-        "  name          required  what it is called",
-        "  layers        {}        layer: filling, or a list of them",
-        "  taste         sweet     what it is like (sweet | salty)",
-        "  guests        null      a number, or {table: number}",
-        "  tins          [round]   its tins",
-        "  oven.degrees  200       how hot",
-        "  oven.fan      null      null: as the recipe says",
-    ]
-
-
-def test_the_command_line_lists_its_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "\n  init-model  a model with random weights" in capsys.readouterr().out
-    assert main([]) == 2
-    assert main(["babylong", "x=1"]) == 2
-    assert capsys.readouterr().err.endswith("got babylong (nearest: babilong)\n")
-
-
-@pytest.mark.parametrize("command", ["babilong", "init-model"])
-def test_help_and_mistakes_need_neither_torch_nor_transformers(command: str) -> None:
-    program = (
-        "import sys; from verl_ext.__main__ import main\n"
-        "codes = [main([*sys.argv[1:], '--help']), main([*sys.argv[1:], 'outptu_dir=x'])]\n"
-        "print(codes, {'torch', 'transformers', 'verl'} & set(sys.modules))"
+def run(command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=240
     )
-    arguments = [sys.executable, "-c", program, command]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "[0, 2] set()", done.stderr
+
+
+def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free_port):
+    seed = {"nnodes": "1", "nproc_per_node": "2", "NODE_RANK": "0", "master_ip": "127.0.0.1", "master_port": free_port}
+    paths = {"train_files": folder, "model_path": str(tiny_model), "save_path": str(tmp_path / "out"), "task_name": "t"}
+    done = run(SEED_COMMAND, ROOT / "verl_ext", **seed, **paths)  # by file path, where the file lies
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "train/maths_loss:" in done.stdout
+    assert "note: model.partial_pretrain (verl ≤ 0.6) is read as model.path" in done.stderr
+    assert (tmp_path / "out" / "global_step_1").is_dir()
+
+
+def test_a_mistake_is_one_line_from_one_rank(folder, tiny_model, tmp_path, free_port):
+    done = run(
+        f"torchrun --nproc_per_node=2 --master_port={free_port} -m verl_ext.fsdp_sft_trainer "
+        f"data.train_dir={folder} model.path={tiny_model} data.max_tokenz=64",
+        tmp_path,
+    )
+    assert done.returncode != 0
+    told = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
+    assert told == ["error: unknown key data.max_tokenz; nearest: data.max_tokens"]
+
+
+def test_the_trainer_starts_from_an_installed_wheel_in_an_empty_folder(folder, tiny_model, tmp_path):
+    pip = f"{sys.executable} -m pip"
+    built = run(f"{pip} wheel -q --no-deps --no-build-isolation -w {tmp_path / 'wheel'} {ROOT}", tmp_path)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = (tmp_path / "wheel").glob(f"verl_ext-{verl_ext.__version__}-*.whl")
+    installed = run(f"{pip} install -q --no-deps --target {tmp_path / 'site'} {wheel}", tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = run(
+        "python -c 'import verl_ext; print(verl_ext.__file__)' && python -m verl_ext.fsdp_sft_trainer "
+        f"recipe=token_aware_pack data.train_dir={folder} model.path={tiny_model} data.max_tokens=64 "
+        "data.train_batch_size=1 engine.ulysses_sequence_parallel_size=1 trainer.total_training_steps=1",
+        empty,
+        PYTHONPATH=str(tmp_path / "site"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(str(tmp_path / "site"))
+    assert "train/loss:" in done.stdout
+
+
+def test_verl_does_not_import_megatron_for_a_run():
+    code = (
+        "import sys\nfrom verl_ext.trainer.distributed import process_group\n"
+        "with process_group():\n    import verl.workers.engine\n    assert sys.modules['megatron'] is None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=120)
