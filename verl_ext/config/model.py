@@ -33,7 +33,7 @@ TRAIN = ("all", "memory")
 ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}  # of attention.backend, inside a chunk
 
 
-# Below model.memory; a test holds them equal to the fields of MemorySettings, whose import would take seconds.
+# Below model.memory; a test holds them equal to the fields of MemoryOptions, whose import would take seconds.
 MEMORY_KEYS = (
     *("chunk_size", "layers", "variant", "heads", "head_dim", "depth", "expansion", "sub_chunk", "max_surprise"),
     *("persistent_tokens", "output_std", "bptt_chunks"),
@@ -280,7 +280,7 @@ def check_titans_model(config: DictConfig, hf_config: Any) -> Any:
             "data.max_tokens (data.max_length of data=babilong) must be a multiple of model.memory.chunk_size="
             f"{chunk}; got {tokens} (nearest above: {up})"
         )
-    if config.model.train == "memory" and not titans.memory_settings.layers:
+    if config.model.train == "memory" and not titans.memory_options.layers:
         problems.append(
             "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
         )

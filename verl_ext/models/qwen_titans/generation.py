@@ -27,14 +27,14 @@ def require_right_padding(attention_mask: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def answer_greedily(
+def generate_greedily(
     model: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
     pad_token_id: int = 0,
-    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    all_max: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The most likely continuation of each prompt, ``[B, steps]`` with steps ≤ ``max_new_tokens``.
 
@@ -44,16 +44,16 @@ def answer_greedily(
         attention_mask: ``[B, T]``.
         eos_token_ids: tokens that end an answer; the end is part of it.
         pad_token_id: what follows an answer's end.
-        agree: element-wise *maximum* of an int64 tensor over all ranks. With it every rank runs the same forwards, as
-            FSDP needs; without it ranks are taken to be on their own.
+        all_max: element-wise maximum of an int64 tensor over all ranks: every rank then runs the same forwards, as FSDP
+            needs. None: this rank is on its own.
     """
     require_right_padding(attention_mask)
-    agree = agree or (lambda values: values)
+    all_max = all_max or (lambda values: values)
     size = model.config.chunk_size
     lengths = attention_mask.sum(1)
     whole = (lengths - 1) // size  # chunks before the one that predicts a row's next token
     tails = lengths - whole * size
-    chunks, width = agree(torch.stack([whole.max(), tails.max()])).tolist()
+    chunks, width = all_max(torch.stack([whole.max(), tails.max()])).tolist()
 
     state = None
     if chunks:
@@ -77,7 +77,7 @@ def answer_greedily(
         tokens[rows, tails + step] = chosen
         answers.append(chosen)
         done |= torch.isin(chosen, ends)
-        if len(ends) and not agree((~done).any().long()[None]).item():
+        if len(ends) and not all_max((~done).any().long()[None]).item():
             break
     return torch.stack(answers, 1)
 
