@@ -161,7 +161,7 @@ class QwenTitansModel(PackedModel):
                 "data.max_tokens (data.max_length of data=babilong) must be a multiple of model.memory.chunk_size="
                 f"{chunk}; got {tokens} (nearest above: {up})"
             )
-        if config.model.train == "memory" and not titans.memory_settings.layers:
+        if config.model.train == "memory" and not titans.memory_options.layers:
             problems.append(
                 "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
             )
