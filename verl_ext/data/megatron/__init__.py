@@ -7,7 +7,7 @@ from verl_ext.data.megatron.blend import (
     megatron_source_samples,
     normalised,
 )
-from verl_ext.data.megatron.index import IndexWriter, TokenIndex, optimal_dtype
+from verl_ext.data.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.megatron.samples import (
     BLEND_RULES,
     SampleIndices,
@@ -18,6 +18,7 @@ from verl_ext.data.megatron.samples import (
     epochs_needed,
 )
 from verl_ext.data.megatron.windows import Pieces, TokenStream, Windows, in_order_starts, random_starts
+from verl_ext.text.plain_text import optimal_dtype
 
 __all__ = [
     "BLEND_RULES",

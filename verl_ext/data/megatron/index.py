@@ -46,7 +46,6 @@ DTYPES: dict[int, type[np.generic]] = {
     7: np.float32,
     8: np.uint16,
 }
-UINT16_VOCABULARY = 65500  # vocabularies below it are written as uint16
 
 
 class IdxLayout(NamedTuple):
@@ -78,11 +77,6 @@ def dtype_code(dtype: DTypeLike) -> int:
     wanted = np.dtype(dtype)
     codes: dict[np.dtype[Any], int] = {np.dtype(kind): code for code, kind in DTYPES.items()}
     return codes[wanted]
-
-
-def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron writes the ids of a vocabulary as: uint16 below 65,500 tokens, else int32."""
-    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
 
 
 WRITE_BLOCK = 1 << 18  # documents whose pointers are made at a time
