@@ -4,7 +4,7 @@ import pytest
 
 from verl_ext.commands.init_model.architecture import PRESETS, changed, fitted, hf_config, meta_model, read_architecture
 from verl_ext.commands.init_model.weights import count_parameters, random_model
-from verl_ext.config.model import model_support_problems
+from verl_ext.config.support import model_support_problems
 from verl_ext.engines.router import asks_for_router_loss
 
 # Parameters in all and without embeddings, at MiniMind's vocabulary of 6,400 where the preset names none.

@@ -149,7 +149,11 @@ class Option:
         return self._bounds_problem(key, value) if kind in (int, float) else None
 
     def _kind(self) -> str:
-        return f"one of {', '.join(self.choices)}" if self.choices else _NAMES.get(self.type, "a value")
+        return (
+            f"one of {', '.join(self.choices)}"
+            if self.choices
+            else _NAMES.get(typing.get_origin(self.type) or self.type, "a value")
+        )
 
     def _bounds_problem(self, key: str, value: float) -> str | None:
         bounds = {"at least": self.least, "above": self.above, "at most": self.most}
@@ -216,8 +220,8 @@ def choice_problem(key: str, value: object, options: Iterable[str]) -> str | Non
     options = list(options)
     if value in options:
         return None
-    nearest = nearest_name(str(value), options)
-    return f"{key} must be one of {', '.join(options)}; got {show(value)}" + (
+    nearest = nearest_name(str(value), options) if len(options) > 1 else None
+    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {show(value)}" + (
         f" (nearest: {nearest})" if nearest else ""
     )
 

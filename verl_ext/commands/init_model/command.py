@@ -27,7 +27,7 @@ from verl_ext.commands.init_model.architecture import (
 )
 from verl_ext.commands.init_model.tokenizer import TokenizerConfig, TrainingText, find_training_files, trained_tokenizer
 from verl_ext.commands.init_model.weights import count_parameters, random_model, save_model
-from verl_ext.config.model import model_support_problems
+from verl_ext.config.support import model_support_problems
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.text.tokenizer import read_tokenizer
 from verl_ext.values import DataError, choice_problem
