@@ -1,7 +1,7 @@
 # make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
 # make test         the tests
 # make lint         ruff, format check, type check of the public API
-# make bench        the benchmarks behind the README's table
+# make bench        the benchmarks of benchmarks/README.md
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
 #
 # Each target creates .venv and installs what it needs, once; pyproject.toml's changes install again.

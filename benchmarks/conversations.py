@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.init_model.tokenizer import TokenizerConfig, trained_tokenizer
+from verl_ext.commands.init_model.tokenizer import TokenizerOptions, trained_tokenizer
 
 WORDS = 3000
 TOKENIZER = 4096  # tokens of its vocabulary
@@ -63,7 +63,7 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
     lines = folder / "conversations.jsonl"
     lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     texts = (message["content"] for messages in conversations for message in messages)
-    tokenizer = trained_tokenizer(texts, TokenizerConfig(vocab_size=TOKENIZER, bos_token=None))
+    tokenizer = trained_tokenizer(texts, TokenizerOptions(vocab_size=TOKENIZER, bos_token=None))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
     return lines, tokenizer
@@ -71,13 +71,13 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
 
 def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
     """Write them below ``folder``, with a tokenizer trained on them, tokenised by ``verl_ext.tokenize``."""
-    from verl_ext.commands.tokenize import load_config
-    from verl_ext.commands.tokenize_run import tokenize
+    from verl_ext.commands.command_line import read_options
+    from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 
     folder.mkdir(parents=True)
     conversations = make_conversations(kind, count, np.random.default_rng(seed))
     lines, tokenizer = write_conversations(conversations, folder)
     pd.DataFrame({"messages": conversations}).to_parquet(folder / "conversations.parquet")
     command = [f"sources={{made_up:{lines}}}", f"output_dir={folder / 'tokenised'}", "num_workers=1"]
-    tokenize(load_config([*command, f"model.path={folder / 'tokenizer'}"]))
+    tokenize(read_options(TokenizeOptions, [*command, f"model.path={folder / 'tokenizer'}"]))
     return Corpus(kind, folder / "conversations.parquet", folder / "tokenised", tokenizer)

@@ -25,7 +25,7 @@ import numpy as np
 from verl_ext.commands.index import load_text_tokenizer
 from verl_ext.data.megatron.text_index import TextIndex, write_text_index
 from verl_ext.text.plain_text import TextOptions, TextTokenizer, record_texts
-from verl_ext.text.readers import Parcel, read_parcels
+from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files
 from verl_ext.text.tokenizer import ModelConfig, tokenizer_module
 from verl_ext.text.workers import ordered_results
@@ -72,8 +72,8 @@ def in_process(corpus: Corpus) -> Speed:
 def command(corpus: Corpus) -> Speed:
     """Ours with worker processes."""
     make = partial(load_text_tokenizer, ModelConfig(corpus.tokenizer_folder), TextOptions())
-    parcels = read_parcels(corpus.files, lambda source: False)
-    results = ordered_results(make, _tokenise, parcels, corpus.workers, name="tokenise", preload=[tokenizer_module()])
+    batches = read_batches(corpus.files, lambda source: False)
+    results = ordered_results(make, _tokenise, batches, corpus.workers, name="tokenise", preload=[tokenizer_module()])
     with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
         speed = _timed(results, lambda result: index.add(result).tokens)
         index.close()
@@ -146,8 +146,8 @@ def _fresh(corpus: Corpus, name: str) -> Path:
     return corpus.folder / name
 
 
-def _tokenise(tokenizer: TextTokenizer, parcel: Parcel) -> Stamped:
-    return tokenizer.tokenise(parcel), os.getpid(), time.process_time()
+def _tokenise(tokenizer: TextTokenizer, batch: Batch) -> Stamped:
+    return tokenizer.tokenise(batch), os.getpid(), time.process_time()
 
 
 # Of a worker process of the peer's.
@@ -181,8 +181,8 @@ def read_texts(paths: list[str], text_key: list[str], megabytes: float) -> Itera
     """Texts of files of any format that the command takes, up to so many megabytes."""
     options = TextOptions(text_key, on_bad_record="skip")
     left = megabytes * 1e6
-    for parcel in read_parcels(find_source_files({"text": paths}), lambda source: False):
-        for text in (text for _, text in record_texts(parcel, options) if isinstance(text, str)):
+    for batch in read_batches(find_source_files({"text": paths}), lambda source: False):
+        for text in (text for _, text in record_texts(batch, options) if isinstance(text, str)):
             if left <= 0:
                 return
             left -= len(text)

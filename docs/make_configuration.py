@@ -34,8 +34,8 @@ def _lines() -> Iterator[str]:
     yield from (
         "# Configuration",
         "",
-        "Made from the options dataclasses by `python docs/make_configuration.py`; a test holds it to them. The keys of",
-        "verl's own nodes (`model`, `engine`, `optim`, `checkpoint`, `profiler`) are verl's; `--cfg job` prints them all.",
+        "Made from the options dataclasses by `python docs/make_configuration.py`; a test compares it with them. The",
+        "nodes `model`, `engine`, `optim`, `checkpoint` and `profiler` are verl's; `--cfg job` prints every key.",
         "",
         "## Training: `python -m verl_ext.fsdp_sft_trainer`",
         "",

@@ -20,7 +20,7 @@ open_run() {
     run=$(cd "$run" && pwd)
     data=$run/data
     export CUDA_VISIBLE_DEVICES=        # CPU ranks, also where there is a GPU
-    export TOKENIZERS_PARALLELISM=false # the tokenise command has processes of its own
+    export TOKENIZERS_PARALLELISM=false # the tokenize command has processes of its own
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export VERL_FILE_LOGGER_PATH="$run/metrics.jsonl"
 }

@@ -110,7 +110,7 @@ def test_of_two_ranks_one_tokenises_and_both_have_the_rows_and_the_scan(tmp_path
 
 def test_a_mistake_in_a_file_is_told_without_a_bar(path, capsys):
     open_files(path)
-    assert "tokenise: 100%" in capsys.readouterr().err
+    assert "tokenize: 100%" in capsys.readouterr().err
     Path(path).write_text('[{"input": "a"')
     with pytest.raises(ValueError, match="malformed JSON"):
         open_files(path)

@@ -15,8 +15,8 @@ import pytest
 from datasets import Dataset
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.command_line import run_command
-from verl_ext.commands.tokenize import CONFIG_NAME, USAGE, _tokenize, load_config
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions, main, tokenize
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import read_chunks
 from verl_ext.text.sources import find_source_files
@@ -282,7 +282,7 @@ def test_names_from_the_data_that_are_no_text_do_not_break_the_report(tmp_path: 
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     source = written(tmp_path / "a.jsonl", '{"\\ud800": 1}\n{"text": "the cat"}\n')
     base = [f"sources={{a:{source}}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "num_workers=1"]
-    assert run_command([*base, "on_bad_record=skip"], USAGE, CONFIG_NAME, _tokenize) == 0
+    assert main([*base, "on_bad_record=skip"]) == 0
     report = json.loads((tmp_path / "out/report.json").read_text())
     (example,) = report["categories"]["a"]["examples"]["unknown_fields"]
     assert r"the fields: \ud800;" in example
@@ -307,8 +307,9 @@ def test_a_chat_template_that_is_no_text_is_refused_before_anything_is_read(
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     named = template.format(tmp=tmp_path)
     with pytest.raises(UsageError, match="chat_template") as error:
-        load_config(
-            ["sources.a=x.jsonl", f"output_dir={tmp_path}/out", f"model.path={tmp_path}", f"chat_template={named}"]
+        read_options(
+            TokenizeOptions,
+            ["sources.a=x.jsonl", f"output_dir={tmp_path}/out", f"model.path={tmp_path}", f"chat_template={named}"],
         )
     assert told in str(error.value)
     assert "\n" not in str(error.value)
@@ -319,7 +320,5 @@ def test_a_chat_template_that_is_no_jinja_is_refused_with_its_line(tmp_path: Pat
     written(tmp_path / "a.jinja", CHATML + "\n{% if %}\n")
     source = written(tmp_path / "a.jsonl", '{"question": "q", "answer": "a"}\n')
     base = [f"sources={{a:{source}}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "num_workers=1"]
-    from verl_ext.commands.tokenize_run import tokenize
-
     with pytest.raises(UsageError, match=r"chat_template must be a Jinja template; got .*a\.jinja, line [0-9]+: "):
-        tokenize(load_config([*base, f"chat_template={tmp_path}/a.jinja"]))
+        tokenize(read_options(TokenizeOptions, [*base, f"chat_template={tmp_path}/a.jinja"]))

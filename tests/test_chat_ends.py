@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_tokenize_run import tokenise, write_jsonl
 from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
-from verl_ext.commands.tokenize_run import Report
+from verl_ext.commands.tokenize_report import Report
 from verl_ext.text.chat_spans import RenderedChat, locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.records import parse_record
@@ -192,7 +192,7 @@ def test_the_stop_tokens_of_generation_config_end_turns(tmp_path: Path, as_list:
     user = tiny_tokenizer(HEADERS_ONLY, eos_token="</s>", special_tokens=TOKENS).convert_tokens_to_ids("<|user|>")
     report = tokenised(tmp_path, HEADERS_ONLY, [TWO_TURNS], eos_token_id=[0, user] if as_list else user)
     assert learnt(tmp_path) == [["the cat<|user|>", "sat"]]
-    assert report.tallies["chat"].end_of_turn == {"<|user|>": 1, "": 1}
+    assert report.sources["chat"].end_of_turn == {"<|user|>": 1, "": 1}
 
 
 @pytest.mark.parametrize("generation", [{}, {"eos_token_id": None}, {"eos_token_id": 0}, {"eos_token_id": [0, 10**6]}])

@@ -24,13 +24,14 @@ from tests.test_tokenize_templates import (
     chat,
     tiny_tokenizer,
 )
-from verl_ext.commands.tokenize import load_config
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.chat_spans import locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.documents import Documents
 from verl_ext.text.readers import Chunk
 from verl_ext.text.records import parse_record
-from verl_ext.text.workers import ChunkTokenizer
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<call>", "</call>")
 Message = dict[str, Any]
@@ -45,13 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def chunk_tokenizer(folder: Path, template: str) -> ChunkTokenizer:
+def chunk_tokenizer(folder: Path, template: str) -> ChatEncoder:
     options = ["sources={chat:in.jsonl}", "output_dir=out", f"model.path={folder}", "special_tokens_in_text=keep"]
-    return ChunkTokenizer(replace(load_config(options), chat_template=template))
+    return ChatEncoder(replace(read_options(TokenizeOptions, options), chat_template=template))
 
 
 def tokenised(folder: Path, template: str, record: dict[str, Any]) -> Documents:
-    return chunk_tokenizer(folder, template).tokenise(Chunk(1, "in.jsonl", [(1, record)], 1))
+    return chunk_tokenizer(folder, template).encode(Chunk(1, "in.jsonl", [(1, record)], 1))
 
 
 def called(message: Message) -> str:

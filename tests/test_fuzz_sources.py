@@ -21,11 +21,12 @@ import pytest
 from datasets import Dataset
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.tokenize import load_config
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import Chunk, read_chunks
 from verl_ext.text.sources import find_source_files
-from verl_ext.text.workers import ChunkTokenizer
 from verl_ext.values import DataError, UsageError
 
 TIMES = float(os.environ.get("VERL_EXT_FUZZ", "1"))
@@ -111,11 +112,11 @@ def record(draw: random.Random) -> Any:
 def test_a_random_record_is_tokenised_or_counted_as_bad(tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     base = ["sources.a=a.jsonl", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "on_bad_record=skip"]
-    tokenizer = ChunkTokenizer(load_config(base))
+    tokenizer = ChatEncoder(read_options(TokenizeOptions, base))
     draw, told = random.Random(0), Counter[str]()
     for _ in range(round(12 * TIMES)):
         lines = [json.dumps(record(draw)).encode() for _ in range(50)]
-        result = tokenizer.tokenise(Chunk(1, "a.jsonl", list(enumerate(lines, start=1)), 0))
+        result = tokenizer.encode(Chunk(1, "a.jsonl", list(enumerate(lines, start=1)), 0))
         told.update({"used": result.counts.documents}, **result.counts.bad)
         assert result.counts.documents + sum(result.counts.bad.values()) == result.counts.records == len(lines)
         json.dumps(result.counts.as_dict(), ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""Records as documents: their tokens, what is no document, parcels, and the cut after max_corpus_tokens."""
+"""Records as documents: their tokens, what is no document, batches, and the cut after max_corpus_tokens."""
 
 import json
 from copy import deepcopy
@@ -14,7 +14,7 @@ from tokenizers import normalizers
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron.text_index import TextIndex, write_text_index
 from verl_ext.text.plain_text import BadText, Documents, TextOptions, TextTokenizer, vocabulary_size
-from verl_ext.text.readers import Chunk, Parcel, read_parcels
+from verl_ext.text.readers import Batch, Chunk, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files
 from verl_ext.values import DataError, UsageError
 
@@ -26,8 +26,8 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def parcel(*records: Any) -> Parcel:
-    return Parcel(1, [Chunk(1, "a.jsonl", list(enumerate(records, start=1)), 10)])
+def batch(*records: Any) -> Batch:
+    return Batch(1, [Chunk(1, "a.jsonl", list(enumerate(records, start=1)), 10)])
 
 
 def documents(result: Documents) -> list[list[int]]:
@@ -35,7 +35,7 @@ def documents(result: Documents) -> list[list[int]]:
 
 
 def tokenise(*records: Any, **options: Any) -> Documents:
-    return TextTokenizer(TOKENIZER, TextOptions(**options)).tokenise(parcel(*records))
+    return TextTokenizer(TOKENIZER, TextOptions(**options)).tokenise(batch(*records))
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -55,7 +55,7 @@ def test_fields_of_a_record_are_joined_by_newlines() -> None:
 
 
 def test_text_key_is_of_records_and_not_of_text_files() -> None:
-    given = Parcel(1, [Chunk(1, "a.txt", [(1, {"text": "the cat"})], 7, whole_file=True)])
+    given = Batch(1, [Chunk(1, "a.txt", [(1, {"text": "the cat"})], 7, whole_file=True)])
     result = TextTokenizer(TOKENIZER, TextOptions("question", add_eos=False)).tokenise(given)
     assert documents(result) == [ids("the cat")]
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, l
 def test_a_text_without_a_token_is_empty() -> None:
     tokenizer = deepcopy(TOKENIZER)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u00ad", "")
-    result = TextTokenizer(tokenizer, TextOptions()).tokenise(parcel({"text": "a"}, {"text": "\u00ad"}, {"text": "b"}))
+    result = TextTokenizer(tokenizer, TextOptions()).tokenise(batch({"text": "a"}, {"text": "\u00ad"}, {"text": "b"}))
     assert (len(result.lengths), [bad.reason for bad in result.bad]) == (1, ["empty"])
 
 
@@ -128,7 +128,7 @@ class Numbers:
 def test_tokens_are_as_wide_as_the_vocabulary_needs(size: int, highest: int, dtype: Any) -> None:
     worker = TextTokenizer(Numbers(size, highest), TextOptions())
     assert worker.dtype == dtype
-    result = worker.tokenise(parcel({"text": f"{highest} 1"}))
+    result = worker.tokenise(batch({"text": f"{highest} 1"}))
     assert result.tokens.tolist() == [highest, 1, 0]
 
 
@@ -137,7 +137,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     worker = TextTokenizer(Numbers(10, 11), TextOptions())
     assert worker.vocabulary == vocabulary_size(worker.tokenizer) == 12
     with pytest.raises(UsageError, match=rf"tokens of its vocabulary, 0\.\.11; got {token}$"):
-        worker.tokenise(parcel({"text": f"1 {token}"}))
+        worker.tokenise(batch({"text": f"1 {token}"}))
 
 
 def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
@@ -151,8 +151,8 @@ def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
 
 def test_small_files_of_one_source_share_a_parcel(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[30, 30, 50, 1, 200, 1], [5, 5]])
-    parcels = list(read_parcels(files, lambda source: False, parcel_bytes=100))
-    assert [(p.source, [chunk.num_bytes for chunk in p.chunks]) for p in parcels] == [
+    batches = list(read_batches(files, lambda source: False, batch_bytes=100))
+    assert [(p.source, [chunk.num_bytes for chunk in p.chunks]) for p in batches] == [
         (1, [30, 30, 50]),
         (1, [1, 200]),
         (1, [1]),
@@ -164,8 +164,8 @@ def test_nothing_more_of_a_full_source_is_read(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[100] * 5, [100]])
     for file in files[2:5]:
         Path(file.path).unlink()  # would be told
-    taken: list[Parcel] = []
-    for found in read_parcels(files, lambda source: source == 1 and len(taken) == 2, parcel_bytes=100):
+    taken: list[Batch] = []
+    for found in read_batches(files, lambda source: source == 1 and len(taken) == 2, batch_bytes=100):
         taken.append(found)
     assert [p.source for p in taken] == [1, 1, 2]
     assert [p.failure for p in taken] == [None] * 3
@@ -174,7 +174,7 @@ def test_nothing_more_of_a_full_source_is_read(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_ends_its_source_after_the_documents_before_it(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[10, 10, 10], [10]])
     Path(files[1].path).unlink()
-    first, second = read_parcels(files, lambda source: False)
+    first, second = read_batches(files, lambda source: False)
     assert [chunk.path for chunk in first.chunks] == [files[0].path]
     assert first.failure is not None
     assert first.failure.startswith(f"{files[1].path}: cannot be read")
@@ -198,7 +198,7 @@ class RecordedWriter:
     def abandon(self) -> None: ...
 
 
-# (length of a document; 0: a bad record) by parcel
+# (length of a document; 0: a bad record) by batch
 STREAMS = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=5)
 
 

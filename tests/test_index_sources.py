@@ -13,10 +13,10 @@ import pytest
 from datasets import load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.tokenize import load_config
-from verl_ext.commands.tokenize_run import tokenize
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.readers import Chunk, read_chunks, read_parcels
+from verl_ext.text.readers import Chunk, read_batches, read_chunks
 from verl_ext.text.sources import find_source_files
 from verl_ext.values import DataError, UsageError
 
@@ -96,13 +96,15 @@ def test_the_tokenise_command_takes_a_text_file_as_a_plain_text(tmp_path: Path) 
     base = [f"model.path={tmp_path}/model", "num_workers=1"]
     for kind in ("txt", "jsonl"):
         source = f"sources={{a:{tmp_path}/a.{kind}}}"
-        tokenize(load_config([source, f"output_dir={tmp_path}/{kind}", *base]))
+        tokenize(read_options(TokenizeOptions, [source, f"output_dir={tmp_path}/{kind}", *base]))
     rows = [load_from_disk(str(tmp_path / kind)).to_list() for kind in ("txt", "jsonl")]
     assert rows[0] == rows[1]
     assert rows[0][0]["length"] > 2
     (tmp_path / "a.txt").write_bytes(b"the \xff")
     with pytest.raises(DataError, match=r"a\.txt.*: text must be UTF-8; byte 5 is not \(not_utf8; on_bad_record=skip"):
-        tokenize(load_config([f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/bad", *base]))
+        tokenize(
+            read_options(TokenizeOptions, [f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/bad", *base])
+        )
     assert not (tmp_path / "bad").exists()
 
 
@@ -164,7 +166,7 @@ def test_a_parcel_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(t
     sizes = {}
     for name in ("a.jsonl", "a.jsonl.gz"):
         files = find_source_files({"a": [str(tmp_path / name)]})
-        sizes[name] = [parcel.num_records for parcel in read_parcels(files, lambda source: False, 1 << 20)]
+        sizes[name] = [batch.num_records for batch in read_batches(files, lambda source: False, 1 << 20)]
     assert sizes["a.jsonl.gz"] == sizes["a.jsonl"]
     assert len(sizes["a.jsonl"]) > 4
 

@@ -121,7 +121,7 @@ def test_what_is_cut_is_said_once_in_every_process_that_opens_it(path):
 
 def test_a_mistake_in_a_file_is_told_without_a_bar(path, capsys):
     open_files(path)
-    assert "tokenise: 100%" in capsys.readouterr().err
+    assert "tokenize: 100%" in capsys.readouterr().err
     Path(path).write_text('{"text": 3}')
     with pytest.raises(ValueError, match="must be a string"):
         open_files(path)

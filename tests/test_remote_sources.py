@@ -20,11 +20,11 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands.tokenize import load_config
-from verl_ext.commands.tokenize_run import tokenize
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data.pretrain import find_files
 from verl_ext.text.json_records import parse_line
-from verl_ext.text.readers import read_chunks
+from verl_ext.text.readers import ChunkSize, read_chunks
 from verl_ext.text.sources import find_source_files
 from verl_ext.text.tokenized import file_facts
 from verl_ext.values import DataError, UsageError
@@ -95,17 +95,15 @@ def test_folders_and_globs_behind_urls_are_read_in_order(memory: str) -> None:
     assert sum(chunk.num_bytes for file in found for chunk in read_chunks(file)) == sum(f.num_bytes or 0 for f in found)
 
 
-def test_a_web_server_is_read_as_a_stream_by_several_processes(
-    server: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("verl_ext.commands.tokenize_run.CHUNK_BYTES", 1000)
+def test_a_web_server_is_read_as_a_stream_by_several_processes(server: str, folder: Path, tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     base = [f"model.path={tmp_path}/model", "num_workers=2"]
     (folder / "long.txt").write_text("the cat sat on the mat\n" * 60_000)
     names = ("a.jsonl", "more/b.jsonl.gz", "long.txt")
     for root, out in ((server, "web"), (str(folder), "local")):
         sources = ",".join(f"'{root}/{name}'" for name in names)
-        tokenize(load_config([f"sources={{a:[{sources}]}}", f"output_dir={tmp_path}/{out}", *base]))
+        options = read_options(TokenizeOptions, [f"sources={{a:[{sources}]}}", f"output_dir={tmp_path}/{out}", *base])
+        tokenize(options, ChunkSize(bytes=1000))
     web, local = (load_from_disk(str(tmp_path / out)).data.table for out in ("web", "local"))
     assert web.equals(local)
     assert records(f"{server}/a.jsonl?token=1") == TEXTS
@@ -181,7 +179,7 @@ def test_a_hub_dataset_is_streamed_by_split(hub: Path) -> None:
 def test_a_source_of_unknown_size_has_a_bar_without_an_end(hub: Path, tmp_path: Path, capsys: Any) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     base = [f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "num_workers=1"]
-    report = tokenize(load_config(["sources={a:hf://datasets/owner/name:train}", *base]))
+    report = tokenize(read_options(TokenizeOptions, ["sources={a:hf://datasets/owner/name:train}", *base]))
     assert report.total.records == 600
     assert "600 records" in capsys.readouterr().err
 
@@ -200,11 +198,12 @@ def test_an_output_folder_that_holds_a_file_url_source_is_not_replaced(tmp_path:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/a.jsonl").write_bytes(LINES)
     with pytest.raises(UsageError, match="output_dir must not hold a source"):
-        load_config(
+        read_options(
+            TokenizeOptions,
             [
                 f"sources={{a:'file://{tmp_path}/out/a.jsonl'}}",
                 f"output_dir={tmp_path}/out",
                 f"model.path={tmp_path}/model",
                 "overwrite=true",
-            ]
+            ],
         )

@@ -14,15 +14,15 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.test_tokenize_templates import CHATML, GENERATION_WITHOUT_END, SPECIAL_TOKENS, WITH_TOOLS, tiny_tokenizer
+from verl_ext.commands.command_line import read_options
 from verl_ext.commands.index import build_index
 from verl_ext.commands.index import load_config as load_index_config
-from verl_ext.commands.tokenize import load_config
-from verl_ext.commands.tokenize_run import tokenize
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
 from verl_ext.data.megatron import TokenIndex
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.encoders import Encoded, TextEncoder, mask_from_offsets
+from verl_ext.text.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.records import parse_record
 from verl_ext.values import DataError, UsageError
@@ -43,9 +43,14 @@ def without_special_tokens() -> Tokenizer:
 PLAIN = without_special_tokens()
 
 
-def encoded_chat(tokenizer: Any, record: dict[str, Any], on_found: str = "encode") -> tuple[list[int], list[int], int]:
+def encoded_chat(
+    tokenizer: Any,
+    record: dict[str, Any],
+    on_found: str = "encode",
+    windows: Windows = Windows(),  # noqa: B008
+) -> tuple[list[int], list[int], int]:
     """(ids, mask, names of special tokens encoded as text) of a chat."""
-    encoder = TextEncoder(tokenizer, on_found)
+    encoder = TextEncoder(tokenizer, on_found, windows=windows)
     chats = ProvenChats(ChatTemplate(tokenizer, None, {}))
     chat = encoder.special.chat_text(chats, parse_record(record).content, on_found)
     (encoded,) = encoder.encode_chats([chat])
@@ -227,7 +232,7 @@ def write_jsonl(path: Path, records: list[dict[str, str]]) -> str:
 
 def command(name: str, source: str, output: Path, model: Path, *overrides: str) -> Any:
     base = [f"sources={{a:{source}}}", f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides]
-    return tokenize(load_config(base)) if name == "tokenize" else build_index(load_index_config(base))
+    return tokenize(read_options(TokenizeOptions, base)) if name == "tokenize" else build_index(load_index_config(base))
 
 
 def test_the_commands_count_what_they_encode_as_text(tmp_path: Path, model: Path) -> None:

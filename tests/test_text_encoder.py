@@ -17,13 +17,12 @@ from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, enc
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron import TokenIndex
 from verl_ext.data.megatron.text_index import write_text_index
-from verl_ext.text import encoders as text_encoder
 from verl_ext.text import readers as chunks
 from verl_ext.text.chat_spans import RenderedChat
-from verl_ext.text.encoders import ListedCharacters, TextEncoder
+from verl_ext.text.encoders import ListedCharacters, TextEncoder, Windows
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.plain_text import TextOptions
-from verl_ext.text.readers import TextFile
+from verl_ext.text.readers import TextFile, read_chunks
 from verl_ext.text.sources import find_source_files
 from verl_ext.text.special_tokens import ChatText
 
@@ -177,12 +176,6 @@ PARTS = st.sampled_from(
 TEXTS = st.lists(PARTS, min_size=1, max_size=120).map("".join)
 
 
-def small_windows(patch: pytest.MonkeyPatch, window: int, overlap: int, longest: int = 1 << 20) -> None:
-    patch.setattr(text_encoder, "WINDOW", window)
-    patch.setattr(text_encoder, "OVERLAP", overlap)
-    patch.setattr(text_encoder, "LONGEST", longest)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_found", ["encode", "keep"])
 @settings(max_examples=40, deadline=None)
@@ -198,10 +191,9 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
         return_offsets_mapping=True,
         split_special_tokens=on_found == "encode",
     )
-    with pytest.MonkeyPatch.context() as patch:
-        small_windows(patch, window, 40)
-        (encoded,) = TextEncoder(tokenizer, on_found).encode([text])
-        (chat,) = TextEncoder(tokenizer, "keep").encode_chats([ChatText(RenderedChat(text, []))])
+    windows = Windows(window, 40, 1 << 20)
+    (encoded,) = TextEncoder(tokenizer, on_found, windows=windows).encode([text])
+    (chat,) = TextEncoder(tokenizer, "keep", windows=windows).encode_chats([ChatText(RenderedChat(text, []))])
     if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
         assert encoded.ids.tolist() == whole["input_ids"]
     if on_found == "keep":
@@ -220,66 +212,61 @@ def test_a_window_is_all_that_is_tokenised_at_once(kind: str, monkeypatch: pytes
     tokenizer = tokenizer_of(kind)
     text = " ".join(f"the cat said {number}, and it'll say more" for number in range(1000))
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    small_windows(monkeypatch, 2000, 400, longest=4000)
-    encoder = TextEncoder(tokenizer, "encode")
+    encoder = TextEncoder(tokenizer, "encode", windows=Windows(2000, 400, 4000))
     lengths: list[int] = []
-    call = encoder._call
+    call = type(tokenizer).__call__
 
     def counted(tokenizer: Any, texts: list[str], **options: Any) -> Any:
         lengths.extend(map(len, texts))
         return call(tokenizer, texts, **options)
 
-    monkeypatch.setattr(encoder, "_call", counted)
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
     (encoded,) = encoder.encode([text])
     assert encoded.ids.tolist() == whole
     assert max(lengths) == 2000
     assert sum(lengths) < 2.5 * len(text)
 
 
-def test_a_tokenizer_whose_tokens_span_spaces_takes_a_text_whole_or_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_whose_tokens_span_spaces_takes_a_text_whole_or_refuses_it() -> None:
     backend = bpe(None, normalizers.Replace(" ", "▁"), spans_spaces=True)
     assert any("e▁" in token for token in backend.get_vocab())
     text = "the cat " * 100
     for tokenizer in (PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"), ByT5Tokenizer()):
         whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        small_windows(monkeypatch, 64, 16, longest=1024)
-        short, long = TextEncoder(tokenizer, "encode").encode([text, text * 2])
+        short, long = TextEncoder(tokenizer, "encode", windows=Windows(64, 16, 1024)).encode([text, text * 2])
         assert short.ids.tolist() == whole
         assert long.reason == "too_long"
         assert str(long).startswith("a text of more than 1,024 characters must have places where it can be cut")
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_the_tokenizers_own_tokens_stand_at_the_ends_of_the_whole_text(
-    adds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokenizers_own_tokens_stand_at_the_ends_of_the_whole_text(adds: bool) -> None:
     tokenizer = deepcopy(tiny_tokenizer())
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         "<s> $A </s>", special_tokens=[("<s>", 3), ("</s>", 4)]
     )
     text = "the cat sat on the mat\n" * 20
-    small_windows(monkeypatch, 64, 16)
-    (encoded,) = TextEncoder(tokenizer, "encode").encode([text], add_special_tokens=adds)
+    encoder = TextEncoder(tokenizer, "encode", windows=Windows(64, 16))
+    (encoded,) = encoder.encode([text], add_special_tokens=adds)
     assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=adds)["input_ids"]
     assert (encoded.ids[0] == 3) == adds
 
 
-def test_names_of_special_tokens_are_counted_across_blocks_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_special_tokens_are_counted_across_blocks_and_cuts() -> None:
     tokenizer = tiny_tokenizer()
     for shift in range(24):
         text = "x" * shift + ("the cat <|im_end|> sat " * 40)
-        with pytest.MonkeyPatch.context() as patch:
-            small_windows(patch, 64, 16)
-            encoded, refused = (TextEncoder(tokenizer, how).encode([text])[0] for how in ("encode", "error"))
+        encoded, refused = (
+            TextEncoder(tokenizer, how, windows=Windows(64, 16)).encode([text])[0] for how in ("encode", "error")
+        )
         assert encoded.special_tokens == 40
         assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert refused.reason == "special_token"
 
 
-def test_a_long_chat_that_holds_special_tokens_is_cut_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chat_that_holds_special_tokens_is_cut_as_well() -> None:
     content = "the <|im_end|> cat </s> sat " * 30
-    small_windows(monkeypatch, 100, 30)
-    ids, mask, count = encoded_chat(TOKENIZER, chat_of("a", content))
+    ids, mask, count = encoded_chat(TOKENIZER, chat_of("a", content), windows=Windows(100, 30))
     turn = PLAIN.encode("assistant\n" + content).ids
     line_end = PLAIN.encode("\n").ids
     expected = [START, *PLAIN.encode("user\na").ids, END, *line_end, START, *turn, END, *line_end]
@@ -305,10 +292,13 @@ def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
     folder = tmp_path_factory.mktemp("stream")
     text = "the " + text
     expected = TextEncoder(tiny_tokenizer(), "encode").encode([text.replace("\r\n", "\n")])[0].ids.tolist()
+    (folder / "a.txt").write_bytes(("\ufeff" + text).encode())
     with pytest.MonkeyPatch.context() as patch:
-        small_windows(patch, 64, 30)
         patch.setattr(chunks, "BLOCK", block)
-        assert write_and_index(folder, ("\ufeff" + text).encode()) == expected
+        (chunk,) = read_chunks(find_source_files({"a": [str(folder / "a.txt")]})[0])
+        ((_, record),) = chunk.records
+        (encoded,) = TextEncoder(tiny_tokenizer(), "encode", windows=Windows(64, 30)).encode([record["text"]])
+    assert encoded.ids.tolist() == expected
 
 
 def test_a_stream_that_cannot_be_used_is_told_as_a_short_file_is(

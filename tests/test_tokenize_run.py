@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
-from verl_ext.commands import tokenize_run as run
-from verl_ext.commands.tokenize import load_config
-from verl_ext.commands.tokenize_run import Report
-from verl_ext.text import tokenized as dataset_writer
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.commands.tokenize_report import Report
 from verl_ext.text.counts import Counts
+from verl_ext.text.json_records import JsonList
+from verl_ext.text.readers import ChunkSize
 from verl_ext.text.tokenized import DOCUMENT_COLUMNS
 from verl_ext.values import DataError, UsageError
 
@@ -31,10 +33,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tokenise(sources: dict[str, Any], output: Path, model: Path, *overrides: str) -> Report:
+def tokenise(sources: dict[str, Any], output: Path, model: Path, *overrides: str, **sizes: Any) -> Report:
     items = ",".join(f"{name}:'{path}'" for name, path in sources.items())
     base = [f"sources={{{items}}}", f"output_dir={output}", f"model.path={model}", "num_workers=1"]
-    return run.tokenize(load_config([*base, *overrides]))
+    return tokenize(read_options(TokenizeOptions, [*base, *overrides]), **sizes)
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:
@@ -112,13 +114,9 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind
     assert rows(tmp_path / "out") == rows(tmp_path / "expected")
 
 
-def test_json_list_is_read_in_blocks_smaller_than_its_records(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("verl_ext.text.readers.BLOCK", 5)
-    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 3)
-    (tmp_path / "in.json").write_text(json.dumps(QA, indent=1))
-    assert tokenise({"qa": tmp_path / "in.json"}, tmp_path / "out", model).total.records == 20
+def test_json_list_is_read_in_blocks_smaller_than_its_records() -> None:
+    stream = io.BytesIO(json.dumps(QA, indent=1).encode())
+    assert [record for (_, record), _ in JsonList("in.json", stream, block=5)] == QA
 
 
 @pytest.mark.parametrize(
@@ -181,14 +179,10 @@ def test_nothing_usable_is_an_error(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10**9])
-def test_weights_are_a_column_only_when_some_record_has_one(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
-) -> None:
-    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 4)
-    original = dataset_writer.DatasetWriter
-    monkeypatch.setattr(run, "DatasetWriter", lambda folder: original(folder, shard_bytes))
+def test_weights_are_a_column_only_when_some_record_has_one(tmp_path: Path, model: Path, shard_bytes: int) -> None:
+    sizes = {"chunk_size": ChunkSize(records=4), "shard_bytes": shard_bytes}
     records = [*QA, {"text": "the cat", "loss_weight": 0.5}, {"text": "sat"}]
-    tokenise({"a": write_jsonl(tmp_path / "a.jsonl", records)}, tmp_path / "out", model)
+    tokenise({"a": write_jsonl(tmp_path / "a.jsonl", records)}, tmp_path / "out", model, **sizes)
     data = rows(tmp_path / "out")
     assert load_from_disk(str(tmp_path / "out")).data.schema.field("loss_weight").type == pa.list_(pa.float32())
     weights = [set(row["loss_weight"]) for row in data]
@@ -280,16 +274,13 @@ def test_the_table_says_what_was_cut_and_whether_a_last_target_was_lost(tmp_path
     assert row.split() == ["a", "truncated", "1", str(removed), share, lost, "1"]
 
 
-def test_records_give_their_category_numbered_as_they_appear_in_the_output(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 2)
+def test_records_give_their_category_numbered_as_they_appear_in_the_output(tmp_path: Path, model: Path) -> None:
     values = ["code", "web", None, 7, "code", "a", 0.5, "never"]
     records = [{**qa, "meta": {"source": value}} for qa, value in zip(QA, values, strict=False)]
     records[-1] = {"text": "", "meta": {"source": "never"}}
     source, other = write_jsonl(tmp_path / "a.jsonl", records), write_jsonl(tmp_path / "b.jsonl", QA[:1])
     sources, options = {"a": source, "b": other}, ("category_field=meta.source", "on_bad_record=skip")
-    report = tokenise(sources, tmp_path / "out", model, *options)
+    report = tokenise(sources, tmp_path / "out", model, *options, chunk_size=ChunkSize(records=2))
     names = json.loads((tmp_path / "out/categories.json").read_text())
     assert names == {"1": "code", "2": "web", "3": "a", "4": "7", "5": "b"}
     data = rows(tmp_path / "out")
@@ -328,9 +319,7 @@ def sampled(output: Path) -> list[int]:
     return [row["length"] for row in rows(output)]
 
 
-def test_a_sample_depends_on_seed_source_and_place_alone(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_depends_on_seed_source_and_place_alone(tmp_path: Path, model: Path) -> None:
     records = [{"text": "cat " * (number + 1)} for number in range(200)]
     sources = {"a": write_jsonl(tmp_path / "a.jsonl", records), "b": write_jsonl(tmp_path / "b.jsonl", QA)}
     report = tokenise(sources, tmp_path / "fraction", model, "sample={a:0.25}")
@@ -340,13 +329,13 @@ def test_a_sample_depends_on_seed_source_and_place_alone(
     assert 25 < read["a"]["records_sampled"] == len(drawn) < 75
     assert (read["b"]["records_read"], read["b"]["records_sampled"]) == (20, 20)
     assert f"a: sampled: {len(drawn)} of 200 records" in report.table()
-    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 7)
-    tokenise({"a": sources["a"]}, tmp_path / "count", model, f"sample={len(drawn)}", "num_workers=2")
+    options, small = (f"sample={len(drawn)}", "num_workers=2"), ChunkSize(records=7)
+    tokenise({"a": sources["a"]}, tmp_path / "count", model, *options, chunk_size=small)
     assert sampled(tmp_path / "count") == drawn  # the lowest numbers, which are those below the fraction
     tokenise({"a": sources["a"]}, tmp_path / "more", model, "sample=100")
     assert set(drawn) < set(sampled(tmp_path / "more"))
     assert len(rows(tmp_path / "more")) == 100
-    tokenise({"a": sources["a"]}, tmp_path / "seed", model, "sample=0.25", "seed=1")
+    tokenise({"a": sources["a"]}, tmp_path / "seed", model, "sample=0.25", "seed=1", chunk_size=small)
     assert sampled(tmp_path / "seed") != drawn
     tokenise({"a": sources["a"]}, tmp_path / "all", model, "sample=1.0")
     assert len(rows(tmp_path / "all")) == 200
@@ -358,7 +347,7 @@ def test_fields_that_nothing_reads_and_media_are_counted_and_told(tmp_path: Path
     named = [{"role": "user", "content": "q", "lang": "en"}, {"role": "assistant", "content": "a", "lang": "en"}]
     records = [{"messages": named, "title": "t", "\x1b[1m\ud800": 1}, {**QA[0], "title": "u", "images": ["x", "y"]}]
     source = write_jsonl(tmp_path / "a.jsonl", records)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the record has images, and only text is tokenised; media=drop"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the record has images, and only text is tokenized; media=drop"):
         tokenise({"a": source}, tmp_path / "out", model)
     report = tokenise({"a": source}, tmp_path / "out", model, "media=drop")
     counts = json.loads((tmp_path / "out/report.json").read_text())["categories"]["a"]
@@ -388,11 +377,11 @@ def test_a_run_shows_the_first_documents_of_every_source_as_they_were_written(tm
 
 def test_the_table_says_how_turns_end_and_what_the_template_does_not_print(tmp_path: Path, model: Path) -> None:
     options = ["sources={a:a.jsonl,b:b.jsonl}", f"output_dir={tmp_path / 'out'}", f"model.path={model}"]
-    report = Report(load_config(options))
+    report = Report(read_options(TokenizeOptions, options), ["a", "b"])
     counts = Counts(end_of_turn=Counter({"<|im_end|>": 1200, "</s>\n": 3}), unprinted=Counter(tools=2))
-    report.tallies["a"].add(counts)
-    report.tallies["a"].add(counts)
-    report.tallies["b"].add(Counts(end_of_turn=Counter({"": 5})))
+    report.sources["a"].add(counts)
+    report.sources["a"].add(counts)
+    report.sources["b"].add(Counts(end_of_turn=Counter({"": 5})))
     assert report.table().split("\n\n")[-1].splitlines() == [
         "a: end of turn: <|im_end|> (2,400 turns), </s>\\n (6 turns)",
         "a: not printed by the chat template: tools (4 records)",
@@ -401,15 +390,13 @@ def test_the_table_says_how_turns_end_and_what_the_template_does_not_print(tmp_p
     assert report.as_dict()["categories"]["a"]["end_of_turn"] == {"</s>\n": 6, "<|im_end|>": 2400}
 
 
-def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_ext.text.readers.CHUNK_RECORDS", 3)
-    monkeypatch.setattr(run, "CHUNK_BYTES", 100)
+def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path) -> None:
     records = [{**qa, "kind": f"k{number % 4}"} for number, qa in enumerate(QA)]
     bad = [{"text": "cat"}, 3]
     sources = {"a": write_jsonl(tmp_path / "a.jsonl", records), "b": write_jsonl(tmp_path / "b.jsonl", bad)}
     for workers in (1, 2):
         options = (f"num_workers={workers}", "on_bad_record=skip", "category_field=kind", "sample={a:11}")
-        tokenise(sources, tmp_path / "out", model, *options)
+        tokenise(sources, tmp_path / "out", model, *options, chunk_size=ChunkSize(3, 100))
         (tmp_path / "out").rename(tmp_path / str(workers))
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "2").iterdir())
@@ -482,7 +469,7 @@ def test_mistakes_are_one_line_that_names_the_key(
     good = [f"output_dir={tmp_path / 'out'}", f"model.path={model}"]
     good += [] if overrides == ["sources={}"] else ["sources.a=x.jsonl"]
     with pytest.raises(UsageError) as error:
-        load_config([*good, *overrides])
+        read_options(TokenizeOptions, [*good, *overrides])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.tokenize import load_config
-from verl_ext.commands.tokenize_run import tokenize
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.text.chat_spans import locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.encoders import ListedCharacters, mask_from_offsets, mask_from_prefixes
@@ -242,7 +242,7 @@ def documents(tmp_path: Path, template: str, record: dict[str, Any], *options: s
     tiny_tokenizer(template).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text(json.dumps(record))
     base = [f"sources={{chat:{tmp_path / 'in.jsonl'}}}", f"output_dir={tmp_path / 'out'}", "num_workers=1"]
-    tokenize(load_config([*base, f"model.path={tmp_path / 'model'}", *options]))
+    tokenize(read_options(TokenizeOptions, [*base, f"model.path={tmp_path / 'model'}", *options]))
     return load_from_disk(str(tmp_path / "out")).to_list()
 
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from verl_ext.values import nearest_name
+from verl_ext.values import choice_problem
 
 # command: (its module, what it does)
 COMMANDS = {
@@ -24,27 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
-    if name in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else 2
-    nearest = nearest_name(name, COMMANDS)
-    hint = f" (nearest: {nearest})" if nearest else ""
-    print(f"error: the command must be one of {', '.join(COMMANDS)}; got {name}{hint}", file=sys.stderr)
-    return 2
-
-
-def _usage() -> str:
+    if name not in ("-h", "--help"):
+        print(f"error: {choice_problem('the command', name, COMMANDS)}", file=sys.stderr)
+        return 2
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: verl-ext COMMAND [key=value ...]",
-            "",
-            *lines,
-            "",
-            "verl-ext COMMAND --help lists a command's options.",
-        ]
-    )
+    print("usage: verl-ext COMMAND [key=value ...]\n")
+    print("\n".join(f"  {command:<{width}}  {what}" for command, (_, what) in COMMANDS.items()))
+    print("\nverl-ext COMMAND --help lists a command's options.")
+    return 0 if arguments else 2
 
 
 if __name__ == "__main__":

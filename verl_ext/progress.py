@@ -1,23 +1,20 @@
-"""What rank 0 shows while a run goes on: one bar with loss, rate and time left, and what has to be said.
+"""Progress bars over files and over steps, and rows as a text table.
 
-Progress bars: a terminal gets one that moves, a log file a line now and then.
-
-Rows as a text table.
+A terminal gets a bar that moves, a log file a line now and then.
 """
 
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
 
-def progress_bar(description: str, total: int | None, **looks: Any) -> tqdm:
-    """A tqdm bar over `total` units, redrawn as often as where it is shown bears; `looks` are tqdm's own options."""
-    return tqdm(total=total, desc=description, mininterval=0.2 if sys.stderr.isatty() else 10, **looks)
+def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
+    """A tqdm bar over `total` units, redrawn as often as where it is shown bears; `options` are tqdm's own."""
+    return tqdm(total=total, desc=description, mininterval=0.2 if sys.stderr.isatty() else 10, **options)
 
 
 class Done(Protocol):
@@ -32,24 +29,24 @@ class Done(Protocol):
 
 
 class Progress:
-    """A bar in bytes of input, with records/s, tokens/s and the time left; without an end where the bytes to read are
-    not known (None)."""
+    """A bar over the bytes of input files, with records/s, tokens/s and the time left.
 
-    def __init__(self, total_bytes: int | None, description: str = "tokenise") -> None:
+    total_bytes: None where it is not known; the bar has no end then.
+    """
+
+    def __init__(self, total_bytes: int | None, description: str = "tokenize") -> None:
         self.records = self.tokens = 0
         self.started = time.monotonic()
-        looks = "{desc}: {percentage:3.0f}%|{bar:24}| {postfix} [{elapsed}, {remaining} left]"
+        bar_format = "{desc}: {percentage:3.0f}%|{bar:24}| {postfix} [{elapsed}, {remaining} left]"
         if total_bytes is None:
-            looks = "{desc}: {postfix} [{elapsed}]"
-        self.bar = progress_bar(description, total_bytes, bar_format=looks)
+            bar_format = "{desc}: {postfix} [{elapsed}]"
+        self.bar = progress_bar(description, total_bytes, bar_format=bar_format)
 
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None and self.bar.total is not None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None and self.bar.total is not None:
             self.bar.n = self.bar.total
         self.bar.close()
 
@@ -64,20 +61,6 @@ class Progress:
         self.bar.update(done.num_bytes if total is None else min(done.num_bytes, total - self.bar.n))
 
 
-Row = dict[str, str]
-
-
-def aligned(rows: Sequence[Row], left: Collection[str]) -> str:
-    """Rows of the same keys as lines under a header: the columns named in `left` to the left, numbers to the right."""
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-
-    def line(cells: Row) -> str:
-        padded = (cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items())
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line({key: key for key in widths}), *map(line, rows)])
-
-
 class StepProgress:
     """A bar over optimizer steps; silent on other ranks.
 
@@ -90,13 +73,11 @@ class StepProgress:
     def __init__(self, first_step: int, total_steps: int, visible: bool) -> None:
         self.visible = visible
         self.bar = tqdm(initial=first_step, total=total_steps, desc="train", unit="step", disable=not visible)
-        self._since = time.perf_counter()
-        self._tokens = 0
-        self.total_tokens = 0
-        self.started = self._since
+        self.started = self._since = time.perf_counter()
+        self.total_tokens = self._tokens = 0  # of the run, and since the rate was last asked for
 
     def step(self, tokens: int) -> None:
-        """One optimizer step over ``tokens`` tokens of all ranks has ended."""
+        """One optimizer step over `tokens` tokens of all ranks has ended."""
         self._tokens += tokens
         self.total_tokens += tokens
         self.bar.update(1)
@@ -118,7 +99,7 @@ class StepProgress:
         return time.perf_counter()
 
     def resume(self, paused: float) -> None:
-        """Leave the time since ``paused`` out of the rate."""
+        """Leave the time since `paused` out of the rate."""
         self._since += time.perf_counter() - paused
 
     def say(self, line: str) -> None:
@@ -131,7 +112,21 @@ class StepProgress:
         return tqdm.external_write_mode() if self.visible else nullcontext()
 
     def close(self) -> None:
-        """End the bar and tell the run's totals."""
+        """End the bar and print the run's totals."""
         self.bar.close()
         seconds = time.perf_counter() - self.started
         self.say(f"trained on {self.total_tokens:,} tokens in {seconds:.1f} s")
+
+
+Row = dict[str, str]
+
+
+def aligned(rows: Sequence[Row], left: Collection[str]) -> str:
+    """Rows of the same keys as lines under a header: the columns named in `left` to the left, numbers to the right."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+
+    def line(cells: Row) -> str:
+        padded = (cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items())
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line({key: key for key in widths}), *map(line, rows)])

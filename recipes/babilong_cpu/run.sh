@@ -44,6 +44,6 @@ for seed in "${seeds[@]}"; do
     train "plain_$seed" "$seed" "model.memory.layers=[]"
 done
 
-say "4/4  What came of it."
+say "4/4  Results."
 python "$here/report.py" --run "$run"
 say "Done. Everything is in $run"

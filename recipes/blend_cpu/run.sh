@@ -34,6 +34,6 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=blend_cpu \
     "data.blend=[[0.7,$run/index/shakespeare],[0.3,$run/index/gsm8k]]" "data.cache_dir=$run/cache" \
     "model.path=$run/model" "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "$@"
 
-say "5/5  What came of it."
+say "5/5  Results."
 python "$here/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --output "$run"
 say "Done. Everything is in $run"

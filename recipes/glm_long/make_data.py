@@ -1,4 +1,4 @@
-"""Tokenised documents of every length that the two stages ask for, to plan the mixtures on: lengths count, not words.
+"""Tokenized documents of every length that the two stages ask for, to plan the mixtures on: lengths count, not words.
 
     python recipes/glm_long/make_data.py --output DIR
 
@@ -44,7 +44,7 @@ def draw_lengths(ranges: tuple[tuple[int, int, int], ...], rng: np.random.Genera
 
 
 def write(folder: Path, lengths: np.ndarray, rng: np.random.Generator) -> None:
-    """A tokenised folder of one category, text; every token but a document's first is a target."""
+    """A tokenized folder of one category, text; every token but a document's first is a target."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     passages = rng.integers(1, VOCABULARY, (len(lengths), PASSAGE), dtype=np.int32)
     document = np.repeat(np.arange(len(lengths)), lengths)

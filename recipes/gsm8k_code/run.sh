@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two categories from your files: hold out, make a 10M-parameter Qwen3, tokenise, train on 2 CPU ranks, report.
+# Two categories from your files: hold out, make a 10M-parameter Qwen3, tokenize, train on 2 CPU ranks, report.
 #
 #   recipes/gsm8k_code/run.sh GSM8K.jsonl CODE.json TOKENIZER_FOLDER [FOLDER] [override …]
 #
@@ -25,7 +25,7 @@ python "$here/hold_out.py" --output "$data" "gsm8k=$gsm8k" "code=$code"
 say "2/5  Making a Qwen3 with random weights for the tokenizer."
 verl-ext init-model model=small_10m "output_dir=$run/model" overwrite=true "tokenizer.path=$tokenizer"
 
-say "3/5  Tokenising once."
+say "3/5  Tokenizing once."
 for split in train val; do
     verl-ext tokenize "output_dir=$run/tokenised/$split" "model.path=$run/model" overwrite=true \
         "sources={gsm8k:$data/gsm8k.$split.jsonl,code:$data/code.$split.jsonl}"
@@ -36,7 +36,7 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=gsm8k_code \
     "data.train_dir=$run/tokenised/train" "data.val_dir=$run/tokenised/val" "model.path=$run/model" \
     "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "$@"
 
-say "5/5  What came of it."
+say "5/5  Results."
 python "$here/../quickstart/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --checkpoints "$run/checkpoints" \
     --output "$run" --ask "$data/gsm8k.val.jsonl" --max-new-tokens 96
 say "Done. Everything is in $run"

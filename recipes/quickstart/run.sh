@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained model: data, tokenizer and model, tokenised folders, training on 2 CPU ranks, report.
+# From nothing to a trained model: data, tokenizer and model, tokenized folders, training on 2 CPU ranks, report.
 #
 #   recipes/quickstart/run.sh [FOLDER [override …]]
 #
@@ -18,7 +18,7 @@ say "2/5  Training a tokenizer on them and making a small Qwen3 with random weig
 verl-ext init-model model=tiny "output_dir=$run/model" overwrite=true \
     "tokenizer.train_on=$data/*.train.jsonl" tokenizer.vocab_size=2048 tokenizer.bos_token=null
 
-say "3/5  Tokenising once: every assistant turn is a target, every target has a category."
+say "3/5  Tokenizing once: every assistant turn is a target, every target has a category."
 for split in train val; do
     verl-ext tokenize "output_dir=$run/tokenised/$split" "model.path=$run/model" overwrite=true \
         "sources={arithmetic:$data/arithmetic.$split.jsonl,ordering:$data/ordering.$split.jsonl,documents:$data/documents.$split.jsonl}"
@@ -29,7 +29,7 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=quickstart \
     "data.train_dir=$run/tokenised/train" "data.val_dir=$run/tokenised/val" "model.path=$run/model" \
     "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "${overrides[@]}"
 
-say "5/5  What came of it."
+say "5/5  Results."
 python "$here/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --checkpoints "$run/checkpoints" --output "$run" \
     --ask "$data/arithmetic.val.jsonl"
 say "Done. Everything is in $run"

@@ -19,16 +19,15 @@ from typing import Any, Optional
 from omegaconf import MISSING
 
 from verl_ext.commands.command_line import least_problems, load_options, run_command
-from verl_ext.commands.tokenize_run import special_token_rows
+from verl_ext.commands.tokenize_report import special_token_rows
 from verl_ext.data.megatron.text_index import TextIndex, Written, no_document_error, show_progress
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.progress import aligned
 from verl_ext.text.counts import CHAT_COUNTS, Counts
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
-from verl_ext.text.readers import read_parcels
-from verl_ext.text.remote import local_path
-from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.readers import read_batches
+from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes
 from verl_ext.text.tokenizer import ModelConfig, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
 from verl_ext.values import choice_problem
@@ -63,7 +62,7 @@ class IndexConfig:
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without opening a source."""
         source_problems = self._source_problems()
-        return [*source_problems, *self._output_problems(), *self.model.problems(), *self._option_problems()]
+        return [*source_problems, *self._output_problems(), *self.model.tokenizer_problems(), *self._option_problems()]
 
     def _source_problems(self) -> list[str]:
         if not self.sources:
@@ -218,7 +217,7 @@ def _write_indices(
 def _written(
     config: IndexConfig, files: list[SourceFile], tokenizer: TextTokenizer, folder: Path, report: Report
 ) -> Generator[Written, None, None]:
-    """What is written of each parcel, and a source's bytes that are left unread, as it is done."""
+    """What is written of each batch, and a source's bytes that are left unread, as it is done."""
     names = list(config.sources)
     full: set[int] = set()
     for source, results in groupby(_documents(config, files, tokenizer, full), key=lambda result: result.source):
@@ -242,14 +241,14 @@ def _written(
 def _documents(
     config: IndexConfig, files: list[SourceFile], tokenizer: TextTokenizer, full: set[int]
 ) -> Iterator[Documents]:
-    """Every parcel's documents, in order, until its source is in `full`."""
-    parcels = read_parcels(files, full.__contains__)
+    """Every batch's documents, in order, until its source is in `full`."""
+    batches = read_batches(files, full.__contains__)
     num_workers = config.num_workers or _useful_workers(files)
     if num_workers == 1:
-        return map(tokenizer.tokenise, parcels)
+        return map(tokenizer.tokenise, batches)
     make = partial(load_text_tokenizer, config.model, tokenizer.options)
     preload = [tokenizer_module()]
-    return ordered_results(make, TextTokenizer.tokenise, parcels, num_workers, name="tokenise", preload=preload)
+    return ordered_results(make, TextTokenizer.tokenise, batches, num_workers, name="tokenise", preload=preload)
 
 
 def _useful_workers(files: list[SourceFile]) -> int:

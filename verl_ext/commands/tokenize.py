@@ -1,192 +1,200 @@
-"""The tokenise command's configuration: composed by Hydra from `conf/tokenize.yaml`, typed and checked here.
-
-Which records of a source are tokenised where `sample` asks for a part of them.
+"""The command `verl-ext tokenize`: find the files, sample their records, tokenize them in chunks, write, publish.
 
 Every record draws a 128-bit number from `seed`, its source's name, its file's place among the source's files and its
-own place in the file. A fraction f keeps the records whose number is below f · 2^128, a count n those with the n lowest
-numbers (a bottom-n sample: without replacement, each set of n records as likely as any other). So the same records
-are drawn whatever the number of workers and the other sources, and a larger sample holds the smaller one. A count reads
-its source once more.
-
-The tokenise run: find the files, tokenise their chunks, write, publish.
-
-The command `verl-ext tokenize`.
+own place in the file. `sample` keeps of a source the records whose number is below fraction · 2^128, or the n lowest (a
+bottom-n sample: without replacement, each set of n records as likely as any other). So the same records are drawn
+whatever the number of workers and the other sources, and a larger sample holds the smaller one.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Optional
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, ClassVar
 
-from omegaconf import MISSING
+from verl_ext.commands.command_line import run_command
+from verl_ext.commands.tokenize_report import REPORT, Report
+from verl_ext.files import OutputFolder, output_problems
+from verl_ext.progress import Progress
+from verl_ext.text.chat import ChatEncoder, ChatOptions
+from verl_ext.text.counts import previews_text
+from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
+from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes
+from verl_ext.text.tokenized import SHARD_BYTES, DatasetWriter
+from verl_ext.text.tokenizer import leave_out_torch, tokenizer_module
+from verl_ext.text.workers import available_cpus, ordered_results
+from verl_ext.values import REQUIRED, DataError, Options, option
 
-from verl_ext.commands.command_line import least_problems, load_options, run_command
-from verl_ext.files import output_problems
-from verl_ext.packing import OVER_LENGTH_POLICIES
-from verl_ext.text.json_records import ON_BAD_RECORD, ON_MEDIA, ON_UNPRINTED, SPECIAL_TOKENS_IN_TEXT, TURNS
-from verl_ext.text.records import column_problems
-from verl_ext.text.remote import local_path
-from verl_ext.text.tokenizer import ModelConfig, is_template_text, leave_out_torch, read_template_file
-from verl_ext.values import UsageError, choice_problem
-
-CONFIG_NAME = "tokenize"
-REPORT = "report.json"
-# Nodes whose keys are the user's own, and what they map; `sample` may be a single value.
-OPEN_NODES = {
-    "sources": "a category to files",
-    "apply_chat_template_kwargs": "an argument to its value",
-    "columns": "a field to a column",
-    "sample": "",
-}
-# Arguments of `apply_chat_template` that this command sets itself.
-RESERVED_TEMPLATE_KWARGS = (
-    "conversation",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-)
+EXAMPLE = "'sources={gsm8k:train.jsonl,code:code.json}' output_dir=DIR model.path=MODEL_OR_TOKENIZER"
+BITS = 128
 
 
-# Optional[...] and not `| None`: OmegaConf's structured configs read the annotations.
-@dataclass
-class TokenizeConfig:
-    """Everything that `verl-ext tokenize` takes; the fields are described in `conf/tokenize.yaml`."""
+@dataclass(frozen=True)
+class _InputAndOutput(Options):
+    """The options that `--help` shows first."""
 
-    sources: dict[str, Any] = field(default_factory=dict)
-    output_dir: str = MISSING
-    overwrite: bool = False
-    model: ModelConfig = field(default_factory=ModelConfig)
-    chat_template: Optional[str] = None  # noqa: UP045
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    end_of_turn: Optional[str] = None  # noqa: UP045
-    turns: str = "all"
-    on_unprinted: str = "warn"
-    last_turn_only: bool = False
-    special_tokens_in_text: str = "encode"
-    max_tokens: Optional[int] = None  # noqa: UP045
-    over_length: str = "error"
-    on_bad_record: str = "error"
-    media: str = "error"
-    columns: dict[str, Any] = field(default_factory=dict)
-    category_field: Optional[str] = None  # noqa: UP045
-    sample: Any = None
-    seed: int = 42
-    preview: int = 2
-    num_workers: Optional[int] = None  # noqa: UP045
+    sources: dict[str, Any] = option({}, "category: file, folder, glob, URL, Hub dataset or list of them")
+    output_dir: str = option(REQUIRED, "the dataset's folder; it appears only when complete", required=True)
+    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+
+
+@dataclass(frozen=True)
+class TokenizeOptions(ChatOptions, _InputAndOutput):
+    """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
+
+    Sources are jsonl, json, csv, tsv, txt (also as .gz, .bz2, .xz, .zst), parquet or Arrow folders, of this machine,
+    behind a URL or on the Hub; the fields of a record say which shape it has (verl_ext/text/records.py lists them).
+    """
+
+    maps: ClassVar[Mapping[str, str]] = {
+        "sources": "a category to files",
+        "apply_chat_template_kwargs": "an argument to its value",
+        "columns": "a field to a column",
+    }
+
+    sample: Any = option(
+        None, "a part of each source, or {source: part}: a fraction (1.0 is all) or a number of records"
+    )
+    seed: int = option(42, "of the sample")
+    preview: int = option(2, "documents of each source that the end shows with their targets marked", least=0)
+    num_workers: int | None = option(
+        None, "processes; null: one for every CPU. The output is the same for any number", least=1
+    )
 
     def source_patterns(self) -> dict[str, list[str]]:
         """Every category's paths and globs, in the order of `sources`."""
         return {name: [value] if isinstance(value, str) else list(value) for name, value in self.sources.items()}
 
-    def problems(self) -> list[str]:
-        """One line for every mistake that can be seen without opening a source."""
-        source_problems = self._source_problems()
-        return [*source_problems, *self._output_problems(), *self.model.problems(), *self._option_problems()]
-
-    def _source_problems(self) -> list[str]:
+    def problems(self) -> Iterable[str | None]:
+        """A line for each mistake that can be seen without opening a source."""
         if not self.sources:
-            return ["sources must name at least one category, e.g. 'sources={chat:train.jsonl}'; got {}"]
-        problems = []
+            yield "sources must name at least one category, e.g. 'sources={chat:train.jsonl}'; got {}"
+        patterns: list[str] = []
         for name, value in self.sources.items():
             values = [value] if isinstance(value, str) else value
-            usable = isinstance(values, list) and values and all(isinstance(v, str) and v for v in values)
-            if not usable:
-                problems.append(f"sources.{name} must be a path, a glob or a list of them; got {value!r}")
-        return problems
+            if isinstance(values, list) and values and all(isinstance(path, str) and path for path in values):
+                patterns += values
+            else:
+                yield f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
+        keep = [self.model.path, self.model.tokenizer_path, *map(local_path, patterns)]
+        yield from output_problems(self.output_dir, self.overwrite, REPORT, keep, kept="a source, the tokenizer")
+        yield from super().problems()
+        yield from self._sample_problems()
 
-    def _output_problems(self) -> list[str]:
-        values = ([value] if isinstance(value, str) else value for value in self.sources.values())
-        sources = [path for value in values if isinstance(value, list) for path in value if isinstance(path, str)]
-        keep = [self.model.path, self.model.tokenizer_path, *map(local_path, sources)]
-        return output_problems(self.output_dir, self.overwrite, REPORT, keep, kept="a source, the tokenizer")
-
-    def _option_problems(self) -> list[str]:
-        least = {"max_tokens": (self.max_tokens, 2), "num_workers": (self.num_workers, 1), "preview": (self.preview, 0)}
-        problems = [*least_problems(least), *column_problems(self.columns)]
-        problems += sample_problems(self.sample, list(self.sources))
-        if self.category_field == "":
-            problems.append("category_field must name a field of the records, or be null; got ''")
-        choices = (
-            ("turns", TURNS),
-            ("on_unprinted", ON_UNPRINTED),
-            ("media", ON_MEDIA),
-            ("special_tokens_in_text", SPECIAL_TOKENS_IN_TEXT),
-            ("over_length", OVER_LENGTH_POLICIES),
-            ("on_bad_record", ON_BAD_RECORD),
-        )
-        problems += filter(None, (choice_problem(key, getattr(self, key), options) for key, options in choices))
-        if self.last_turn_only and self.turns == "each":
-            problems.append("last_turn_only must not be set beside turns; got true beside turns=each")
-        if self.end_of_turn == "":
-            problems.append("end_of_turn must be a text that ends a turn, or null; got ''")
-        for name in self.apply_chat_template_kwargs:
-            if name in RESERVED_TEMPLATE_KWARGS:
-                problems.append(f"apply_chat_template_kwargs must not set {name}, which this command sets itself")
-        if self.chat_template is not None and not is_template_text(self.chat_template):
-            try:
-                read_template_file(self.chat_template, "chat_template")
-            except UsageError as error:
-                problems.append(str(error))
-        return problems
-
-
-def load_config(overrides: Sequence[str]) -> TokenizeConfig:
-    """Compose `conf/tokenize.yaml` with command-line overrides, check it, and return it typed.
-
-    Raises `UsageError` with one line for every mistake.
-    """
-    return load_options(CONFIG_NAME, TokenizeConfig, overrides, OPEN_NODES)
-
-
-Sample = float | int | Mapping[str, float | int] | None
-
-
-def sample_problems(sample: Any, sources: Sequence[str]) -> list[str]:
-    """One line for every mistake in `sample`."""
-    by_key = {f"sample.{name}": share for name, share in sample.items()} if isinstance(sample, dict) else {}
-    problems = [
-        f"sample.{name} must be one of sources ({', '.join(sources)}); got {name}"
-        for name in (sample if isinstance(sample, dict) else ())
-        if name not in sources
-    ]
-    for key, share in by_key.items() if isinstance(sample, dict) else [("sample", sample)]:
-        fraction = isinstance(share, float) and 0 < share <= 1
-        count = isinstance(share, int) and not isinstance(share, bool) and share >= 1
-        if share is not None and not fraction and not count:
-            problems.append(
-                f"{key} must be a fraction above 0 and at most 1.0, or a number of records from 1; got {share}"
-            )
-    return problems
-
-
-USAGE = (
-    "usage: verl-ext tokenize 'sources={gsm8k:train.jsonl,code:code.json}' output_dir=DIR model.path=MODEL_OR_TOKENIZER"
-)
+    def _sample_problems(self) -> Iterator[str]:
+        parts = {"sample": self.sample}
+        if isinstance(self.sample, dict):
+            parts = {f"sample.{name}": part for name, part in self.sample.items()}
+            for name in self.sample:
+                if name not in self.sources:
+                    yield f"sample.{name} must be one of sources ({', '.join(self.sources)}); got {name}"
+        for key, part in parts.items():
+            is_fraction = isinstance(part, float) and 0 < part <= 1
+            is_number = isinstance(part, int) and not isinstance(part, bool) and part >= 1
+            if part is not None and not is_fraction and not is_number:
+                yield f"{key} must be a fraction above 0 and at most 1.0, or a number of records from 1; got {part}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code: 0, 1 for unusable data, 2 for a mistake in the command."""
-    return run_command(arguments, USAGE, CONFIG_NAME, _tokenize)
+    return run_command(arguments, "tokenize", TokenizeOptions, run, example=EXAMPLE)
 
 
-def _tokenize(arguments: Sequence[str]) -> str:
-    config = load_config(arguments)
-    leave_out_torch(config.model)
-    # heavy: not for a command with a mistake in it
-    from rich.console import Console
+def run(options: TokenizeOptions) -> str:
+    """Tokenize; return the closing tables and previews."""
+    from rich.console import Console  # not for a command with a mistake in it
 
-    from verl_ext.commands.tokenize_run import tokenize
-    from verl_ext.text.counts import previews_text
-
-    report = tokenize(config)
-    parts = [report.table(), previews_text(report.previews, Console()), f"written to {config.output_dir}"]
+    leave_out_torch(options.model)
+    report = tokenize(options)
+    parts = [report.table(), previews_text(report.previews, Console()), f"written to {options.output_dir}"]
     return "\n\n".join(part.strip("\n") for part in parts if part)
+
+
+def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_bytes: int = SHARD_BYTES) -> Report:
+    """Tokenize the sources into a dataset at `output_dir`; return what was counted.
+
+    Raises `UsageError` and `DataError`, each one line, and leaves nothing at `output_dir` then.
+    """
+    files = find_source_files(options.source_patterns())
+    num_bytes = total_bytes(files)
+    num_workers = options.num_workers or available_cpus()
+    if num_bytes is not None:
+        num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
+    report = Report(options, list(options.sources), options.preview)
+    results = ordered_results(
+        partial(ChatEncoder, options, list(options.sources), options.preview),
+        ChatEncoder.encode,
+        sampled_chunks(files, options, report.read, chunk_size),
+        num_workers,
+        name="tokenize",
+        preload=[tokenizer_module()],
+    )
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        writer = DatasetWriter(folder.path, shard_bytes)
+        try:
+            with Progress(num_bytes) as progress:
+                for documents in results:
+                    report.add(documents)
+                    writer.add(documents)
+                    progress.add(documents)
+            _check_sources(options, report)
+            report.write(folder.path)
+            writer.close()
+        finally:
+            writer.abandon()
+        folder.publish()
+    return report
+
+
+def _check_sources(options: TokenizeOptions, report: Report) -> None:
+    for name, counts in report.sources.items():
+        if not counts.records and report.read[name]:
+            left = f"sources.{name}, which has {report.read[name]}; it left none"
+            raise DataError(f"sample must leave a record of {left}")
+        if not counts.records:
+            raise DataError(f"sources.{name} must hold at least one record; got none in {options.sources[name]}")
+    if not report.total.documents:
+        raise DataError(f"no record could be used, so that nothing was written:\n{report.table()}")
+
+
+def sampled_chunks(
+    files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize = CHUNK
+) -> Iterator[Chunk]:
+    """The chunks of the files, each less the records that are not drawn; `read` counts all of them by source."""
+    for number, name in enumerate(options.sources, start=1):
+        own = [file for file in files if file.category_id == number]
+        part = options.sample.get(name) if isinstance(options.sample, Mapping) else options.sample
+        limit: int | None = None  # what a record's number must be below
+        if isinstance(part, float):
+            limit = round(part * (1 << BITS))
+        elif part is not None:  # reads the source once more
+            lowest = heapq.nsmallest(part, _all_numbers(own, options.seed, name, size))
+            limit = lowest[-1] + 1 if lowest else 0
+        for place, file in enumerate(own):
+            drawn = _numbers(options.seed, name, place)
+            for chunk in read_chunks(file, size):
+                read[name] += len(chunk.records)
+                if limit is not None:
+                    chunk = replace(chunk, records=[record for record in chunk.records if next(drawn) < limit])
+                yield chunk
+
+
+def _all_numbers(files: list[SourceFile], seed: int, name: str, size: ChunkSize) -> Iterator[int]:
+    for place, file in enumerate(files):
+        drawn = _numbers(seed, name, place)
+        for chunk in read_chunks(file, size):
+            yield from (next(drawn) for _ in chunk.records)
+
+
+def _numbers(seed: int, name: str, place: int) -> Iterator[int]:
+    """The numbers that a file's records draw, in order."""
+    start = blake2b(f"{seed}\0{name}\0{place}".encode(errors="surrogateescape"), digest_size=BITS // 8)
+    record = 0
+    while True:
+        drawn = start.copy()
+        drawn.update(record.to_bytes(8, "little"))
+        yield int.from_bytes(drawn.digest(), "little")
+        record += 1

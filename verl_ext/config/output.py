@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.config.resolve import PATHS
 from verl_ext.files import writable_problem
-from verl_ext.text.remote import local_path
+from verl_ext.text.sources import local_path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 REPORT = "data_report.json"

@@ -28,7 +28,7 @@ from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.counts import Counts
 from verl_ext.text.documents import Documents
-from verl_ext.text.readers import read_parcels
+from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile
 from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.text.tokenized import number_categories
@@ -142,14 +142,14 @@ class BABILongEncoder:
                 text; and as `samples`.
         """
         records_of: Counter[str] = Counter()
-        for parcel in read_parcels(files, lambda source: False, batch_bytes):
+        for batch in read_batches(files, lambda source: False, batch_bytes):
             records = []
-            for chunk in parcel.chunks:
+            for chunk in batch.chunks:
                 for _, raw in chunk.records:
                     records.append(self._record(raw, chunk.path, records_of[chunk.path]))
                     records_of[chunk.path] += 1
-            if parcel.failure:
-                raise ValueError(f"{self.key} must hold JSON lists of records; {parcel.failure}")
+            if batch.failure:
+                raise ValueError(f"{self.key} must hold JSON lists of records; {batch.failure}")
             if not records:
                 continue
             samples = self.samples(records)
@@ -159,8 +159,8 @@ class BABILongEncoder:
             for sample, end in zip(samples, ends.tolist(), strict=True):
                 mask[end - sample.targets : end] = 1
             yield Documents(
-                parcel.source,
-                parcel.num_bytes,
+                batch.source,
+                batch.num_bytes,
                 np.concatenate([sample.input_ids for sample in samples]),
                 mask,
                 lengths,

@@ -24,8 +24,7 @@ from verl_ext.data.megatron import BLEND_RULES, TokenIndex, check_weights
 from verl_ext.files import cached_folder, check_cache_dir, damage
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
-from verl_ext.text.remote import absolute_path, is_url
-from verl_ext.text.sources import find_source_files, kind_of, without_compression
+from verl_ext.text.sources import absolute_path, find_source_files, is_url, kind_of, without_compression
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
 from verl_ext.values import check_choice, whole_number
 

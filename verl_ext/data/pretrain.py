@@ -28,9 +28,8 @@ from verl_ext.text.counts import Counts
 from verl_ext.text.documents import Documents
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
-from verl_ext.text.readers import Parcel, read_parcels
-from verl_ext.text.remote import absolute_path
-from verl_ext.text.sources import SourceFile, file_name, find_source_files, without_compression
+from verl_ext.text.readers import Batch, read_batches
+from verl_ext.text.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
 from verl_ext.text.tokenized import number_categories
 from verl_ext.values import option
 
@@ -115,19 +114,19 @@ class PreTrainEncoder:
             self.text_key, True, self.has_bos, self.on_bad_record, self.special_tokens_in_text, "data."
         )
         tokenizer = TextTokenizer(self.tokenizer, options)
-        for parcel in read_parcels(files, lambda source: False, batch_bytes):
-            yield self._documents(parcel, tokenizer)
+        for batch in read_batches(files, lambda source: False, batch_bytes):
+            yield self._documents(batch, tokenizer)
 
     @property
     def has_bos(self) -> bool:
         """Whether documents begin with a BOS."""
         return self.tokenizer.bos_token_id is not None
 
-    def _documents(self, parcel: Parcel, tokenizer: TextTokenizer) -> Documents:
-        found = tokenizer.tokenise(parcel)
+    def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:
+        found = tokenizer.tokenise(batch)
         if found.failure:
             raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
-        counts = Counts(records=parcel.num_records)
+        counts = Counts(records=batch.num_records)
         for bad in found.bad:
             counts.add_bad(bad.reason, bad.line)
         counts.add_special_tokens(int(found.special_tokens.sum()), int((found.special_tokens > 0).sum()))
@@ -136,7 +135,7 @@ class PreTrainEncoder:
         mask = np.ones(len(tokens), np.int8)
         mask[np.cumsum(lengths, dtype=np.int64) - lengths] = 0
         full = found.lengths.astype(np.int32)
-        return Documents(parcel.source, parcel.num_bytes, tokens, mask, lengths, None, counts, full)
+        return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, counts, full)
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
         """A line for each thing that is not as the records have it; total: their counts as the report has them."""

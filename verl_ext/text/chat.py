@@ -1,97 +1,168 @@
-"""ChatRenderer: chats as the text that a template prints, special tokens apart from what users wrote."""
+"""Chat and text records become documents: the options of it, and the encoder that every worker process has.
+
+record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncoder--> ids, offsets --> Document
+                         PlainText ---------------------------------> ids, with EOS              --> Document
+"""
 
 import json
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
-from verl_ext.commands.tokenize import TokenizeConfig
+import numpy as np
+
+from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.chat_proof import ProvenChats
-from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.json_records import BadRecord
-from verl_ext.text.records import Chat
+from verl_ext.text.chat_template import ChatTemplate, Span
+from verl_ext.text.counts import Counts, Run, preview_of
+from verl_ext.text.documents import Document, Documents, fit, joined
+from verl_ext.text.encoders import Encoded, TextEncoder
+from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT, BadRecord, parse_line
+from verl_ext.text.readers import Chunk, Place, TextFile
+from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
-from verl_ext.text.tokenizer import check_template, is_template_text, read_template_file
-from verl_ext.values import UsageError, first_line
+from verl_ext.text.tokenizer import ModelOptions, check_template, is_template_text, load_tokenizer, read_template_file
+from verl_ext.values import DataError, Options, UsageError, first_line, one_line, option
+
+# Arguments of `apply_chat_template` that are set here.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    (
+        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class ChatOptions(Options):
+    """How chat and text records become documents."""
+
+    model: ModelOptions = option(ModelOptions, "the tokenizer")
+    chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "handed to the template, e.g. {enable_thinking: false}")
+    end_of_turn: str | None = option(
+        None, "text that ends an assistant's turn and is learnt with it; null: found from template and stop tokens"
+    )
+    turns: str = option(
+        "all",
+        "assistant turns that are learnt: all | last | each, one document a turn, the chat up to it",
+        choices=("all", "last", "each"),
+    )
+    on_unprinted: str = option(
+        "warn",
+        "chats that the template prints in part: warn: used as printed, and counted | drop | error: bad records",
+        choices=("error", "warn", "drop"),
+    )
+    last_turn_only: bool = option(False, "true: as turns=last")
+    special_tokens_in_text: str = option(
+        "encode",
+        "names of special tokens in records: encode: as text | keep: as the tokens themselves | error: a bad record",
+        choices=SPECIAL_TOKENS_IN_TEXT,
+    )
+    columns: dict[str, Any] = option(
+        {}, "field of a known shape: the records' own name for it, a.b for a nested one; null: not read"
+    )
+    category_field: str | None = option(
+        None, "field whose value is the record's category; a record without it has its source's name"
+    )
+    media: str = option(
+        "error",
+        "images, audio, video in records: error: a bad record | drop: the text is kept, the rest counted",
+        choices=("error", "drop"),
+    )
+    max_tokens: int | None = option(None, "tokens of the longest document; null: any length", least=2)
+    over_length: str = option("error", "what is done with longer documents", choices=OVER_LENGTH_POLICIES)
+    on_bad_record: str = option(
+        "error", "error: the first ends the run | skip: left out, counted by reason", choices=ON_BAD_RECORD
+    )
+
+    def problems(self) -> Iterable[str | None]:
+        """A line for each mistake that can be seen without opening a source."""
+        yield from self.model.tokenizer_problems()
+        yield from column_problems(self.columns)
+        if self.category_field == "":
+            yield "category_field must name a field of the records, or be null; got ''"
+        if self.last_turn_only and self.turns == "each":
+            yield "last_turn_only must not be set beside turns; got true beside turns=each"
+        if self.end_of_turn == "":
+            yield "end_of_turn must be a text that ends a turn, or null; got ''"
+        for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
+            yield f"apply_chat_template_kwargs must not set {name}, which this command sets itself"
+        if self.chat_template is not None and not is_template_text(self.chat_template):
+            try:
+                read_template_file(self.chat_template, "chat_template")
+            except UsageError as error:
+                yield str(error)
 
 
 class ChatRenderer:
-    """One chat template, and what `turns`, `on_unprinted` and `end_of_turn` make of it."""
+    """Chats as texts with targets, by one chat template and what `turns`, `on_unprinted` and `end_of_turn` say."""
 
-    def __init__(self, tokenizer: Any, special: SpecialTokens, config: TokenizeConfig) -> None:
+    def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
         """Raises `UsageError` where there is no chat template, or none that can be used."""
-        template = _template_text(config.chat_template)
-        if template is None and not tokenizer.chat_template:
+        template = options.chat_template
+        if template is not None:
+            is_text = is_template_text(template)
+            named = "one" if is_text else template
+            template = template if is_text else read_template_file(template, "chat_template")
+            check_template(template, named, "chat_template")
+        elif not tokenizer.chat_template:
             raise UsageError(
-                f"chat_template must be given for chat records: the tokenizer of {config.model.tokenizer} has none"
+                f"chat_template must be given for chat records: the tokenizer of {options.model.tokenizer} has none"
             )
-        self._special, self._config = special, config
-        stops = _stop_tokens(tokenizer, config)
+        self._special, self._options = special, options
+        stops = _stop_tokens(tokenizer, options.model)
         self._chats = ProvenChats(
-            ChatTemplate(tokenizer, template, config.apply_chat_template_kwargs, config.end_of_turn, stops)
+            ChatTemplate(tokenizer, template, options.apply_chat_template_kwargs, options.end_of_turn, stops)
         )
 
-    @property
-    def template_source(self) -> str:
-        """The Jinja of the template, or of all where there are several."""
-        return self._chats.template.source
+    @cached_property
+    def template_words(self) -> set[str]:
+        """Every word of the template's source."""
+        return set(re.findall(r"\w+", self._chats.template.source))
 
     def texts(self, chat: Chat) -> list[ChatText]:
-        """The chat's text, or with `turns=each` that of every turn to be learnt; `BadRecord` where one cannot be used.
+        """The chat's text, or with `turns=each` that of every turn to be learnt. Raises `BadRecord`.
 
-        What is not printed, and `on_unprinted` lets through, is told of the first text that leaves it out.
+        What is not printed, and `on_unprinted` lets through, stands with the first text that leaves it out.
         """
-        texts = [
-            self._special.chat_text(self._chats, part, self._config.special_tokens_in_text)
-            for part in self._parts(chat)
-        ]
-        if any(text.rendered.unprinted for text in texts):
-            self._tell_unprinted(texts)
-        texts = [text for text in texts if text.rendered.targets]
-        if not texts:
+        on_found = self._options.special_tokens_in_text
+        texts = [self._special.chat_text(self._chats, part, on_found) for part in self._parts(chat)]
+        unprinted: set[str] = set()
+        for rendered in (text.rendered for text in texts):
+            left_out = rendered.unprinted
+            rendered.unprinted = [kind for kind in left_out if kind not in unprinted]
+            unprinted.update(left_out)
+        learnt = [text for text in texts if text.rendered.targets]
+        if unprinted and (self._options.on_unprinted != "warn" or not learnt):
+            told = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
+            if self._options.on_unprinted != "warn":
+                raise BadRecord("unprinted", told)
+            raise BadRecord("no_target", f"there is nothing to learn: {told}")
+        if not learnt:
             raise BadRecord("no_target", "the chat template marks no assistant turn")
-        return texts
+        return learnt
 
-    def _tell_unprinted(self, texts: list[ChatText]) -> None:
-        """Leave each kind of words that is not printed with the first text alone; `BadRecord` where it is refused."""
-        told: set[str] = set()
-        for text in texts:
-            left_out = text.rendered.unprinted
-            text.rendered.unprinted = [kind for kind in left_out if kind not in told]
-            told.update(left_out)
-        left_out_told = f"the chat template leaves out: {', '.join(sorted(told))}"
-        if self._config.on_unprinted != "warn":
-            raise BadRecord("unprinted", left_out_told)
-        if not any(text.rendered.targets for text in texts):
-            raise BadRecord("no_target", f"there is nothing to learn: {left_out_told}")
-
-    def _parts(self, chat: Chat) -> Iterator[Chat]:
-        if self._config.turns == "each":
-            for index, weight in chat.targets.items():
-                yield Chat(chat.messages[: index + 1], {index: weight}, chat.tools)
-            return
-        if self._config.turns == "last" or self._config.last_turn_only:
+    def _parts(self, chat: Chat) -> list[Chat]:
+        if self._options.turns == "each":
+            return [Chat(chat.messages[: i + 1], {i: weight}, chat.tools) for i, weight in chat.targets.items()]
+        if self._options.turns == "last" or self._options.last_turn_only:
             chat.keep_last_target()
             if not chat.targets:
                 raise BadRecord("no_target", "the last assistant turn is no target")
-        yield chat
+        return [chat]
 
 
-def _template_text(chat_template: str | None) -> str | None:
-    """The override: the file of that name, or the text itself."""
-    if chat_template is None:
-        return None
-    is_text = is_template_text(chat_template)
-    template = chat_template if is_text else read_template_file(chat_template, "chat_template")
-    check_template(template, "one" if is_text else chat_template, "chat_template")
-    return template
-
-
-def _stop_tokens(tokenizer: Any, config: TokenizeConfig) -> list[str]:
+def _stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
     """The tokens that stop generation by the model's generation_config.json, where there is one."""
-    from transformers.utils import cached_file
+    from transformers.utils import cached_file  # heavy: for worker processes only
 
     path = cached_file(
-        config.model.path or config.model.tokenizer,
+        model.path or model.tokenizer,
         "generation_config.json",
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
@@ -106,3 +177,208 @@ def _stop_tokens(tokenizer: Any, config: TokenizeConfig) -> list[str]:
         raise UsageError(f"{path} must be a generation config in JSON: {first_line(error)}") from error
     ids = ids if isinstance(ids, list) else [ids]
     return [token for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]
+
+
+@dataclass
+class _Item:
+    """One text of a record: of a chat with turns=each one of several."""
+
+    number: Place
+    category: str | None
+    text: str | TextFile | ChatText
+    weight: float | None
+
+
+@dataclass
+class _Found:
+    """What a chunk has given so far."""
+
+    counts: Counts
+    by_category: dict[str, Counts] = field(default_factory=dict)
+    documents: list[Document] = field(default_factory=list)
+    categories: list[str] = field(default_factory=list)  # of the documents, where records give theirs
+    preview: list[list[Run]] = field(default_factory=list)
+    # (where it stands, its category, why, whether it ends the run under on_bad_record=error)
+    bad: list[tuple[Place, str | None, BadRecord, bool]] = field(default_factory=list)
+
+    def counts_of(self, category: str | None) -> list[Counts]:
+        """Those that count a record: its source's, and its category's where records give it."""
+        return [self.counts, *([self.by_category.setdefault(category, Counts())] if category is not None else [])]
+
+
+class ChatEncoder:
+    """Makes documents of chat and text records, with one tokenizer and one set of options."""
+
+    def __init__(self, options: ChatOptions, sources: Sequence[str] = (), preview: int = 0) -> None:
+        """sources: names of the chunks' sources, for `category_field`. preview: documents of a chunk that are decoded.
+
+        Raises `UsageError` where there is no tokenizer.
+        """
+        self.options, self._sources, self._preview = options, sources, preview
+        self.tokenizer = load_tokenizer(options.model)
+        self._encoder = TextEncoder(self.tokenizer, options.special_tokens_in_text)
+        self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
+
+    def encode(self, chunk: Chunk) -> Documents:
+        """The documents of a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""
+        found = _Found(Counts(records=len(chunk.records)))
+        items = list(self._items(chunk, found))
+        for item, encoded in zip(items, self._encoded(items), strict=True):
+            try:
+                document = self._document(item, encoded)
+            except BadRecord as error:
+                found.bad.append((item.number, item.category, error, True))
+                continue
+            for counts in found.counts_of(item.category):
+                counts.add_special_tokens(encoded.special_tokens)
+                if isinstance(item.text, ChatText):
+                    _count_chat(counts, item.text)
+            self._keep(document, item, chunk.path, found)
+        for number, category, bad, is_fatal in sorted(found.bad, key=lambda bad: bad[0]):
+            line = f"{chunk.place(number)}: {bad}"
+            if self.options.on_bad_record == "error" and is_fatal:
+                raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
+            for counts in found.counts_of(category):
+                counts.add_bad(bad.reason, line)
+        for counts in (found.counts, *found.by_category.values()):
+            ends = counts.end_of_turn.items()
+            counts.text_ends.update({end: turns for end, turns in ends if end and not self._is_one_token(end)})
+        documents = joined(found.documents, chunk.category_id, chunk.num_bytes, found.counts)
+        documents.preview = found.preview
+        if found.by_category:
+            documents.category_names, documents.category_counts = found.categories, found.by_category
+        return documents
+
+    def _items(self, chunk: Chunk, found: _Found) -> Iterator[_Item]:
+        """The texts of every record; those that cannot be used are added to `found.bad`."""
+        category_field = self.options.category_field
+        for number, raw in chunk.records:
+            category = self._sources[chunk.category_id - 1] if category_field else None
+            try:
+                raw = parse_line(raw) if isinstance(raw, bytes) else raw
+                if category_field:
+                    own = category_of(raw, category_field)
+                    found.counts.uncategorised += own is None
+                    category = category if own is None else own
+                record = parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
+                texts = self._texts(record.content)
+                self._count_fields(record, found.counts_of(category))
+                for text in texts:
+                    yield _Item(number, category, text, record.weight)
+            except RecursionError:
+                too_deep = BadRecord("malformed_json", "the record is nested too deep")
+                found.bad.append((number, category, too_deep, True))
+            except BadRecord as error:
+                is_fatal = error.reason != "unprinted" or self.options.on_unprinted == "error"
+                found.bad.append((number, category, error, is_fatal))
+            for counts in found.counts_of(category)[1:]:
+                counts.records += 1
+
+    def _texts(self, content: Chat | PlainText) -> Sequence[str | TextFile | ChatText]:
+        if isinstance(content, Chat):
+            texts = self._chats.texts(content)
+            for text in texts:
+                check_characters(text.text)
+            return texts
+        if isinstance(content.text, str):
+            check_characters(content.text)
+        return [content.text]
+
+    @cached_property
+    def _chats(self) -> ChatRenderer:
+        """Made for the first chat: texts need no chat template."""
+        return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
+
+    def _count_fields(self, record: Record, counts: list[Counts]) -> None:
+        """Count the fields that nothing reads: of messages those that the template does not name."""
+        if not (record.unused or record.message_fields or record.dropped):
+            return
+        category = self.options.category_field or ""
+        unused = Counter(one_line(name) for name in record.unused if name not in (category, category.partition(".")[0]))
+        for name, messages in record.message_fields.items():
+            if name not in self._chats.template_words:
+                unused[one_line(f"messages.{name}")] += messages
+        for each in counts:
+            each.unused_fields.update(unused)
+            each.dropped_media.update(record.dropped)
+
+    def _encoded(self, items: list[_Item]) -> list[Any]:
+        """Every text as `Encoded`, or the error that tells why it cannot be."""
+        chats = [item.text for item in items if isinstance(item.text, ChatText)]
+        plain = [item.text for item in items if not isinstance(item.text, ChatText)]
+        of_chats = iter(self._encoder.encode_chats(chats))
+        of_plain = iter(self._encoder.encode(plain, add_special_tokens=True))
+        return [next(of_chats) if isinstance(item.text, ChatText) else next(of_plain) for item in items]
+
+    def _document(self, item: _Item, encoded: Encoded | Exception) -> Document:
+        """The tokens, mask and weights of a text; a plain text ends with EOS."""
+        if isinstance(encoded, Exception):
+            raise encoded
+        ids = encoded.ids
+        if isinstance(item.text, ChatText):
+            mask, item.text.border_tokens = self._encoder.mask(encoded, item.text.text, item.text.rendered.spans)
+        else:
+            eos = self.tokenizer.eos_token_id
+            if eos is None:
+                name = self.options.model.tokenizer
+                raise UsageError(f"the tokenizer of {name} must have an eos_token for text records")
+            ids = ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
+            mask = np.ones(len(ids), dtype=np.int8)
+        mask[:1] = 0
+        if not mask.any():
+            raise BadRecord("no_target", "no token is left to learn after the first")
+        return Document(ids, mask, self._weights(encoded, item, len(ids)))
+
+    def _weights(self, encoded: Encoded, item: _Item, tokens: int) -> np.ndarray | None:
+        """weights[T] float32: the record's weight times that of the turn a token is in; None where neither is given."""
+        spans: dict[float, list[Span]] = {}
+        if isinstance(item.text, ChatText):
+            for target in item.text.rendered.targets:
+                if target.weight != 1:
+                    spans.setdefault(target.weight, []).append(target.span)
+        if item.weight is None and not spans:
+            return None
+        weights = np.full(tokens, 1.0 if item.weight is None else item.weight, np.float64)
+        for weight, of_weight in spans.items():
+            assert isinstance(item.text, ChatText)
+            weights[self._encoder.mask(encoded, item.text.text, of_weight)[0] == 1] *= weight
+        return weights.astype(np.float32)
+
+    def _keep(self, document: Document, item: _Item, path: str, found: _Found) -> None:
+        over_length: Counter[str] = Counter()
+        try:
+            pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
+        except BadRecord as error:
+            # A target lost to truncation follows from the policy asked for, not from bad data.
+            found.bad.append((item.number, item.category, error, False))
+            return
+        except DataError as error:
+            raise DataError(f"{path}:{item.number}: {error}") from error
+        for piece in pieces:
+            found.documents.append(piece)
+            if item.category is not None:
+                found.categories.append(item.category)
+            if len(found.preview) < self._preview:
+                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
+        for counts in found.counts_of(item.category):
+            counts.over_length.update(over_length)
+            for piece in pieces:
+                counts.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def check_characters(text: str) -> None:
+    """Raises `BadRecord` for a text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+
+
+def _count_chat(counts: Counts, chat: ChatText) -> None:
+    """Count what ends the turns of a chat that is written, and what its template leaves out."""
+    counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
+    counts.unprinted.update(chat.rendered.unprinted)
+    counts.border_tokens += chat.border_tokens

@@ -1,23 +1,17 @@
-"""From character spans to tokens: which tokens of the one-go tokenisation are targets.
+"""Texts as token ids, in batches; a long text in pieces; and which of the tokens lie in spans of characters.
 
-Texts as token ids: in batches, a long text in pieces, special tokens in data as text.
-
-A long text is tokenised in windows, of which only the tokens before a cut are kept, so that memory does not grow with
+A long text is tokenized in windows, of which only the tokens before a cut are kept, so that memory does not grow with
 the text but by its ids:
 
-    window 1   t t t t t t t|t t t        kept up to the cut, at least OVERLAP characters before the window's end
+    window 1   t t t t t t t|t t t        kept up to the cut, at least `overlap` characters before the window's end
     window 2                 t t t t t t t t|t t
                              ^ the same tokens as window 1 has there
 
-The ids are those of the whole text at once where no rule of the tokenizer looks further than OVERLAP characters. A
-cut is made only
-
-1. between two of the tokenizer's own words (pre-tokens), over which no model merges; or, for a BPE without these,
-   before a space in a vocabulary that has no token with a space after another character; and
-2. where the rest of the window, alone, gives the tokens that it gives after what precedes it: the normaliser, a prefix
-   that is added to a text, and the pre-tokenizer then make no difference between the start of a text and the cut.
-
-A tokenizer that offers no such place tokenises a text as one piece, up to LONGEST characters.
+A cut is made only (1) between two of the tokenizer's own words (pre-tokens), over which no model merges, or, for a BPE
+without these, before a space in a vocabulary that has no token with a space after another character; and (2) where the
+rest of the window, alone, gives the tokens that it gives after what precedes it. The ids are then those of the whole
+text where no rule of the tokenizer looks further than `overlap` characters. A tokenizer that offers no such place
+tokenizes a text as one piece, up to `longest` characters.
 """
 
 import re
@@ -25,7 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +30,19 @@ from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import TextFile
 from verl_ext.text.special_tokens import ChatText, SpecialTokens, as_plain_text
 from verl_ext.values import DataError
+
+TRIES = 16  # places tried for a cut before a window is doubled
+NO_SIZE = -(1 << 40)  # bytes: of a token that no text becomes, so that a text that has it is no sum of sizes
+SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
+
+
+class Windows(NamedTuple):
+    """Characters tokenized at once (about 50 MB of memory), those of a window after the cut, and those of the longest
+    text that cannot be cut (about 6 GB)."""
+
+    size: int = 1 << 18
+    overlap: int = 1 << 12
+    longest: int = 1 << 25
 
 
 class TokenCharacters(Sequence[Span]):
@@ -77,7 +84,9 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
     return mask, across
 
 
-def mask_from_prefixes(ids: list[int], text: str, spans: list[Span], encode: Callable[[str], list[int]]) -> np.ndarray:
+def mask_from_prefixes(
+    ids: list[int], text: str, spans: Sequence[Span], encode: Callable[[str], list[int]]
+) -> np.ndarray:
     """mask[T] int8 for tokenizers that give no offsets: the text up to a border must give a prefix of the tokens."""
     mask = np.zeros(len(ids), dtype=np.int8)
     for start, end in spans:
@@ -88,14 +97,6 @@ def mask_from_prefixes(ids: list[int], text: str, spans: list[Span], encode: Cal
             raise BadRecord("template_mismatch", f"tokens change at the border of the turn at character {start}")
         mask[len(before) : len(through)] = 1
     return mask
-
-
-WINDOW = 1 << 18  # characters tokenised at once: about 50 MB of memory
-OVERLAP = 1 << 12  # characters of a window after the cut
-LONGEST = 1 << 25  # characters of a text that cannot be cut: about 6 GB
-TRIES = 16  # places tried for a cut before a window is doubled
-NO_SIZE = -(1 << 40)  # bytes: of a token that no text becomes, so that a text that has it is no sum of sizes
-SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
 
 
 @dataclass
@@ -159,65 +160,81 @@ class _ByteOffsets(TokenCharacters):
 class TextEncoder:
     """One tokenizer, and what it does with special tokens in data (one of SPECIAL_TOKENS_IN_TEXT)."""
 
-    def __init__(self, tokenizer: Any, special_tokens_in_text: str, key: str = "special_tokens_in_text") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        special_tokens_in_text: str,
+        key: str = "special_tokens_in_text",
+        windows: Windows = Windows(),  # noqa: B008 (it is immutable)
+    ) -> None:
         """`key`: the config key of `special_tokens_in_text`, which errors name."""
         self.tokenizer = tokenizer
         self.on_found = special_tokens_in_text
         self.special = SpecialTokens(tokenizer, key)
+        self._windows = windows
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text as the tokenizer makes them, names of special tokens as these."""
+        return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
-        """The tokens of each text, or why it cannot be used or its file not be read; `add_special_tokens`: with those
-        that the tokenizer puts at either end of a text."""
-        encoded: list[Encoded | BadRecord | DataError | None] = [None] * len(texts)
-        counts: dict[int, int] = {}  # of the short texts
+        """The tokens of each text, or why it cannot be used or its file not be read.
+
+        add_special_tokens: with those that the tokenizer puts at either end of a text.
+        """
+        encoded: list[Any] = [None] * len(texts)
+        short: dict[int, int] = {}  # texts to how many names of special tokens they hold
         for number, text in enumerate(texts):
             try:
-                if isinstance(text, TextFile) or len(text) > WINDOW:
+                if isinstance(text, TextFile) or len(text) > self._windows.size:
                     encoded[number] = self._long(text, add_special_tokens)
                 else:
-                    counts[number] = self._count(text)
+                    short[number] = self._count(text)
             except (BadRecord, DataError) as error:
                 encoded[number] = error
-        short = [texts[number] for number in counts]
-        out: Any = None
-        if short:
-            out = self._call(self.tokenizer, short, add_special_tokens=add_special_tokens, **self._split)
-        for at, (number, count) in enumerate(counts.items()):
+        if not short:
+            return encoded
+        call = {"add_special_tokens": add_special_tokens, **self._split}
+        out = self._call(self.tokenizer, [texts[number] for number in short], **call)
+        for at, (number, count) in enumerate(short.items()):
             ids = np.asarray(out["input_ids"][at], dtype=np.int32)
             try:
                 self._check(ids, out.encodings[at].special_tokens_mask if add_special_tokens and self._split else None)
                 encoded[number] = Encoded(ids, None, count)
             except BadRecord as error:
                 encoded[number] = error
-        return [item for item in encoded if item is not None]
+        return encoded
 
     def encode_chats(self, chats: Sequence[ChatText]) -> list[Encoded | BadRecord]:
         """The tokens of each chat, with their characters where the tokenizer is a fast one."""
-        plain = [chat.text for chat in chats if chat.disguised is None and len(chat.text) <= WINDOW]
-        short = iter(self._short(plain) if self.tokenizer.is_fast else ())
+        is_short = [chat.disguised is None and len(chat.text) <= self._windows.size for chat in chats]
+        short = self._short([chat.text for chat, it_is in zip(chats, is_short, strict=True) if it_is])
         encoded: list[Encoded | BadRecord] = []
-        for chat in chats:
+        for chat, it_is in zip(chats, is_short, strict=True):
             try:
-                if chat.disguised is not None or len(chat.text) > WINDOW:
-                    encoded.append(self._chat(chat))
-                elif self.tokenizer.is_fast:
-                    encoded.append(next(short))
-                else:
-                    ids = self._call(self.tokenizer, [chat.text])["input_ids"][0]
-                    encoded.append(Encoded(np.asarray(ids, np.int32)))
+                encoded.append(next(short) if it_is else self._chat(chat))
             except BadRecord as error:
                 encoded.append(error)
         return encoded
 
+    def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
+        """mask[T] int8 of the tokens of a chat's text that lie in a span, and how many of these hold text of others."""
+        if encoded.offsets is None:
+            return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
+        return mask_from_offsets(text, encoded.offsets, spans)
+
     def _short(self, texts: list[str]) -> Iterator[Encoded]:
-        """The tokens of short texts by a fast tokenizer's own calls: transformers makes lists of everything.
+        """The tokens of short texts, with a fast tokenizer by its own calls: transformers makes lists of everything.
 
         Where tokens are bytes of the text their characters are counted, and the tokenizer need not follow them.
         """
         if not texts:
+            return
+        if not self.tokenizer.is_fast:
+            yield from (Encoded(np.asarray(self.ids(text), np.int32)) for text in texts)
             return
         self._call(self.tokenizer, [""])  # sets truncation, padding and special tokens as a call without options
         backend, sizes = self.tokenizer.backend_tokenizer, self._bytes_of_tokens
@@ -264,10 +281,10 @@ class TextEncoder:
 
     def _chat(self, chat: ChatText) -> Encoded:
         """A long chat, or one that holds special tokens."""
-        if chat.disguised is None:
-            pieces = list(self._pieces(self.tokenizer, _blocks(chat.text), offsets=True))
-        else:
-            pieces = list(self._pieces(self.special.renamed_tokenizer, _blocks(chat.disguised), True, **self._split))
+        tokenizer, text, call = self.tokenizer, chat.text, {}
+        if chat.disguised is not None:
+            tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
+        pieces = list(self._pieces(tokenizer, _blocks(text, self._windows.size), True, **call))
         ids = np.concatenate([ids for ids, _ in pieces])
         if chat.disguised is not None:
             self.special.check_ids(ids)
@@ -292,11 +309,11 @@ class TextEncoder:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
     def _long(self, text: str | TextFile, add_special_tokens: bool) -> Encoded:
-        reading = _Reading(text, self._count, self.special.longest)
+        reading = _Reading(text, self._windows.size, self._count, self.special.longest)
         is_fast = self.tokenizer.is_fast
         call = self._split if is_fast else {"add_special_tokens": add_special_tokens}
         pieces = [ids for ids, _ in self._pieces(self.tokenizer, reading, False, **call)]
-        if reading.is_blank:
+        if not reading.beginning:
             raise BadRecord("empty", "the text is empty")
         ids = np.concatenate(pieces)
         del pieces
@@ -318,7 +335,7 @@ class TextEncoder:
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
         """(ids, offsets, of no row where they are not asked for) of the pieces of a text that arrives in blocks."""
         blocks, text, begun, is_read = iter(blocks), "", 0, False
-        size = WINDOW if tokenizer.is_fast else LONGEST
+        size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:
             parts = [text]
             length = len(text)
@@ -330,11 +347,11 @@ class TextEncoder:
             text = "".join(parts)
             is_last = is_read and len(text) <= size
             window = text if is_last else text[:size]
-            if not is_last and size >= LONGEST:
+            if not is_last and size >= self._windows.longest:
                 raise BadRecord(
                     "too_long",
-                    f"a text of more than {LONGEST:,} characters must have places where it can be cut, between words"
-                    " (pre-tokens) of a fast tokenizer; it has none",
+                    f"a text of more than {self._windows.longest:,} characters must have places where it can be cut,"
+                    " between words (pre-tokens) of a fast tokenizer; it has none",
                 )
             out = self._call(tokenizer, [window], **call)
             if not tokenizer.is_fast:
@@ -350,7 +367,7 @@ class TextEncoder:
             yield np.asarray(encoding.ids[:tokens], np.int32), places + begun
             if is_last:
                 return
-            text, begun, size = text[at:], begun + at, WINDOW
+            text, begun, size = text[at:], begun + at, self._windows.size
 
     def _cut(
         self, tokenizer: Any, encoding: Any, window: str, offsets: bool, call: dict[str, Any]
@@ -359,7 +376,9 @@ class TextEncoder:
         ids, tries = encoding.ids, 0
         ends = [end for _, end in encoding.offsets] if offsets else []
         starts = range(len(ids))
-        after = bisect_right(starts, len(window) - OVERLAP, key=lambda token: encoding.token_to_chars(token)[0])
+        after = bisect_right(
+            starts, len(window) - self._windows.overlap, key=lambda token: encoding.token_to_chars(token)[0]
+        )
         for token in range(min(after, len(ids) - 1), 0, -1):
             if not self._is_border(tokenizer, encoding, ids, token):
                 continue
@@ -392,21 +411,12 @@ class TextEncoder:
         spans = re.compile(f"[^{SPACE}]{SPACE}").search
         return not any(spans(token) for token in self.tokenizer.get_vocab() if token not in added)
 
-    def _call(
-        self,
-        tokenizer: Any,
-        texts: Sequence[Any],
-        *,
-        add_special_tokens: bool = False,
-        offsets: bool = False,
-        **call: Any,
-    ) -> Any:
+    def _call(self, tokenizer: Any, texts: Sequence[Any], *, add_special_tokens: bool = False, **call: Any) -> Any:
         return tokenizer(
             list(texts),
             add_special_tokens=add_special_tokens,
             return_attention_mask=False,
             return_token_type_ids=False,
-            return_offsets_mapping=offsets,
             verbose=False,
             **call,
         )
@@ -415,22 +425,21 @@ class TextEncoder:
 class _Reading:
     """A long text in blocks, and what is seen of it on the way."""
 
-    def __init__(self, text: str | TextFile, count: Any, longest: int) -> None:
-        self._text, self._count, self._kept = text, count, max(longest - 1, 0)
+    def __init__(self, text: str | TextFile, block: int, count: Callable[[str], int], longest: int) -> None:
+        self._blocks = text.blocks() if isinstance(text, TextFile) else _blocks(text, block)
+        self._count, self._kept = count, max(longest - 1, 0)
         self.special_tokens = 0
-        self.is_blank = True
-        self.beginning = ""
+        self.beginning = ""  # of what is not white space: none of a blank text
 
     def __iter__(self) -> Iterator[str]:
         before = ""
-        for block in self._text.blocks() if isinstance(self._text, TextFile) else _blocks(self._text):
-            self.beginning = self.beginning or block[:OVERLAP].strip()
-            self.is_blank = self.is_blank and not block.strip()
+        for block in self._blocks:
+            self.beginning = self.beginning or block.strip()[:1000]
             # A name may lie across the border of two blocks; what lies before it was counted.
             self.special_tokens += self._count(before + block) - self._count(before)
             before = (before + block)[-self._kept :] if self._kept else ""
             yield block
 
 
-def _blocks(text: str) -> Iterator[str]:
-    return (text[at : at + WINDOW] for at in range(0, len(text), WINDOW))
+def _blocks(text: str, size: int) -> Iterator[str]:
+    return (text[at : at + size] for at in range(0, len(text), size))

@@ -1,9 +1,7 @@
-"""JSON as records: of a line, and of the elements of a list, read as a stream.
+"""JSON as records: of a line, and of the elements of a list, read as a stream; and records that cannot be used.
 
-Python's own parser reads them, more strictly: what it would change unsaid is a bad record. That is a key given twice,
-of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
-
-A record that cannot be used, and the choices of what is done about it.
+Python's own parser reads them, more strictly: what it would change without a word is a bad record. That is a key given
+twice, of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
 """
 
 import json
@@ -17,17 +15,14 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 from verl_ext.values import DataError, one_line
 
 ON_BAD_RECORD = ("error", "skip")
-ON_UNPRINTED = ("error", "warn", "drop")  # where a chat template leaves something of a chat out
-TURNS = ("all", "last", "each")  # which of a chat's turns are learnt, and in one document or each in its own
-ON_MEDIA = ("error", "drop")
 SPECIAL_TOKENS_IN_TEXT = ("encode", "keep", "error")  # what becomes of their names in data; see special_tokens.py
+BLOCK = 1 << 20  # characters of a list taken at once
+_LONGEST_TOKEN = 32  # characters; a value cut off by a block's end seems wrong no further than this before it
+_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 class BadRecord(ValueError):
-    """Ends the run under `on_bad_record=error`, and is counted under `skip`.
-
-    `reason` is one of a few words that the report counts by; the message says what was found.
-    """
+    """Ends the run under `on_bad_record=error`, and is counted by `reason`, one of a few words, under `skip`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(one_line(message))  # it names fields and values of the data
@@ -35,12 +30,6 @@ class BadRecord(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return BadRecord, (self.reason, str(self))  # an exception's own calls it with the message alone
-
-
-BLOCK = 1 << 20  # characters of a list taken at once
-_LONGEST_TOKEN = 32  # characters; a value cut off by a block's end seems wrong no further than this before it
-_UNTERMINATED = "Unterminated string"
-_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -71,14 +60,16 @@ def _malformed(error: ValueError) -> BadRecord:
     if isinstance(error, BadRecord):
         return error
     if isinstance(error, json.JSONDecodeError):
-        return BadRecord("malformed_json", f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    if isinstance(error, UnicodeDecodeError):
-        return BadRecord("malformed_json", f"malformed JSON: no UTF-8 at byte {error.start + 1}")
-    return BadRecord("malformed_json", "malformed JSON: a whole number has more digits than Python converts")
+        why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    elif isinstance(error, UnicodeDecodeError):
+        why = f"no UTF-8 at byte {error.start + 1}"
+    else:
+        why = "a whole number has more digits than Python converts"
+    return BadRecord("malformed_json", f"malformed JSON: {why}")
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; `BadRecord` where it is none, or would not be read as it stands."""
+    """The value of a JSON text. Raises `BadRecord` where it is none, or would not be read as it stands."""
     try:
         return _STRICT.decode(text)
     except RecursionError as error:
@@ -88,7 +79,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_line(line: bytes) -> Any:
-    """The record of one JSONL line; `BadRecord` where it is no JSON, or would not be read as it stands."""
+    """The record of one JSONL line. Raises `BadRecord` as `parse_json` does."""
     try:
         return parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -116,8 +107,9 @@ class JsonList:
     is broken, since its records' borders are lost from there on.
     """
 
-    def __init__(self, path: str, stream: BinaryIO) -> None:
-        self.path = path
+    def __init__(self, path: str, stream: BinaryIO, block: int = BLOCK) -> None:
+        """block: characters taken at once."""
+        self.path, self.block = path, block
         self.stream = TextIOWrapper(stream, encoding="utf-8-sig")
         self.text = ""
         self.position = 0
@@ -133,29 +125,27 @@ class JsonList:
 
     def _elements(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
         self._expect("[", "a list of records")
-        if self._next_character() == "]":
-            self._advance(1)
-        else:
-            while True:
-                self._next_character()
-                place = LineColumn(self.line, self.column)
-                value, length = self._decode()
-                yield (place, value), length
-                if self._next_character() == "]":
-                    self._advance(1)
-                    break
-                self._expect(",", "',' or ']' after a record")
+        is_empty = self._next_character() == "]"
+        while not is_empty:
+            self._next_character()
+            place = LineColumn(self.line, self.column)
+            value, length = self._decode()
+            yield (place, value), length
+            if self._next_character() == "]":
+                break
+            self._expect(",", "',' or ']' after a record")
+        self._advance(1)
         if self._next_character():
             self._fail("text after the list's end")
 
     def _decode(self) -> tuple[Any, int]:
-        block = BLOCK
+        block = self.block
         while True:
             try:
                 value, end = self._value()
             except json.JSONDecodeError as error:
                 # A value cut off by the buffer's end looks malformed: read on, twice as far, before saying so.
-                is_cut = error.pos > len(self.text) - _LONGEST_TOKEN or error.msg.startswith(_UNTERMINATED)
+                is_cut = error.pos > len(self.text) - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
                 if self.ended or not is_cut:
                     self._advance(error.pos - self.position)
                     self._fail(error.msg.removesuffix(" at"))
@@ -202,7 +192,7 @@ class JsonList:
             self._advance(blanks.end() - self.position)
             if self.position < len(self.text) or self.ended:
                 return self.text[self.position : self.position + 1]
-            self._read(BLOCK)
+            self._read(self.block)
 
     def _expect(self, character: str, what: str) -> None:
         if self._next_character() != character:

@@ -15,20 +15,11 @@ from typing import Any
 from verl_ext.text.json_records import BadRecord, parse_json
 
 ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
+    **{name: name for name in ("system", "developer", "user")},
     "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
     "function_call": "function_call",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
 }
 LEARN_FLAGS = ("loss", "train", "training", "trainable")
 _LEARN_FIELDS = frozenset(("weight", *LEARN_FLAGS))
@@ -80,15 +71,15 @@ class MessageReader:
         if "function_call" in fields:
             if fields.get("tool_calls"):
                 raise BadRecord("bad_tools", f"{where} has function_call and tool_calls; it must have one of them")
-            call = from_json(fields.pop("function_call"), f"{where}: function_call")
-            fields["tool_calls"] = called([call], f"{where}: function_call")["tool_calls"]
+            name = f"{where}: function_call"
+            fields["tool_calls"] = called([from_json(fields.pop("function_call"), name)], name)["tool_calls"]
         text = fields.pop("content", None)
         text = fields.pop("value", None) if text is None else text
         if text is None and not fields.get("tool_calls"):
             raise BadRecord("non_string_content", f"{where} ({role}) has no content")
         message = {"role": role, "content": self._text(text if text is not None else "", where), **fields}
         if role == "function_call":
-            message = {**message, "role": "assistant", **_call_from_text(message["content"])}
+            message |= _function_call(message["content"])
         if message.get("tool_calls"):
             message["tool_calls"] = _tool_calls(message["tool_calls"], where)
         return Turn(message, weight, tools)
@@ -108,17 +99,15 @@ class MessageReader:
         if not isinstance(kind, str):
             kind = "" if "text" in part else next((key for key in part if key.startswith(MEDIA)), "")
         medium = next((medium for medium in MEDIA if medium in kind), None)
-        if medium is None:
-            return False
-        self.drop(medium, f"{where} has a part of type {kind}")
-        return True
+        if medium is not None:
+            self.drop(medium, f"{where} has a part of type {kind}")
+        return medium is not None
 
     def drop(self, medium: str, found: str) -> None:
         """Count an image, audio or video that is left out; `BadRecord` unless that is asked for."""
         if not self.drop_media:
-            raise BadRecord(
-                "vision", f"{found}, and only text is tokenised; media=drop leaves it out and keeps the text"
-            )
+            kept = "media=drop leaves it out and keeps the text"
+            raise BadRecord("vision", f"{found}, and only text is tokenized; {kept}")
         self.dropped[medium] += 1
 
 
@@ -156,9 +145,8 @@ def as_weight(value: Any, where: str) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and (value == 0 or FLOAT32[0] <= value <= FLOAT32[1]):
         return float(value)
-    raise BadRecord(
-        "bad_weight", f"{where} must be a number that is at least 0 and fits in float32; got {shown(value)}"
-    )
+    needed = "must be a number that is at least 0 and fits in float32"
+    raise BadRecord("bad_weight", f"{where} {needed}; got {shown(value)}")
 
 
 def shown(value: Any) -> str:
@@ -181,28 +169,21 @@ def from_json(value: Any, name: str) -> Any:
         raise BadRecord(error.reason, f"{name} is a string that is no JSON: {error}") from error
 
 
-def _call_from_text(text: str) -> Message:
+def called(calls: Any, name: str) -> Message:
+    """The assistant's message of a list of calls, or its JSON text; a call has `name` and `arguments`."""
+    calls = from_json(calls, name)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
+
+
+def _function_call(text: str) -> Message:
     """ShareGPT's `function_call` turn: JSON with a name and arguments, or else text like any other."""
     try:
         calls = parse_json(text)
+        return called(calls if isinstance(calls, list) else [calls], "function_call")
     except BadRecord:
-        return {"content": text}
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        return {"content": text}
-    return {"content": "", "tool_calls": _as_tool_calls(calls)}
-
-
-def _as_tool_calls(calls: list[Any]) -> list[Any]:
-    return [{"type": "function", "function": call} for call in calls]
-
-
-def called(answers: Any, name: str) -> Message:
-    """The assistant's message of a list of calls, or its JSON text; a call has `name` and `arguments`."""
-    calls = from_json(answers, name)
-    if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
-    return {"role": "assistant", "content": "", "tool_calls": _as_tool_calls(calls)}
+        return {"role": "assistant", "content": text}
 
 
 def _tool_calls(raw: Any, where: str) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, parse_line
-from verl_ext.text.readers import Chunk, Parcel, TextFile
+from verl_ext.text.readers import Batch, Chunk, TextFile
 from verl_ext.values import DataError, UsageError
 
 UINT16_VOCABULARY = 65_500  # Megatron's own limit
@@ -51,7 +51,7 @@ class BadText:
 
 @dataclass
 class Documents:
-    """tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64 of one parcel.
+    """tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64 of one batch.
 
     special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
     are the unusable records in order; `failure` ends the run once the documents here are written.
@@ -67,7 +67,7 @@ class Documents:
 
 
 class TextTokenizer:
-    """Turns parcels of records into tokens: those that `TextEncoder` gives of a text, with BOS and EOS added whatever
+    """Turns batches of records into tokens: those that `TextEncoder` gives of a text, with BOS and EOS added whatever
     the text begins and ends with, as Megatron's `--append-eod` does.
 
     Raises `UsageError` for a tokenizer that lacks a token that is to be added.
@@ -90,12 +90,12 @@ class TextTokenizer:
             raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
         return [token]
 
-    def tokenise(self, parcel: Parcel) -> Documents:
-        """The parcel's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
+    def tokenise(self, batch: Batch) -> Documents:
+        """The batch's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
         texts: list[Encoded] = []
         bad: list[BadText] = []
-        failure = parcel.failure
-        for place, outcome in self._outcomes(parcel):
+        failure = batch.failure
+        for place, outcome in self._outcomes(batch):
             if isinstance(outcome, Encoded):
                 texts.append(outcome)
                 continue
@@ -111,11 +111,11 @@ class TextTokenizer:
         lengths += len(self.first) + len(self.last)
         special = np.array([text.special_tokens for text in texts], dtype=np.int64)
         tokens = self._joined([text.ids for text in texts])
-        return Documents(parcel.source, parcel.num_bytes, tokens, lengths, bad, failure, special)
+        return Documents(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
 
-    def _outcomes(self, parcel: Parcel) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
+    def _outcomes(self, batch: Batch) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
         """(place, tokens or why there are none) of every record, in order."""
-        texts = list(record_texts(parcel, self.options))
+        texts = list(record_texts(batch, self.options))
         encoded = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
         for place, text in texts:
             outcome = text if isinstance(text, BadRecord) else next(encoded)
@@ -134,9 +134,9 @@ class TextTokenizer:
         return tokens.astype(self.dtype)
 
 
-def record_texts(parcel: Parcel, options: TextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
+def record_texts(batch: Batch, options: TextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
     """(place, text or why there is none) of every record; none after the first that ends the run."""
-    for chunk in parcel.chunks:
+    for chunk in batch.chunks:
         for number, raw in chunk.records:
             try:
                 yield chunk.place(number), _text(chunk, raw, options)

@@ -1,9 +1,7 @@
 """Source files cut into chunks of records, read as a stream.
 
 The cuts depend on the files alone, never on the number of workers, so that the output does not either. JSONL lines
-travel as bytes and are parsed by the worker that tokenises them; the other formats are decoded here.
-
-Chunks gathered into parcels: what one worker tokenises in one go.
+travel as bytes and are parsed by the worker that tokenizes them; the other formats are decoded here.
 """
 
 import codecs
@@ -14,22 +12,34 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.text.json_records import BadRecord, JsonList, LineColumn, parse_line
-from verl_ext.text.remote import hub_tables
-from verl_ext.text.sources import OpenedFile, SourceFile, check_is_utf8, encoding_problem, open_source
+from verl_ext.text.sources import OpenedFile, SourceFile, encoding_problem, hub_tables, open_source
 from verl_ext.values import DataError, first_line
 
-CHUNK_BYTES = 256 * 1024
-CHUNK_RECORDS = 256
-BLOCK = 1 << 20  # of a text file, taken at once
+BLOCK = 1 << 20  # bytes of a text file taken at once
+# ArrowInvalid is a ValueError, as what Python says of a date that it does not have or of text in no UTF-8.
+_ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
 
 # Line of the file, or number of the record where there are no lines; of a JSON list, line and column.
 Place = int | LineColumn
 NumberedRecord = tuple[Place, Any]  # the record is still unparsed where it is bytes
+Batches = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
+Read = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
+
+
+class ChunkSize(NamedTuple):
+    """How much a chunk holds at most: records, and about so many bytes of text."""
+
+    records: int = 256
+    bytes: int = 256 * 1024
+
+
+CHUNK = ChunkSize()
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,32 @@ class Chunk:
         return self.path if self.whole_file else f"{self.path}:{number}"
 
 
+@dataclass
+class Batch:
+    """Chunks of one source, in order, for one worker: small files share one, since a job of its own costs too much."""
+
+    source: int  # the files' category_id
+    chunks: list[Chunk] = field(default_factory=list)
+    failure: str | None = None  # why the source cannot be read on after them
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of the source's files the chunks stand for."""
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @property
+    def num_records(self) -> int:
+        """Records, the unusable ones included."""
+        return sum(len(chunk.records) for chunk in self.chunks)
+
+    def is_full(self, num_bytes: int) -> bool:
+        """Whether it holds so much text, or as many records as a chunk may."""
+        return sum(chunk.text_bytes for chunk in self.chunks) >= num_bytes or self.num_records >= CHUNK.records
+
+
 @dataclass(frozen=True)
 class TextFile:
-    """The text of a file of more than a block, for whoever tokenises it to read as a stream."""
+    """The text of a file of more than a block, for whoever tokenizes it to read as a stream."""
 
     path: str
 
@@ -59,7 +92,48 @@ class TextFile:
         return (text for text, _ in text_blocks(self.path))
 
 
-def read_chunks(source: SourceFile) -> Iterator[Chunk]:
+def read_batches(
+    files: Sequence[SourceFile], is_full: Callable[[int], bool], batch_bytes: int = CHUNK.bytes
+) -> Iterator[Batch]:
+    """Yield the files' chunks, in order, in batches of about `batch_bytes` of text at the most.
+
+    `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
+    becomes its batch's `failure` and ends its source, so that it is told only where the documents before it do not
+    fill the source, however far ahead of them it was found.
+    """
+    batch: Batch | None = None
+    for source, found in _chunks(files, is_full):
+        if batch is not None and batch.source != source:
+            yield batch
+            batch = None
+        batch = batch or Batch(source)
+        if isinstance(found, Chunk):
+            batch.chunks.append(found)
+        else:
+            batch.failure = str(found)
+        if batch.failure or batch.is_full(batch_bytes):
+            yield batch
+            batch = None
+    if batch is not None:
+        yield batch
+
+
+def _chunks(files: Sequence[SourceFile], is_full: Callable[[int], bool]) -> Iterator[tuple[int, Chunk | DataError]]:
+    """(source, chunk or what ends the source) of every file, in order."""
+    ended = set()
+    for file in files:
+        chunks = read_chunks(file)
+        while file.category_id not in ended and not is_full(file.category_id):
+            try:
+                yield file.category_id, next(chunks)
+            except StopIteration:
+                break
+            except DataError as error:
+                ended.add(file.category_id)
+                yield file.category_id, error
+
+
+def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
     """Yield a file's records in chunks; memory is that of a chunk.
 
     Raises `DataError` with path and line for a file that cannot be read on (a JSON list or CSV with broken syntax, a
@@ -67,35 +141,31 @@ def read_chunks(source: SourceFile) -> Iterator[Chunk]:
     """
     is_text = source.kind == "text"
     try:
-        for records, num_bytes, size in READERS[source.kind](source):
-            yield Chunk(source.category_id, source.path, records, num_bytes, is_text, size)
+        for records, num_bytes, text_bytes in READERS[source.kind](source, size):
+            yield Chunk(source.category_id, source.path, records, num_bytes, is_text, text_bytes)
     except OSError as error:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
 
-Batches = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
-Read = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
-
-
-def _batches(source: SourceFile, read: Callable[[BinaryIO], Read]) -> Batches:
-    """What `read` finds in the file's bytes, in batches of about CHUNK_BYTES and at most CHUNK_RECORDS."""
+def _batches(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Read]) -> Batches:
+    """What `read` finds in the file's bytes."""
     with open_source(source.path) as file:
-        check_is_utf8(source.path, file)
+        file.check_is_utf8()
         records: list[NumberedRecord] = []
         size = position = 0
         for record, length in read(file.stream):
             size += length
             if record is not None:
                 records.append(record)
-            if size >= CHUNK_BYTES or len(records) >= CHUNK_RECORDS:
+            if size >= limit.bytes or len(records) >= limit.records:
                 yield records, file.position - position, size
                 records, size, position = [], 0, file.position
         file.check_end()
         yield records, max((source.num_bytes or file.position) - position, 0), size
 
 
-def _jsonl(source: SourceFile) -> Batches:
-    return _batches(source, _lines)
+def _jsonl(source: SourceFile, limit: ChunkSize) -> Batches:
+    return _batches(source, limit, _lines)
 
 
 def _lines(stream: BinaryIO) -> Read:
@@ -107,7 +177,7 @@ def _has_text(line: bytes) -> bool:
     return bool(line.removeprefix(codecs.BOM_UTF8).strip())
 
 
-def _json(source: SourceFile) -> Batches:
+def _json(source: SourceFile, limit: ChunkSize) -> Batches:
     """Many published .json files hold one object per line: one that begins with an object is read as these."""
     with open_source(source.path) as file:
         lines = iter(lambda: file.stream.readline(BLOCK), b"")
@@ -115,7 +185,7 @@ def _json(source: SourceFile) -> Batches:
     if first is None:
         raise DataError(f"{source.path}: must be JSON; it is empty")
     if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return _batches(source, lambda stream: iter(JsonList(source.path, stream)))
+        return _batches(source, limit, lambda stream: iter(JsonList(source.path, stream)))
     try:
         parse_line(first)
     except BadRecord as error:
@@ -123,24 +193,21 @@ def _json(source: SourceFile) -> Batches:
         if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
             what = "a list of records, or one object on each line"
             raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
-    return _batches(source, _lines)
+    return _batches(source, limit, _lines)
 
 
-def _table_of_text(source: SourceFile) -> Batches:
+def _csv(source: SourceFile, limit: ChunkSize) -> Batches:
     csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if source.kind == "tsv" else ","
-    return _batches(
-        source, lambda stream: _rows(source.path, io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter)
-    )
+    return _batches(source, limit, lambda stream: _rows(source, io.TextIOWrapper(stream, "utf-8-sig", newline="")))
 
 
-def _rows(path: str, stream: io.TextIOWrapper, delimiter: str) -> Read:
-    reader = csv.reader(stream, delimiter=delimiter, strict=True)
+def _rows(source: SourceFile, stream: io.TextIOWrapper) -> Read:
+    reader = csv.reader(stream, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
     try:
         header = next(filter(None, reader), [])
-        if repeated := [name for name, count in Counter(header).items() if name and count > 1]:
-            got = f"got {repeated[0]!r} more than once"
-            raise DataError(f"{path}:{reader.line_num}: the header's columns must have different names; {got}")
+        if repeated := _repeated(name for name in header if name):
+            got = f"got {repeated!r} more than once"
+            raise DataError(f"{source.path}:{reader.line_num}: the header's columns must have different names; {got}")
         line = reader.line_num + 1
         for row in reader:
             if row:
@@ -148,7 +215,12 @@ def _rows(path: str, stream: io.TextIOWrapper, delimiter: str) -> Read:
             line = reader.line_num + 1
         stream.detach()  # else it closes the file, whose end is yet to be checked
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
+        raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
+
+
+def _repeated(names: Iterable[str]) -> str | None:
+    """The first name that stands more than once."""
+    return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def _row_record(header: list[str], row: list[str]) -> Any:
@@ -167,21 +239,18 @@ def _row_record(header: list[str], row: list[str]) -> Any:
     return record
 
 
-def _text(source: SourceFile) -> Batches:
+def _text(source: SourceFile, _: ChunkSize) -> Batches:
     """The file as one record: its text, or a `TextFile` where that is more than a block."""
     blocks = text_blocks(source.path)
     try:
-        text, _ = next(blocks, ("", 0))
+        text, _size = next(blocks, ("", 0))
         is_long = next(blocks, None) is not None
     except BadRecord as error:
         yield [(1, error)], source.num_bytes or 0, 0
-    else:
-        blocks.close()
-        yield (
-            [(1, {"text": TextFile(source.path) if is_long else text})],
-            source.num_bytes or 0,
-            len(text) * (1 + is_long),
-        )
+        return
+    blocks.close()
+    record = {"text": TextFile(source.path) if is_long else text}
+    yield [(1, record)], source.num_bytes or 0, len(text) * (1 + is_long)
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
@@ -216,15 +285,16 @@ def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
             position += len(data)
 
 
-def _parquet(source: SourceFile) -> Batches:
+def _parquet(source: SourceFile, limit: ChunkSize) -> Batches:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with open_source(source.path) as opened, pq.ParquetFile(opened.stream) as file:
             rows, found = file.metadata.num_rows, 0
-            for records, size in _table_records(source.path, file.iter_batches(batch_size=CHUNK_RECORDS)):
-                yield _numbered(records, found), (source.num_bytes or 0) * len(records) // max(rows, 1), size
+            tables = file.iter_batches(batch_size=limit.records)
+            for records, size in _table_records(source.path, tables, limit, count(1)):
+                yield records, (source.num_bytes or 0) * len(records) // max(rows, 1), size
                 found += len(records)
             if found != rows:
                 raise DataError(f"{source.path}: cannot be read as parquet: it has {found} of its {rows} rows")
@@ -232,22 +302,22 @@ def _parquet(source: SourceFile) -> Batches:
         raise DataError(f"{source.path}: cannot be read as parquet: {first_line(error)}") from error
 
 
-def _arrow(source: SourceFile) -> Batches:
+def _arrow(source: SourceFile, limit: ChunkSize) -> Batches:
     """The shards that an Arrow folder's state.json names, each a stream of record batches.
 
     Not through `load_from_disk`, which takes a shard that is cut off between two batches for a whole one.
     """
     import pyarrow as pa
 
-    found, schemas = 0, list[Any]()
+    numbers, schemas = count(1), list[Any]()
     for shard in _arrow_shards(source.path):
         try:
             with open_source(shard) as opened:
                 position = 0
-                for records, size in _table_records(shard, _stream_batches(shard, opened, schemas)):
-                    yield _numbered(records, found), opened.position - position, size
+                tables = _stream_batches(shard, opened, schemas)
+                for records, size in _table_records(shard, tables, limit, numbers):
+                    yield records, opened.position - position, size
                     position = opened.position
-                    found += len(records)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
             raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
 
@@ -286,25 +356,21 @@ def _stream_batches(path: str, opened: OpenedFile, schemas: list[Any]) -> Iterat
         raise DataError(f"{path}: cannot be read as Arrow: it does not end where its stream of records does")
 
 
-def _hub(source: SourceFile) -> Batches:
-    found = 0
-    for records, size in _table_records(source.path, hub_tables(source.path, CHUNK_RECORDS)):
-        yield _numbered(records, found), size, size
-        found += len(records)
+def _hub(source: SourceFile, limit: ChunkSize) -> Batches:
+    for records, size in _table_records(source.path, hub_tables(source.path, limit.records), limit, count(1)):
+        yield records, size, size
 
 
-def _numbered(records: list[Any], before: int) -> list[NumberedRecord]:
-    return list(enumerate(records, start=before + 1))
-
-
-def _table_records(path: str, tables: Iterable[Any]) -> Iterator[tuple[list[Any], int]]:
-    """(records, bytes of them) of each table or record batch, at most CHUNK_RECORDS at once."""
+def _table_records(
+    path: str, tables: Iterable[Any], limit: ChunkSize, numbers: Iterator[int]
+) -> Iterator[tuple[list[NumberedRecord], int]]:
+    """(numbered records, bytes of them) of each table or record batch."""
     for table in tables:
-        if repeated := [name for name, count in Counter(table.schema.names).items() if count > 1]:
-            raise DataError(f"{path}: must have columns of different names; got {repeated[0]!r} more than once")
-        for start in range(0, table.num_rows, CHUNK_RECORDS):
-            part = table.slice(start, CHUNK_RECORDS)
-            yield _rows_of(part), part.nbytes
+        if repeated := _repeated(table.schema.names):
+            raise DataError(f"{path}: must have columns of different names; got {repeated!r} more than once")
+        for start in range(0, table.num_rows, limit.records):
+            part = table.slice(start, limit.records)
+            yield [(next(numbers), record) for record in _rows_of(part)], part.nbytes
 
 
 def _rows_of(table: Any) -> list[Any]:
@@ -324,10 +390,6 @@ def _rows_of(table: Any) -> list[Any]:
     return [BadRecord("unreadable_row", "the row cannot be read")]
 
 
-# ArrowInvalid is a ValueError, as what Python says of a date that it does not have or of text in no UTF-8.
-_ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
-
-
 def _read_rows(table: Any) -> list[Any]:
     table.validate(full=True)  # a damaged Arrow file may point beyond its own bytes
     # A record's own null fields stay: the column is there.
@@ -343,78 +405,13 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-READERS = {
+READERS: dict[str, Callable[[SourceFile, ChunkSize], Batches]] = {
     "jsonl": _jsonl,
     "json": _json,
     "parquet": _parquet,
-    "csv": _table_of_text,
-    "tsv": _table_of_text,
+    "csv": _csv,
+    "tsv": _csv,
     "text": _text,
     "arrow": _arrow,
     "hub": _hub,
 }
-
-
-@dataclass
-class Parcel:
-    """Chunks of one source, in order. Small files share a parcel, since a job of its own would cost each too much."""
-
-    source: int  # the files' category_id
-    chunks: list[Chunk] = field(default_factory=list)
-    failure: str | None = None  # why the source cannot be read on after them
-
-    @property
-    def num_bytes(self) -> int:
-        """How much of the source's files the chunks stand for."""
-        return sum(chunk.num_bytes for chunk in self.chunks)
-
-    @property
-    def text_bytes(self) -> int:
-        """How much there is to tokenise, about: of a compressed file more than its bytes."""
-        return sum(chunk.text_bytes for chunk in self.chunks)
-
-    @property
-    def num_records(self) -> int:
-        """Records, the unusable ones included."""
-        return sum(len(chunk.records) for chunk in self.chunks)
-
-
-def read_parcels(
-    files: Sequence[SourceFile], is_full: Callable[[int], bool], parcel_bytes: int = CHUNK_BYTES
-) -> Iterator[Parcel]:
-    """Yield the files' chunks, in order, in parcels of about `parcel_bytes` of text at the most.
-
-    `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
-    becomes its parcel's `failure` and ends its source, so that it is told only where the documents before it do not
-    fill the source, however far ahead of them it was found.
-    """
-    parcel: Parcel | None = None
-    for source, found in _chunks(files, is_full):
-        if parcel is not None and parcel.source != source:
-            yield parcel
-            parcel = None
-        parcel = parcel or Parcel(source)
-        if isinstance(found, Chunk):
-            parcel.chunks.append(found)
-        else:
-            parcel.failure = str(found)
-        if parcel.failure or parcel.text_bytes >= parcel_bytes or parcel.num_records >= CHUNK_RECORDS:
-            yield parcel
-            parcel = None
-    if parcel is not None:
-        yield parcel
-
-
-def _chunks(files: Sequence[SourceFile], is_full: Callable[[int], bool]) -> Iterator[tuple[int, Chunk | DataError]]:
-    """(source, chunk or what ends the source) of every file, in order."""
-    ended = set()
-    for file in files:
-        chunks = read_chunks(file)
-        while file.category_id not in ended and not is_full(file.category_id):
-            try:
-                yield file.category_id, next(chunks)
-            except StopIteration:
-                break
-            except DataError as error:
-                ended.add(file.category_id)
-                yield file.category_id, error

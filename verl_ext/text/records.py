@@ -1,34 +1,18 @@
-"""Records as chats or plain texts: the shapes are those of shapes.py, under other names where `columns` gives these.
+"""Records as chats or plain texts, by their fields, under other names where `columns` gives these.
 
-The shapes of records: which fields make which chat or plain text.
-
-The shape is read off the fields:
-
-| fields | becomes |
+| fields | become |
 |---|---|
 | `messages` | the chat as it stands |
-| `conversations` | ShareGPT: `from`/`value` or `role`/`content` |
+| `conversations`, `conversation` | ShareGPT: `from`/`value` or `role`/`content` |
 | `instruction` [+ `input`] + `output` (or `response`, `completion`) | alpaca: user turn `instruction\\ninput`, answer |
 | `prompt` + `response` (or `completion`), strings or messages | a user turn, an assistant turn; or the chat of both |
-| `question` + `answer` | one user turn, one assistant turn |
-| `text` | plain text, no template |
-| `conversation` | as `conversations` |
-| `question` + `response` | OpenOrca: one user turn, one assistant turn |
+| `question` + `answer`, or OpenOrca's `response` | one user turn, one assistant turn |
 | `query` + `response`, `input` + `output`, `inputs` + `targets` | as `prompt` + `response` |
 | `question` + `answers` `{"text": [...]}` | SQuAD: the first of the answers |
 | `query` + `answers`, a list of calls or its JSON text | xLAM: a user turn, an assistant turn of tool calls |
 | `chat`, text with `USER:`, `ASSISTANT:` and `FUNCTION RESPONSE:` | Glaive; its calls and functions stay text |
 | `data`, a list of strings | UltraChat: user and assistant turns alternate |
-
-Where several fit, the first of `messages` … `question` + `answer` wins, and then the one that has the fields of the
-other. Any others that give different results are a bad record, as is `text` beside one of those below it. An alpaca
-record that has `output` and `response` is answered by `output`. A `prompt` given as messages is context: its
-assistant turns are no targets.
-
-Beside a shape:
-
-| fields | become |
-|---|---|
+| `text` | plain text, no template |
 | `system`, `system_prompt` | the system message, where the chat has none |
 | `tools`, `functions` | the template's `tools`; also where a system message holds them |
 | `history` (pairs of turns, or messages) | earlier turns, of the shapes with one user turn |
@@ -36,7 +20,9 @@ Beside a shape:
 | `loss_weight`, `weight` | the weight of the record's target tokens |
 | `image`, `images`, `audio`, `audios`, `video`, `videos` | a bad record, or left out: `media=drop` |
 
-Fields that nothing of this reads are named in `Record.unused`.
+Where several shapes fit, the first of SHAPES that `comes_first` wins, then the one that has the fields of the others.
+Others that give different results are a bad record. A `prompt` given as messages is context: its assistant turns are
+no targets. Fields that nothing of this reads are named in `Record.unused`.
 """
 
 import re
@@ -66,6 +52,7 @@ from verl_ext.values import choice_problem
 WEIGHT_FIELDS = ("loss_weight", "weight")
 SYSTEM_FIELDS = ("system", "system_prompt")
 MEDIA_FIELDS = tuple(name for medium in MEDIA for name in (medium, f"{medium}s"))
+LONGEST_CATEGORY = 200  # characters
 SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *WEIGHT_FIELDS, *MEDIA_FIELDS)
 
 
@@ -91,6 +78,110 @@ class PlainText:
     text: str | TextFile
 
 
+Content = Chat | PlainText
+
+
+@dataclass
+class Record:
+    """What one record holds: its content, and the weight of its target tokens (None: not given).
+
+    unused: its fields that nothing reads. message_fields: those of messages that only a template may know, and in how
+    many messages. dropped: images, audio and video that were left out.
+    """
+
+    content: Content
+    weight: float | None = None
+    unused: list[str] = field(default_factory=list)
+    message_fields: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
+    """Read a record by its fields. Raises `BadRecord` saying what cannot be used.
+
+    `columns` maps names of the table above to the record's own, `a.b` being field b of a; a name of None is not read.
+    `drop_media`: images, audio and video are left out and counted.
+    """
+    if isinstance(raw, BadRecord):
+        raise raw
+    if not isinstance(raw, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(raw).__name__}")
+    columns = columns or {}
+    try:
+        renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
+        fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media)
+        weight_name = fields.first(WEIGHT_FIELDS)
+        weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
+        _drop_media_fields(fields)
+        content = _content(fields, [name for name, column in columns.items() if column])
+    except RecursionError as error:
+        raise BadRecord("malformed_json", "the record is nested too deep") from error
+    if weight is not None and isinstance(content, Chat):
+        for target in content.targets.values():
+            as_weight(target * weight, "the weight of a turn times the record's")
+    replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
+    unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
+    return Record(content, weight, unused, fields.message_fields, fields.reader.dropped)
+
+
+def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The record's fields under this module's names, and the record's own name of each that was renamed."""
+    values, own_names = {}, {}
+    for name, column in columns.items():
+        if column:
+            is_there, values[name] = field_of(raw, column)
+            if not is_there:
+                have = ", ".join(map(str, raw)) or "none"
+                told = f"columns.{name} must name a field of the record; got {column}, it has {have}"
+                raise BadRecord("missing_column", told)
+            own_names[name] = column if column in raw else column.partition(".")[0]
+    taken = {*columns, *own_names.values()}
+    return {**{key: value for key, value in raw.items() if key not in taken}, **values}, own_names
+
+
+def _drop_media_fields(fields: "Fields") -> None:
+    """Leave out the record's images, audio and video, and the `<image>` that stand for them in its texts."""
+    for name in filter(fields.has, MEDIA_FIELDS):
+        value = fields.take(name)
+        for item in value if isinstance(value, list) else [value]:
+            if item not in (None, "", {}):
+                fields.reader.drop(name.rstrip("s"), f"the record has {name}")
+        del fields.values[name]
+    if fields.reader.dropped:
+        fields.values = without_placeholders(fields.values)
+
+
+def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
+    """Whether the record has a field, and its value; `a.b` is field b of a, where there is no `a.b` itself."""
+    if name in raw:
+        return True, raw[name]
+    value: Any = raw
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return False, None
+        value = value[part]
+    return True, value
+
+
+def category_of(raw: Any, name: str) -> str | None:
+    """The category that a record's field `name` gives; None where it has none or a blank one."""
+    value = field_of(raw, name)[1] if isinstance(raw, dict) else None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() <= 64:
+        return str(value)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    usable = isinstance(value, str) and len(value) <= LONGEST_CATEGORY and value.isprintable()
+    if not usable:
+        raise BadRecord(
+            "bad_category",
+            f"{name} (category_field) must be a string of one line and at most {LONGEST_CATEGORY} characters,"
+            f" an integer of 64 bits or a bool; got {shown(value)}",
+        )
+    return str(value)
+
+
 class Fields:
     """A record's fields, and which of them were read."""
 
@@ -104,10 +195,7 @@ class Fields:
         return name in self.values
 
     def first(self, names: Iterable[str]) -> str | None:
-        for name in names:
-            if name in self.values:
-                return name
-        return None
+        return next((name for name in names if name in self.values), None)
 
     def take(self, name: str, default: Any = None) -> Any:
         self.unread.pop(name, None)
@@ -128,9 +216,6 @@ class Fields:
         return value
 
 
-Content = Chat | PlainText
-
-
 @dataclass(frozen=True)
 class Shape:
     """Fields that make a record, each with other names for it, and what reads them, which is given the names found.
@@ -146,13 +231,9 @@ class Shape:
 
     def found(self, fields: Fields) -> list[str] | None:
         """The record's names of this shape's fields; None where one is missing."""
-        found = []
-        for names in self.fields:
-            name = fields.first(names)
-            if name is None:
-                return None
-            found.append(name)
-        return found if self.accepts(fields.values[found[0]]) else None
+        found = [name for names in self.fields if (name := fields.first(names)) is not None]
+        is_whole = len(found) == len(self.fields) and self.accepts(fields.values[found[0]])
+        return found if is_whole else None
 
     @property
     def names(self) -> set[str]:
@@ -164,14 +245,14 @@ class Shape:
         return "+".join(names[0] for names in self.fields) + optional
 
 
-def content_of(fields: Fields, mapped: list[str]) -> Content:
+def _content(fields: Fields, mapped: list[str]) -> Content:
     """What the record holds, by the shape that it has; `mapped` names restrict the shapes to those that read them."""
     fitting = _fitting(fields, [name for name in mapped if name not in SIDE_FIELDS])
     if not fitting:
         found = ", ".join(map(str, fields.values)) or "none"
         raise BadRecord(
             "unknown_fields",
-            f"no known shape among the fields: {found}; known shapes: {known_shapes()}; columns={{…}} renames",
+            f"no known shape among the fields: {found}; known shapes: {_KNOWN_SHAPES}; columns={{…}} renames",
         )
     shape, names = fitting[0]
     if len(fitting) > 1:
@@ -205,11 +286,6 @@ def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
         return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
     except BadRecord as error:
         return f"{error.reason}: {error}"
-
-
-def known_shapes() -> str:
-    """The shapes as errors list them."""
-    return " | ".join(map(str, SHAPES))
 
 
 def _as_messages(fields: Fields, name: str) -> Chat:
@@ -249,8 +325,7 @@ def _squad(fields: Fields, question: str, answers: str) -> Chat:
 
 
 def _xlam(fields: Fields, query: str, answers: str) -> Chat:
-    question = _with_context(fields.string(query), fields)
-    return _chat([*_history(fields), _user(question), called(fields.take(answers), answers)], fields)
+    return _single_turn(fields.string(query), called(fields.take(answers), answers), fields)
 
 
 def _glaive(fields: Fields, name: str) -> Chat:
@@ -310,6 +385,7 @@ SHAPES = (
     Shape((("chat",),), _glaive, accepts=_is_glaive),
     Shape((("data",),), _alternating, accepts=_is_strings),
 )
+_KNOWN_SHAPES = " | ".join(map(str, SHAPES))
 FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shape.names)), *SIDE_FIELDS]))
 
 
@@ -317,9 +393,11 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _single_turn(question: str, answer: str, fields: Fields) -> Chat:
-    turns = [_user(_with_context(question, fields)), {"role": "assistant", "content": answer}]
-    return _chat(_history(fields) + turns, fields)
+def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    user = _user(_with_context(question, fields))
+    return _chat([*_history(fields), user, answer], fields)
 
 
 def _with_context(question: str, fields: Fields) -> str:
@@ -392,118 +470,6 @@ def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
     return found[0] if found else None
 
 
-__all__ = ["Chat", "Message", "PlainText", "Record", "category_of", "column_problems", "field_of", "parse_record"]
-
-LONGEST_CATEGORY = 200  # characters
-
-
-@dataclass
-class Record:
-    """What one record holds: its content, and the weight of its target tokens (None: not given).
-
-    `unused` are its fields that nothing reads, `message_fields` those of messages that only a template may know, with
-    how many messages have them; `dropped` counts the images, audio and video that were left out.
-    """
-
-    content: Chat | PlainText
-    weight: float | None = None
-    unused: list[str] = field(default_factory=list)
-    message_fields: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
-    """Read a record by its fields; raise `BadRecord` saying what cannot be used.
-
-    `columns` maps names of the table in shapes.py to the record's own, `a.b` being field b of a; a name of None is not
-    read. `drop_media`: images, audio and video are left out and counted.
-    """
-    if isinstance(raw, BadRecord):
-        raise raw
-    if not isinstance(raw, dict):
-        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(raw).__name__}")
-    try:
-        return _record(raw, columns or {}, drop_media)
-    except RecursionError as error:
-        raise BadRecord("malformed_json", "the record is nested too deep") from error
-
-
-def _record(raw: dict[str, Any], columns: Mapping[str, str | None], drop_media: bool) -> Record:
-    renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
-    replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
-    fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media)
-    weight_name = fields.first(WEIGHT_FIELDS)
-    weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
-    _drop_media_fields(fields)
-    content = content_of(fields, [name for name, column in columns.items() if column])
-    if weight is not None and isinstance(content, Chat):
-        for target in content.targets.values():
-            as_weight(target * weight, "the weight of a turn times the record's")
-    unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
-    return Record(content, weight, unused, fields.message_fields, fields.reader.dropped)
-
-
-def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The record's fields under this module's names, and the record's own name of each that was renamed."""
-    values, own_names = {}, {}
-    for name, column in columns.items():
-        if column:
-            is_there, values[name] = field_of(raw, column)
-            if not is_there:
-                have = ", ".join(map(str, raw)) or "none"
-                told = f"columns.{name} must name a field of the record; got {column}, it has {have}"
-                raise BadRecord("missing_column", told)
-            own_names[name] = column if column in raw else column.partition(".")[0]
-    taken = {*columns, *own_names.values()}
-    return {**{key: value for key, value in raw.items() if key not in taken}, **values}, own_names
-
-
-def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
-    """Whether the record has a field, and its value; `a.b` is field b of a, where there is no `a.b` itself."""
-    if name in raw:
-        return True, raw[name]
-    value: Any = raw
-    for part in name.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return False, None
-        value = value[part]
-    return True, value
-
-
-def category_of(raw: Any, name: str) -> str | None:
-    """The category that a record's field `name` gives; None where it has none or a blank one."""
-    value = field_of(raw, name)[1] if isinstance(raw, dict) else None
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int) and value.bit_length() <= 64:
-        return str(value)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    usable = isinstance(value, str) and len(value) <= LONGEST_CATEGORY and value.isprintable()
-    if not usable:
-        raise BadRecord(
-            "bad_category",
-            f"{name} (category_field) must be a string of one line and at most {LONGEST_CATEGORY} characters,"
-            f" an integer of 64 bits or a bool; got {shown(value)}",
-        )
-    return str(value)
-
-
-def _drop_media_fields(fields: Fields) -> None:
-    """Leave out the record's images, audio and video, and the `<image>` that stand for them in its texts."""
-    found = [name for name in MEDIA_FIELDS if fields.has(name)]
-    dropped = False
-    for name in found:
-        value = fields.take(name)
-        for item in value if isinstance(value, list) else [value]:
-            if item not in (None, "", {}):
-                fields.reader.drop(name.rstrip("s"), f"the record has {name}")
-                dropped = True
-        del fields.values[name]
-    if dropped:
-        fields.values = without_placeholders(fields.values)
-
-
 def column_problems(columns: Mapping[str, Any]) -> list[str]:
     """One line for every mistake in `columns`."""
     problems = [
@@ -514,5 +480,5 @@ def column_problems(columns: Mapping[str, Any]) -> list[str]:
     problems += filter(None, (choice_problem("a name in columns", name, FIELDS) for name in columns))
     named = [name for name, column in columns.items() if column and name not in SIDE_FIELDS]
     if not problems and not any(shape.names.issuperset(named) for shape in SHAPES):
-        problems.append(f"columns must name fields of one shape of {known_shapes()}; got {', '.join(named)}")
+        problems.append(f"columns must name fields of one shape of {_KNOWN_SHAPES}; got {', '.join(named)}")
     return problems

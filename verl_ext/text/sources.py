@@ -1,4 +1,13 @@
-"""Which files a category's paths, folders, globs and URLs stand for, and their bytes, decompressed."""
+"""Which files a category's paths, folders, globs and URLs stand for, and their bytes, decompressed.
+
+    train.jsonl.gz   folder/   parts/*.parquet   file:///a.csv                 of this machine
+    https://host/a.jsonl.gz   s3://bucket/folder/   gs://bucket/*.parquet      any URL that fsspec has a file system for
+    hf://datasets/owner/name/data/a.parquet                                    a file of a Hub repository, likewise
+    hf://datasets/owner/name[@revision][:config][:split]                       a Hub dataset, as `datasets` loads it
+
+Nothing is downloaded as a whole. Credentials and hosts are fsspec's own matter. fsspec and `datasets` are imported
+where they are used: a command that reads local files starts without them.
+"""
 
 import bz2
 import codecs
@@ -7,6 +16,7 @@ import gzip
 import io
 import lzma
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -17,14 +27,6 @@ from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.remote import (
-    hub_split,
-    is_hub_dataset,
-    is_url,
-    local_path,
-    open_remote,
-    remote_files,
-)
 from verl_ext.values import DataError, UsageError, first_line
 
 SUFFIXES = {
@@ -40,17 +42,354 @@ KNOWN_FORMATS = (
     "jsonl, json, csv, tsv or txt (plain, or compressed as .gz, .bz2, .xz or .zst), parquet, an Arrow folder written by"
     " save_to_disk, a folder of these, a URL of these, or a Hub dataset (hf://datasets/owner/name)"
 )
-
-
+HUB_HINT = "hf://datasets/owner/name[:config][:split]"
 _ARROW_FILES = ("state.json", "dataset_info.json")  # of a folder written by save_to_disk
 _SPLITS = "dataset_dict.json"  # of one with a folder for each split
+_URL = re.compile(r"[A-Za-z][\w+.-]*://")
+_HUB = re.compile(
+    r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??(:(?P<split>[^:/]+))?"
+)
+_BLOCK = 1 << 16  # bytes of a compressed file read at once
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
 
 
-def _zstd(raw: BinaryIO) -> BinaryIO:
-    import pyarrow as pa  # heavy; and unlike zstandard's reader it refuses a truncated file
+@dataclass(frozen=True)
+class SourceFile:
+    """One file, Arrow folder or Hub dataset of one category; `category_id` counts from 1 in the order of `sources`."""
 
-    stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
-    return io.BufferedReader(stream)
+    category_id: int
+    path: str  # or URL
+    kind: str  # jsonl | json | parquet | csv | tsv | text | arrow | hub
+    num_bytes: int | None  # None: not known before it is read
+
+
+def total_bytes(files: Iterable[SourceFile]) -> int | None:
+    """The files' bytes together; None where those of one are not known."""
+    sizes = [file.num_bytes for file in files]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, and not a local file's, whose `file://` `local_path` removes."""
+    return bool(_URL.match(path)) and not path.startswith("file://")
+
+
+def local_path(path: str) -> str:
+    """A path less `file://`."""
+    return path.removeprefix("file://")
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """A local path from the root, without `~`; a URL as it stands."""
+    plain = local_path(os.fspath(path))
+    return plain if is_url(plain) else os.path.abspath(os.path.expanduser(plain))
+
+
+def file_name(path: str) -> str:
+    """The last part of a path or URL, less a web address's query."""
+    return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
+
+
+def without_compression(name: str) -> str:
+    """A file's name less .gz, .bz2, .xz or .zst."""
+    ending = Path(name).suffix
+    return name.removesuffix(ending) if ending.lower() in COMPRESSIONS else name
+
+
+def kind_of(path: str | Path) -> str | None:
+    """The format that a file's name tells, upper or lower case; None for an unknown one."""
+    name = file_name(str(path)).lower()
+    plain = without_compression(name)
+    kind = SUFFIXES.get(Path(plain).suffix)
+    return None if kind == "parquet" and plain != name else kind
+
+
+def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
+    """Every file of every category, categories and patterns in the order given, files of a pattern sorted by name.
+
+    Raises `UsageError` for a path that is missing or of no known format, naming `key`, by default
+    `sources.<category>`; `DataError` for a file that cannot be read.
+    """
+    return [
+        SourceFile(category_id, *found)
+        for category_id, (name, category_patterns) in enumerate(patterns.items(), start=1)
+        for pattern in category_patterns
+        for found in _found(pattern, key or f"sources.{name}")
+    ]
+
+
+def _found(pattern: str, key: str) -> list[tuple[str, str, int | None]]:
+    """(path, kind, bytes) of each file of a pattern."""
+    if _HUB.fullmatch(pattern):
+        return [_hub_split(pattern, key)]
+    if is_url(pattern):
+        return _found_remote(pattern, key)
+    return [(str(path), kind, _size(path)) for path, kind in _found_local(local_path(pattern), key)]
+
+
+def _found_local(pattern: str, key: str) -> list[tuple[Path, str]]:
+    """The files of a path, folder or glob. One that links lead to several times is read once."""
+    pattern = os.path.expanduser(pattern)
+    # A path that exists is meant literally, also where its name has glob characters.
+    paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    if not paths:
+        what = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        raise UsageError(f"{key} must name files that exist; {pattern} {what}")
+    found: list[tuple[Path, str]] = []
+    seen: set[str] = set()
+    for path in map(Path, paths):
+        if path.is_dir():
+            found += _without_notes(dict(_walk(path, key, seen))).items()
+        elif _is_new(path, seen):
+            found.append((_regular(path, key), _known_kind(str(path), key)))
+    if not found:
+        raise UsageError(f"{key} must be {KNOWN_FORMATS}; the folder {pattern} has none")
+    return found
+
+
+def _walk(folder: Path, key: str, seen: set[str]) -> Iterator[tuple[Path, str]]:
+    """Every file at or below a folder, sorted."""
+    if not _is_new(folder, seen):
+        return
+    if (folder / _SPLITS).exists():
+        splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
+        raise UsageError(f"{key} must name one split of the Arrow folder {folder}; it has {', '.join(splits)}")
+    if all((folder / name).exists() for name in _ARROW_FILES):
+        yield folder, "arrow"
+        return
+    for child in sorted(folder.iterdir()):
+        if child.name.startswith("."):
+            continue
+        if child.is_dir():
+            yield from _walk(child, key, seen)
+        elif (kind := kind_of(child)) and _is_new(child, seen):
+            yield _regular(child, key), kind
+
+
+def _is_new(path: Path, seen: set[str]) -> bool:
+    before = len(seen)
+    seen.add(os.path.realpath(path))
+    return len(seen) > before
+
+
+def _known_kind(path: str, key: str) -> str:
+    if kind := kind_of(path):
+        return kind
+    raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
+
+
+def _regular(path: Path, key: str) -> Path:
+    """The path, refused where reading it might wait for ever, or where messages and reports could not name it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{key} must name files whose names are UTF-8; got {os.fsencode(path)!r}") from error
+    mode = path.stat().st_mode if path.exists() else stat.S_IFREG  # one that is missing is told where it is read
+    if not stat.S_ISREG(mode):
+        what = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise UsageError(f"{key} must name regular files; {path} is {what}")
+    return path
+
+
+_Path = TypeVar("_Path", str, Path)
+
+
+def _without_notes(found: dict[_Path, str]) -> dict[_Path, str]:
+    """Files and their kinds; the .txt files are notes, left out, where any is of another format."""
+    others = {path: kind for path, kind in found.items() if kind != "text"}
+    return others or found
+
+
+def _size(path: Path) -> int:
+    try:
+        if path.is_dir():
+            return sum(child.stat().st_size for child in path.iterdir() if child.is_file())
+        with open(path, "rb"):
+            return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _found_remote(url: str, key: str) -> list[tuple[str, str, int | None]]:
+    found = dict(_remote_files(url, key))
+    if list(found) == [url]:
+        return [(url, _known_kind(url, key), found[url])]
+    if split := next((path for path in found if file_name(path) == _SPLITS), None):
+        raise UsageError(f"{key} must name one split of the Arrow folder {os.path.dirname(split)}")
+    kinds: dict[str, str] = {}
+    sizes: dict[str, int | None] = {}
+    for path, size in found.items():
+        folder = os.path.dirname(path)
+        if all(f"{folder}/{name}" in found for name in _ARROW_FILES):
+            before = sizes.get(folder, 0)
+            kinds[folder], sizes[folder] = "arrow", None if size is None or before is None else before + size
+        elif not any(part.startswith(".") for part in path.split("/")) and (kind := kind_of(path)):
+            kinds[path], sizes[path] = kind, size
+    if not kinds:
+        raise UsageError(f"{key} must be {KNOWN_FORMATS}; {url} has none")
+    return [(path, kind, sizes[path]) for path, kind in _without_notes(kinds).items()]
+
+
+def _remote_files(url: str, key: str) -> list[tuple[str, int | None]]:
+    """(URL, bytes where they are known) of a file, of what a glob matches, or of everything below a folder, sorted.
+
+    Only `*` and `[…]` are a glob's, since `?` begins a web address's query.
+    """
+    system, path = _file_system(url, key)
+    sizes: dict[str, int | None] = {}
+    with _host_errors(url):
+        try:
+            if "*" in path or "[" in path:
+                found = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
+            elif system.info(path)["type"] == "directory" or path.endswith("/"):
+                found = system.find(path, detail=True)
+            else:
+                return [(url, system.info(path).get("size"))]
+            sizes = {name: info.get("size") or system.info(name).get("size") for name, info in found.items()}
+        except FileNotFoundError:
+            pass
+    if not sizes:
+        raise UsageError(f"{key} must name files that exist; {url} has none")
+    return [(system.unstrip_protocol(name), sizes[name]) for name in sorted(sizes, key=lambda name: name.split("/"))]
+
+
+def open_remote(url: str) -> BinaryIO:
+    """A file behind a URL, read in ranges where the server has them. Raises whatever its file system does."""
+    system, path = _file_system(url, "sources")
+    return system.open(path, "rb")
+
+
+def remote_facts(url: str) -> Any:
+    """What changes when a file or a Hub dataset does, as far as its host tells: size, version, time of change."""
+    with _host_errors(url):
+        if match := _HUB.fullmatch(url):
+            from huggingface_hub import dataset_info
+
+            return [url, dataset_info(match["name"], revision=match["revision"]).sha]
+        system, path = _file_system(url, "sources")
+        return [url, *(f"{name}={value}" for name, value in sorted(system.info(path).items()))]
+
+
+def _file_system(url: str, key: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    if "::" in url:
+        raise UsageError(f"{key} must be URLs without '::'; got {url}")
+    with _host_errors(url):
+        try:
+            return url_to_fs(url)
+        except ImportError as error:
+            extra = "pip install 'verl-ext[remote]' brings those of s3:// and gs://"
+            raise UsageError(f"{key} needs a package for {url}: {first_line(error)}; {extra}") from error
+        except ValueError as error:
+            raise UsageError(f"{key} must be a URL that fsspec knows; got {url}: {first_line(error)}") from error
+
+
+@contextmanager
+def _host_errors(url: str, what: str = "") -> Iterator[None]:
+    """What the body raises as `DataError`: of the network, of credentials, of formats every file system has its own."""
+    try:
+        yield
+    except (DataError, UsageError):
+        raise
+    except Exception as error:
+        raise DataError(f"{url}: cannot be read{what}: {first_line(error)}") from error
+
+
+def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
+    """A Hub dataset's URL with its split, by default `train`, and the bytes of its tables where they are known."""
+    builder, splits, split = _hub_dataset(url)
+    if split not in splits:
+        raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
+    info = (builder.info.splits or {}).get(split)
+    named = _HUB.fullmatch(url)
+    assert named is not None
+    return url if named["split"] else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
+
+
+def hub_tables(url: str, rows: int) -> Iterator[Any]:
+    """The tables of a Hub dataset that `find_source_files` found, of up to so many rows, as they are downloaded."""
+    _, splits, split = _hub_dataset(url)
+    with _host_errors(url):
+        yield from splits[split].with_format("arrow").iter(batch_size=rows)
+
+
+def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
+    """(builder, streams by split, the split asked for) of a Hub dataset."""
+    import datasets
+
+    match = _HUB.fullmatch(url)
+    assert match is not None
+    with _host_errors(url, f" as a Hub dataset, {HUB_HINT}"):
+        name, config = f"hf://datasets/{match['name']}", match["config"]
+        builder = datasets.load_dataset_builder(name, config, revision=match["revision"])
+        return builder, dict(builder.as_streaming_dataset()), match["split"] or "train"
+
+
+class OpenedFile:
+    """A file's decompressed bytes (`stream`), and how far in the file itself they were read."""
+
+    def __init__(self, path: str, raw: Any) -> None:
+        ending = Path(file_name(path)).suffix.lower()
+        self.path, self._raw = path, raw
+        self.size: int | None = getattr(raw, "size", None) if is_url(path) else os.fstat(raw.fileno()).st_size
+        if ending in COMPRESSIONS and self.size == 0:
+            raise EOFError(f"it is empty, which no {ending} file is")
+        plain = io.BufferedReader(raw, 1 << 20) if is_url(path) else raw
+        self.stream: Any = COMPRESSIONS[ending](plain) if ending in COMPRESSIONS else plain
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file, compressed where it is, that were read."""
+        return (self.size or 0) if self._raw.closed else self._raw.tell()
+
+    def check_end(self) -> None:
+        """To be called at the stream's end: a host may answer with nothing where a file has become shorter."""
+        if self.size is not None and self.position != self.size:
+            raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
+
+    def check_is_utf8(self) -> None:
+        """`DataError` for a text in UTF-16 or UTF-32, by its first bytes."""
+        if problem := encoding_problem(self.stream.peek(4)[:4]):
+            raise DataError(f"{self.path}: must be UTF-8; {problem}")
+
+
+def encoding_problem(start: bytes) -> str | None:
+    """What a file is, by its first four bytes, that is not in UTF-8; None of one that may be."""
+    if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        return "it is UTF-32"
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "it is UTF-16"
+    return "its first bytes have a NUL, as those of UTF-16 and UTF-32" if b"\0" in start else None
+
+
+@contextmanager
+def open_source(path: str) -> Iterator[OpenedFile]:
+    """Open a file or URL for its body to read.
+
+    Raises `DataError` where that fails: no permission, a truncated or corrupt file, a local one that changes meanwhile,
+    a host that does not answer.
+    """
+    try:
+        with open_remote(path) if is_url(path) else open(path, "rb") as raw:
+            before = _state(path)
+            yield OpenedFile(path, raw)
+            if _state(path) != before:
+                raise DataError(f"{path}: must not change while it is read; it did")
+    except (DataError, UsageError, BadRecord):
+        raise
+    except Exception as error:
+        if not is_url(path) and not isinstance(error, _READ_ERRORS):  # a remote file system raises errors of its own
+            raise
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    if is_url(path):
+        return None
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Members(io.RawIOBase):
@@ -83,6 +422,13 @@ class _Members(io.RawIOBase):
         return len(data)
 
 
+def _zstd(raw: BinaryIO) -> BinaryIO:
+    import pyarrow as pa  # heavy; and unlike zstandard's reader it refuses a truncated file
+
+    stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+    return io.BufferedReader(stream)
+
+
 # Readers of whole files: several members or frames one after the other are read as one.
 COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
@@ -90,242 +436,3 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
     ".xz": lambda raw: io.BufferedReader(_Members(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)), _BLOCK),
     ".zst": _zstd,
 }
-_BLOCK = 1 << 16  # bytes of a compressed file read at once
-_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file, Arrow folder or Hub dataset of one category; `category_id` counts from 1 in the order of `sources`."""
-
-    category_id: int
-    path: str  # or URL
-    kind: str  # jsonl | json | parquet | csv | tsv | text | arrow | hub
-    num_bytes: int | None  # None: not known before it is read
-
-
-def total_bytes(files: Iterable[SourceFile]) -> int | None:
-    """The files' bytes together; None where those of one are not known."""
-    sizes = [file.num_bytes for file in files]
-    return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-class OpenedFile:
-    """A file's decompressed bytes (`stream`), and how far in the file itself they were read."""
-
-    def __init__(self, path: str, raw: Any) -> None:
-        ending = Path(file_name(path)).suffix.lower()
-        self.path, self._raw = path, raw
-        self.size: int | None = getattr(raw, "size", None) if is_url(path) else os.fstat(raw.fileno()).st_size
-        if ending in COMPRESSIONS and self.size == 0:
-            raise EOFError(f"it is empty, which no {ending} file is")
-        plain = io.BufferedReader(raw, 1 << 20) if is_url(path) else raw
-        self.stream: Any = COMPRESSIONS[ending](plain) if ending in COMPRESSIONS else plain
-
-    @property
-    def position(self) -> int:
-        """Bytes of the file, compressed where it is, that were read."""
-        return (self.size or 0) if self._raw.closed else self._raw.tell()
-
-    def check_end(self) -> None:
-        """To be called at the stream's end: a host may answer with nothing where a file has become shorter."""
-        if self.size is not None and self.position != self.size:
-            raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
-
-
-@contextmanager
-def open_source(path: str) -> Iterator[OpenedFile]:
-    """Open a file or URL for its body to read.
-
-    Raises `DataError` where that fails: no permission, a truncated or corrupt file, a local one that changes meanwhile,
-    a host that does not answer.
-    """
-    try:
-        with open_remote(path) if is_url(path) else open(path, "rb") as raw:
-            before = _state(path)
-            yield OpenedFile(path, raw)
-            if _state(path) != before:
-                raise DataError(f"{path}: must not change while it is read; it did")
-    except (DataError, UsageError, BadRecord):
-        raise
-    except Exception as error:
-        if not is_url(path) and not isinstance(error, _READ_ERRORS):  # a remote file system raises errors of its own
-            raise
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise DataError(f"{path}: cannot be read: {reason}") from error
-
-
-def _state(path: str) -> tuple[int, int, int] | None:
-    if is_url(path):
-        return None
-    status = os.stat(path)
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def check_is_utf8(path: str, opened: OpenedFile) -> None:
-    """Refuse a text file in UTF-16 or UTF-32, which its mark tells, or the NUL bytes that plain English has there."""
-    if problem := encoding_problem(opened.stream.peek(4)[:4]):
-        raise DataError(f"{path}: must be UTF-8; {problem}")
-
-
-def encoding_problem(start: bytes) -> str | None:
-    """What a file is, by its first four bytes, that is not in UTF-8; None of one that may be."""
-    if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
-        return "it is UTF-32"
-    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return "it is UTF-16"
-    return "its first bytes have a NUL, as those of UTF-16 and UTF-32" if b"\0" in start else None
-
-
-def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
-    """Every file of every category, categories and patterns in the order given, files of a pattern sorted by name.
-
-    Raises `UsageError` for a path that is missing or of no known format, naming `key`, by default
-    `sources.<category>`; `DataError` for a file that cannot be read.
-    """
-    files: list[SourceFile] = []
-    for category_id, (name, category_patterns) in enumerate(patterns.items(), start=1):
-        for pattern in category_patterns:
-            found = _found(pattern, key or f"sources.{name}")
-            files += [SourceFile(category_id, path, kind, size) for path, kind, size in found]
-    return files
-
-
-def _found(pattern: str, key: str) -> list[tuple[str, str, int | None]]:
-    """(path, kind, bytes) of each file of a pattern."""
-    if is_hub_dataset(pattern):
-        url, size = hub_split(pattern, key)
-        return [(url, "hub", size)]
-    if is_url(pattern):
-        return _remote(pattern, key)
-    return [(str(path), kind, _size(path)) for path, kind in _expand(local_path(pattern), key)]
-
-
-def _remote(url: str, key: str) -> list[tuple[str, str, int | None]]:
-    found = dict(remote_files(url, key))
-    if list(found) == [url]:
-        return [(url, _known_kind(url, key), found[url])]
-    if split := next((path for path in found if file_name(path) == _SPLITS), None):
-        raise UsageError(f"{key} must name one split of the Arrow folder {os.path.dirname(split)}")
-    kinds: dict[str, str] = {}
-    sizes: dict[str, int | None] = {}
-    for path, size in found.items():
-        folder = os.path.dirname(path)
-        if all(f"{folder}/{name}" in found for name in _ARROW_FILES):
-            before = sizes.get(folder, 0)
-            kinds[folder], sizes[folder] = "arrow", None if size is None or before is None else before + size
-        elif not any(part.startswith(".") for part in path.split("/")) and (kind := kind_of(path)):
-            kinds[path], sizes[path] = kind, size
-    kinds = _without_notes(kinds)
-    if not kinds:
-        raise UsageError(f"{key} must be {KNOWN_FORMATS}; {url} has none")
-    return [(path, kind, sizes[path]) for path, kind in kinds.items()]
-
-
-def _expand(pattern: str, key: str) -> list[tuple[Path, str]]:
-    """The files of a path, folder or glob. One that links lead to several times is read once."""
-    pattern = os.path.expanduser(pattern)
-    # A path that exists is meant literally, also where its name has glob characters.
-    paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-    if not paths:
-        what = "matches no file" if glob.has_magic(pattern) else "does not exist"
-        raise UsageError(f"{key} must name files that exist; {pattern} {what}")
-    found: list[tuple[Path, str]] = []
-    seen: set[str] = set()
-    for path in map(Path, paths):
-        if path.is_dir():
-            found += _in_folder(path, key, seen)
-        elif _is_new(path, seen):
-            found.append((_regular(path, key), _known_kind(str(path), key)))
-    if not found:
-        raise UsageError(f"{key} must be {KNOWN_FORMATS}; the folder {pattern} has none")
-    return found
-
-
-def _is_new(path: Path, seen: set[str]) -> bool:
-    real = os.path.realpath(path)
-    is_new = real not in seen
-    seen.add(real)
-    return is_new
-
-
-def _known_kind(path: str, key: str) -> str:
-    kind = kind_of(path)
-    if kind is None:
-        raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
-    return kind
-
-
-def _regular(path: Path, key: str) -> Path:
-    """The path, refused where reading it might wait for ever, or where messages and reports could not name it."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{key} must name files whose names are UTF-8; got {os.fsencode(path)!r}") from error
-    mode = path.stat().st_mode if path.exists() else stat.S_IFREG  # one that is missing is told where it is read
-    if not stat.S_ISREG(mode):
-        kinds = ((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
-        what = next((name for is_one, name in kinds if is_one(mode)), "a device")
-        raise UsageError(f"{key} must name regular files; {path} is {what}")
-    return path
-
-
-def kind_of(path: str | Path) -> str | None:
-    """The format that a file's name tells, upper or lower case; None for an unknown one."""
-    name = file_name(str(path)).lower()
-    plain = without_compression(name)
-    kind = SUFFIXES.get(Path(plain).suffix)
-    return None if kind == "parquet" and plain != name else kind
-
-
-def file_name(path: str) -> str:
-    """The last part of a path or URL, less a web address's query."""
-    return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
-
-
-def without_compression(name: str) -> str:
-    """A file's name less .gz, .bz2, .xz or .zst."""
-    ending = Path(name).suffix
-    return name.removesuffix(ending) if ending.lower() in COMPRESSIONS else name
-
-
-def _in_folder(folder: Path, key: str, seen: set[str]) -> list[tuple[Path, str]]:
-    """Every file at or below a folder, sorted. Where any is of another format, the .txt files are notes: left out."""
-    return list(_without_notes(dict(_walk(folder, key, seen))).items())
-
-
-def _walk(folder: Path, key: str, seen: set[str]) -> Iterator[tuple[Path, str]]:
-    if not _is_new(folder, seen):
-        return
-    if (folder / _SPLITS).exists():
-        splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
-        raise UsageError(f"{key} must name one split of the Arrow folder {folder}; it has {', '.join(splits)}")
-    if all((folder / name).exists() for name in _ARROW_FILES):
-        yield folder, "arrow"
-        return
-    for child in sorted(folder.iterdir()):
-        if child.name.startswith("."):
-            continue
-        if child.is_dir():
-            yield from _walk(child, key, seen)
-        elif (kind := kind_of(child)) and _is_new(child, seen):
-            yield _regular(child, key), kind
-
-
-_Found = TypeVar("_Found")
-
-
-def _without_notes(found: dict[_Found, str]) -> dict[_Found, str]:
-    if any(kind != "text" for kind in found.values()):
-        return {path: kind for path, kind in found.items() if kind != "text"}
-    return found
-
-
-def _size(path: Path) -> int:
-    try:
-        if path.is_dir():
-            return sum(child.stat().st_size for child in path.iterdir() if child.is_file())
-        with open(path, "rb"):
-            return path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,148 +1,117 @@
-"""The command's configuration: composed by Hydra from `conf/babilong.yaml`, typed and checked here.
-
-Runs of samples: how a file is cut into jobs, and what a process does with one.
-
-The run: tokenizer, background, samples, files.
-
-The command `verl-ext babilong`.
-"""
+"""`verl-ext babilong`: its options, and the files of samples that it writes."""
 
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_ext.commands.babilong.background import (
+    MIN_TOKENS,
     Background,
     TokenCounter,
     filler_background,
-    filler_size,
     folder_background,
 )
-from verl_ext.commands.babilong.samples import SampleMaker, SampleOptions, Size, least_size, most_facts
-from verl_ext.commands.babilong.stories import TASKS, fewest_facts, questions_of
-from verl_ext.commands.command_line import least_problems, load_options, run_command
+from verl_ext.commands.babilong.samples import SampleMaker, least_size, most_facts, size_tokens, target_tokens
+from verl_ext.commands.babilong.stories import TASKS, StoryOptions
+from verl_ext.commands.command_line import run_command
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.progress import progress_bar
-from verl_ext.text.tokenizer import ModelConfig, load_tokenizer, tokenizer_module
+from verl_ext.text.tokenizer import ModelOptions, leave_out_torch, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import choice_problem, show
+from verl_ext.values import REQUIRED, Options, choice_problem, option, show
 
-CONFIG_NAME = "babilong"
 MARKER = "generator.yaml"  # the options beside the files, by which an output folder of this command is known
+NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")  # there: options that change no byte of a sample
+FILLER_SENTENCES = 20_000  # generated, at least: 0.5 M tokens, which are counted in a second
+JOB_TOKENS, JOB_SAMPLES = 500_000, 500  # of a job, at most: a second or two of work
+WORKER_TOKENS = 3_000_000  # that make a second process worth its start of a few seconds
+FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
 
 
-# Optional[...] and not `| None`: OmegaConf's structured configs read the annotations.
-@dataclass
-class StoryConfig:
-    """How long stories are."""
+@dataclass(frozen=True)
+class BabilongOptions(Options):
+    """BABILong samples of any size: bAbI stories (qa1-qa5) told inside background text, OUTPUT_DIR/TASK/SIZE.json."""
 
-    questions: int = 5
-    facts_per_question: Optional[int] = None  # noqa: UP045
-    max_facts: Optional[int] = None  # noqa: UP045
-
-
-@dataclass
-class BabilongConfig:
-    """Everything that `verl-ext babilong` takes; the fields are described in `conf/babilong.yaml`."""
-
-    output_dir: str = MISSING
-    overwrite: bool = False
-    tasks: Any = field(default_factory=lambda: ["qa1"])
-    sizes: Any = field(default_factory=lambda: ["0k"])
-    reserve_tokens: int = 300
-    samples: int = 1000
-    seed: int = 42
-    model: ModelConfig = field(default_factory=ModelConfig)
-    background: Optional[str] = None  # noqa: UP045
-    facts_within: Any = None
-    story: StoryConfig = field(default_factory=StoryConfig)
-    num_workers: Optional[int] = None  # noqa: UP045
+    output_dir: str = option(REQUIRED, "folder of the files; it appears only when complete", required=True)
+    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+    tasks: list[Any] = option(["qa1"], f"of {', '.join(TASKS)}", required=True)
+    sizes: list[Any] = option(
+        ["0k"], "0k (facts alone), 1k, 32k, 1M, or a number of tokens; k is 1,000, M 1,000,000", required=True
+    )
+    reserve_tokens: int = option(
+        300, "kept free of a size: `input` has exactly size - reserve_tokens tokens (0k: any number)", least=0
+    )
+    samples: int = option(1000, "in each file", least=1)
+    seed: int = option(42, "sample i follows from seed, task, size and i, whatever else is asked for")
+    model: ModelOptions = option(ModelOptions, "whose tokens count")
+    background: str | None = option(
+        None, "folder of .txt files, at least as many tokens as a sample; null: generated prose"
+    )
+    facts_within: Any = option(
+        None, "where in the sample facts may lie: null anywhere; 0.25 its first quarter; [0,4096] those tokens"
+    )
+    story: StoryOptions = option(StoryOptions, "how long stories are")
+    num_workers: int | None = option(
+        None,
+        "processes; null: one for every CPU where there is work for it. The output is the same for any number",
+        least=1,
+    )
 
     @property
-    def parsed_sizes(self) -> list[Size]:
-        """The sizes asked for, in order."""
-        sizes = [Size.parse(value) for value in self.sizes]
-        assert all(sizes), "problems() is empty"
-        return [size for size in sizes if size]
-
-    @property
-    def sample_options(self) -> SampleOptions:
-        """What the samples follow from."""
-        return SampleOptions(
-            seed=self.seed,
-            reserve_tokens=self.reserve_tokens,
-            facts_within=self.facts_within,
-            questions=self.story.questions,
-            facts_per_question=self.story.facts_per_question,
-            max_facts=self.story.max_facts,
-        )
+    def targets(self) -> dict[str, int]:
+        """{size: tokens of an `input`}, 0 for facts without background."""
+        return {str(size): target_tokens(size, self.reserve_tokens) for size in self.sizes}
 
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without a tokenizer."""
         keep = [self.model.path, self.model.tokenizer_path, self.background]
         problems = self._list_problems()
         problems += output_problems(self.output_dir, self.overwrite, MARKER, keep, kept="background, tokenizer")
-        problems += self.model.problems()
+        problems += self.model.tokenizer_problems()
         if self.background is not None and not os.path.isdir(self.background):
             problems.append(f"background must be a folder of .txt files that exists; got {show(self.background)}")
-        problems += self._number_problems()
-        return problems or self._room_problems()
-
-    def _list_problems(self) -> list[str]:
-        problems = []
-        for key, what in (("tasks", f"tasks such as {TASKS[0]}"), ("sizes", "sizes such as 32k")):
-            value = getattr(self, key)
-            if not isinstance(value, list) or not value:
-                problems.append(f"{key} must be a list of {what}; got {show(value)}")
-            elif len(set(map(str, value))) < len(value):
-                problems.append(f"{key} must name nothing twice; got {value}")
-        if problems:
-            return problems
-        problems += filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
-        for value in self.sizes:
-            size = Size.parse(value)
-            if size is None:
-                problems.append(f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(value)}")
-            elif size.tokens and size.target(self.reserve_tokens) < 1:
-                problems.append(f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {value}")
-        return problems
-
-    def _number_problems(self) -> list[str]:
-        lowest = {
-            "samples": (self.samples, 1),
-            "reserve_tokens": (self.reserve_tokens, 0),
-            "story.questions": (self.story.questions, 1),
-            "story.facts_per_question": (self.story.facts_per_question, 1),
-            "story.max_facts": (self.story.max_facts, 1),
-            "num_workers": (self.num_workers, 1),
-        }
-        problems = least_problems(lowest)
         if not _is_fact_range(self.facts_within):
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
             problems.append(f"{must}; got {show(self.facts_within)}")
+        return problems or self._room_problems()
+
+    def _list_problems(self) -> list[str]:
+        lists = {"tasks": self.tasks, "sizes": self.sizes}
+        problems = [
+            f"{key} must name nothing twice; got {value}"
+            for key, value in lists.items()
+            if len(set(map(str, value))) < len(value)
+        ]
+        problems += filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
+        for size in self.sizes:
+            tokens = size_tokens(size)
+            if tokens is None:
+                problems.append(f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(size)}")
+            elif 0 < tokens <= self.reserve_tokens:
+                problems.append(f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}")
         return problems
 
     def _room_problems(self) -> list[str]:
         """Sizes with room for fewer facts than every story has; of facts that fit, only a tokenizer tells."""
-        last = {task: min(self.samples, questions_of(task, self.story.questions)) - 1 for task in self.tasks}
-        needs = [(fewest_facts(task, last[task], self.story.facts_per_question), task) for task in self.tasks]
-        facts, task = max(needs)
-        what = f"the facts of question {last[task] + 1} of a {task} story, {facts} or more"
-        most, reserve = self.story.max_facts, self.reserve_tokens
-        if most is not None:
-            return [f"story.max_facts must leave room for {what}; got {most}"] if most < facts else []
-        least = least_size(facts, reserve)
+        last = {task: min(self.samples, self.story.questions_of(task)) - 1 for task in self.tasks}
+        facts, task = max((self.story.fewest_facts(task, last[task]), task) for task in self.tasks)
+        what = f"must leave room for the facts of question {last[task] + 1} of a {task} story, {facts} or more"
+        if self.story.max_facts is not None:
+            is_room = self.story.max_facts >= facts
+            return [] if is_room else [f"story.max_facts {what}; got {self.story.max_facts}"]
+        least = least_size(facts, self.reserve_tokens)
         return [
-            f"sizes must leave room for {what}: {least} (reserve_tokens {reserve}); got {size.label}"
-            for size in self.parsed_sizes
-            if size.tokens and most_facts(size.target(reserve)) < facts
+            f"sizes {what}: {least} (reserve_tokens {self.reserve_tokens}); got {size}"
+            for size, target in self.targets.items()
+            if target and most_facts(target) < facts
         ]
 
 
@@ -153,146 +122,104 @@ def _is_fact_range(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1)
 
 
-def load_config(overrides: Sequence[str]) -> BabilongConfig:
-    """Compose `conf/babilong.yaml` with command-line overrides, check it, and return it typed.
-
-    Raises `UsageError` with one line for every mistake.
-    """
-    return load_options(CONFIG_NAME, BabilongConfig, overrides)
-
-
-JOB_TOKENS = 500_000  # of a job, about: a second or two of work
-MOST_SAMPLES = 500
-
-
 @dataclass(frozen=True)
 class Job:
-    """Samples first to end - 1 of one file."""
+    """Samples first to end - 1 of one file, and about how many tokens they have together."""
 
     task: str
-    size: Size
+    size: str
     first: int
     end: int
+    tokens: int
 
 
-class Workshop:
-    """What samples are made with, the same in every process; backgrounds by size label."""
-
-    def __init__(self, counter: TokenCounter, options: SampleOptions, backgrounds: Mapping[str, Background]) -> None:
-        self.counter = counter
-        self.options = options
-        self.backgrounds = backgrounds
-        self._makers: dict[tuple[str, Size], SampleMaker] = {}
-
-    def records(self, job: Job) -> list[str]:
-        """The job's samples, each as one line of JSON."""
-        maker = self._makers.get((job.task, job.size))
-        if maker is None:
-            background = self.backgrounds.get(job.size.label)
-            maker = SampleMaker(job.task, job.size, self.options, self.counter, background)
-            self._makers[job.task, job.size] = maker
-        return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
+Makers = Mapping[tuple[str, str], SampleMaker]  # by task and size
 
 
-def load_workshop(model: ModelConfig, options: SampleOptions, backgrounds: Mapping[str, Background]) -> Workshop:
-    """A workshop with a tokenizer of its own: not every tokenizer can be sent to another process."""
-    return Workshop(TokenCounter(load_tokenizer(model)), options, backgrounds)
+def generate(
+    options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
+) -> str:
+    """Write every file of `options`; return the closing line.
 
-
-def jobs_of(task: str, size: Size, samples: int, target: int) -> list[Job]:
-    """A file's samples cut into jobs of about JOB_TOKENS tokens."""
-    step = max(1, min(MOST_SAMPLES, JOB_TOKENS // max(target, 1)))
-    return [Job(task, size, first, min(first + step, samples)) for first in range(0, samples, step)]
-
-
-# Options that change no byte of a sample: left out, so that equal data lies beside an equal file.
-NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")
-WORKER_TOKENS = 3_000_000  # that make a second process worth its start of a few seconds
-FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
-
-
-def generate(config: BabilongConfig) -> str:
-    """Write every file of `config`; return the closing line.
-
-    Raises `UsageError` and `DataError`, each one line, and leaves `output_dir` as it was then.
+    Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
     """
     started = time.monotonic()
-    counter = TokenCounter(load_tokenizer(config.model))
-    workshop = Workshop(counter, config.sample_options, _backgrounds(config, counter))
-    jobs = [
-        job
-        for task in config.tasks
-        for size in config.parsed_sizes
-        for job in jobs_of(task, size, config.samples, size.target(config.reserve_tokens))
-    ]
-    tokens = sum(_tokens(config, job) for job in jobs)
+    counter = TokenCounter(load_tokenizer(options.model))
+    backgrounds = _backgrounds(options, counter, filler_sentences)
+    jobs = _jobs(options, job_samples)
+    tokens = sum(job.tokens for job in jobs)
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
-    num_workers = min(config.num_workers or useful, len(jobs))
-    with OutputFolder(config.output_dir, config.overwrite) as folder:
-        _write_files(folder.path, config, jobs, _records(config, workshop, jobs, num_workers))
-        options = {key: value for key, value in asdict(config).items() if key not in NOT_WRITTEN}
-        OmegaConf.save(OmegaConf.create(options), folder.path / MARKER)
+    num_workers = min(options.num_workers or useful, len(jobs))
+    # a process loads its own tokenizer: not every tokenizer can be sent to another process
+    make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
+    records = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        _write_files(folder.path, options.samples, jobs, records)
+        written = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
+        OmegaConf.save(OmegaConf.create(written), folder.path / MARKER)
         folder.publish()
     seconds = time.monotonic() - started
-    files = len(config.tasks) * len(config.sizes)
-    return f"{files} files of {config.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
+    files = len(options.tasks) * len(options.sizes)
+    return f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
 
 
-def _records(config: BabilongConfig, workshop: Workshop, jobs: list[Job], num_workers: int) -> Iterator[list[str]]:
-    """Every job's records, in order: made here, or by processes that load the tokenizer themselves."""
-    if num_workers == 1:
-        return map(workshop.records, jobs)
-    make = partial(load_workshop, config.model, workshop.options, workshop.backgrounds)
-    return ordered_results(make, Workshop.records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
-
-
-def _backgrounds(config: BabilongConfig, counter: TokenCounter) -> dict[str, Background]:
+def _backgrounds(options: BabilongOptions, counter: TokenCounter, filler_sentences: int) -> dict[str, Background]:
     """The background of every size with one; sizes whose background is the same share it."""
-    targets = {size.label: size.target(config.reserve_tokens) for size in config.parsed_sizes if size.tokens}
-    if config.background is not None and targets:
-        background = folder_background(config.background, counter)
-        background.check_room(max(targets.values()), config.background)
+    targets = {size: target for size, target in options.targets.items() if target}
+    if options.background is not None and targets:
+        background = folder_background(options.background, counter, max(targets.values()))
         return dict.fromkeys(targets, background)
-    made: dict[int, Background] = {}
-    for target in targets.values():
-        number = filler_size(target)
-        if number not in made:
-            made[number] = filler_background(number, counter)
-    return {label: made[filler_size(target)] for label, target in targets.items()}
+    # whose number follows from its own size, whatever else is generated
+    generated = cache(lambda number: filler_background(number, counter))
+    return {size: generated(max(filler_sentences, target // MIN_TOKENS + 1)) for size, target in targets.items()}
 
 
-def _write_files(folder: Path, config: BabilongConfig, jobs: list[Job], job_records: Iterable[list[str]]) -> None:
+def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
+    jobs = []
+    for task, (size, target) in product(options.tasks, options.targets.items()):
+        step = max(1, min(job_samples, JOB_TOKENS // max(target, 1)))
+        for first in range(0, options.samples, step):
+            end = min(first + step, options.samples)
+            jobs.append(Job(task, size, first, end, (end - first) * (target or FACT_TOKENS)))
+    return jobs
+
+
+def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
+    counter = counter or TokenCounter(load_tokenizer(options.model))
+    given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
+    pairs = product(options.tasks, options.targets)
+    return {(task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given) for task, size in pairs}
+
+
+def _records(makers: Makers, job: Job) -> list[str]:
+    """The job's samples, each as one line of JSON."""
+    maker = makers[job.task, job.size]
+    return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
+
+
+def _write_files(folder: Path, samples: int, jobs: Sequence[Job], job_records: Iterable[list[str]]) -> None:
     """`<task>/<size>.json`, a JSON list with a sample a line, written as the samples come."""
-    total = sum(_tokens(config, job) for job in jobs)
-    with progress_bar("generate", total, unit="tokens", unit_scale=True) as bar:
+    with progress_bar("generate", sum(job.tokens for job in jobs), unit="tokens", unit_scale=True) as bar:
         for job, records in zip(jobs, job_records, strict=True):
-            path = folder / job.task / f"{job.size.label}.json"
+            path = folder / job.task / f"{job.size}.json"
             path.parent.mkdir(exist_ok=True)
             with open(path, "a", encoding="utf-8", newline="\n") as file:
                 file.write("[\n" if job.first == 0 else ",\n")
                 file.write(",\n".join(records))
-                if job.end == config.samples:
+                if job.end == samples:
                     file.write("\n]\n")
                     file.flush()
                     os.fsync(file.fileno())
-            bar.update(_tokens(config, job))
+            bar.update(job.tokens)
 
 
-def _tokens(config: BabilongConfig, job: Job) -> int:
-    return (job.end - job.first) * (job.size.target(config.reserve_tokens) or FACT_TOKENS)
-
-
-USAGE = (
-    "usage: verl-ext babilong output_dir=DIR model.path=MODEL_OR_TOKENIZER 'tasks=[qa1]' 'sizes=[0k,32k]' samples=5000"
-)
+def run(options: BabilongOptions) -> str:
+    """Do what `verl-ext babilong` does; the closing lines."""
+    leave_out_torch(options.model)
+    return f"{generate(options)}\nwritten to {options.output_dir}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code: 0, 1 where it failed underway, 2 for a mistake in what it was given."""
-    return run_command(arguments, USAGE, CONFIG_NAME, _generate)
-
-
-def _generate(arguments: Sequence[str]) -> str:
-    config = load_config(arguments)
-
-    return f"{generate(config)}\nwritten to {config.output_dir}"
+    """Run the command; its exit code."""
+    example = "output_dir=DIR model.path=MODEL_OR_TOKENIZER 'tasks=[qa1]' 'sizes=[0k,32k]' samples=5000"
+    return run_command(arguments, "babilong", BabilongOptions, run, example)

@@ -15,7 +15,7 @@ from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.progress import Progress
 from verl_ext.text.counts import Counts
 from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
-from verl_ext.text.readers import read_parcels
+from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, total_bytes
 from verl_ext.values import DataError
 
@@ -61,7 +61,7 @@ class TextIndex:
         return self.max_tokens is not None and self.tally.tokens >= self.max_tokens
 
     def add(self, documents: Documents) -> Written:
-        """Write a parcel's documents, none once full. Raises `DataError` with what ends the run, if it is reached."""
+        """Write a batch's documents, none once full. Raises `DataError` with what ends the run, if it is reached."""
         if self.is_full:
             return Written(documents.num_bytes, 0, 0)
         tokens, lengths = self._fitting(documents)
@@ -129,8 +129,8 @@ def write_text_index(
 
 
 def _add_all(index: TextIndex, worker: TextTokenizer, files: Sequence[SourceFile]) -> Iterator[Written]:
-    for parcel in read_parcels(files, lambda source: index.is_full, BATCH_BYTES):
-        yield index.add(worker.tokenise(parcel))
+    for batch in read_batches(files, lambda source: index.is_full, BATCH_BYTES):
+        yield index.add(worker.tokenise(batch))
     if not index.tally.documents:
         raise no_document_error(", ".join(file.path for file in files[:3]), index.tally)
 

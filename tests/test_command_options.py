@@ -1,0 +1,136 @@
+"""The frame of the commands: options from words, help, exit codes."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from verl_ext.__main__ import main
+from verl_ext.commands.command_line import help_text, read_options
+from verl_ext.values import REQUIRED, Options, UsageError, option
+
+
+@dataclass(frozen=True)
+class OvenOptions(Options):
+    """Where it is baked."""
+
+    prefix: ClassVar[str] = "oven"
+
+    degrees: int = option(200, "how hot", least=50)
+    fan: bool | None = option(None, "null: as the recipe says")
+
+
+@dataclass(frozen=True)
+class CakeOptions(Options):
+    """Cakes of any size."""
+
+    maps: ClassVar[Mapping[str, str]] = {"layers": "a layer to its fillings"}
+
+    name: str = option(REQUIRED, "what it is called", required=True)
+    layers: dict[str, Any] = option({}, "layer: filling, or a list of them")
+    taste: str = option("sweet", "what it is like", choices=("sweet", "salty"))
+    guests: Any = option(None, "a number, or {table: number}")
+    tins: list[Any] = option(["round"], "its tins")
+    oven: OvenOptions = option(OvenOptions, "where")
+
+
+def read(*words: str) -> CakeOptions:
+    return read_options(CakeOptions, ["name=torte", *words])
+
+
+def test_words_are_read_in_hydras_grammar_over_the_defaults() -> None:
+    assert read() == CakeOptions(name="torte")
+    options = read("layers={a:[x,y]}", "layers.b=z", "++layers.2024=w", "oven.degrees=180", "+tins=[flat]", "guests=3")
+    assert options.layers == {"a": ["x", "y"], "b": "z", "2024": "w"}
+    assert (options.oven, options.tins, options.guests) == (OvenOptions(180), ["flat"], 3)
+    assert read("oven={degrees:90,fan:true}").oven == OvenOptions(90, True)
+    assert read("guests.kitchen=2", "taste='salty'").guests == {"kitchen": 2}
+    assert read("layers={2024:x}").layers == {"2024": "x"}
+    assert read("name=7").name == "7"
+
+
+def test_values_may_refer_to_others_and_be_taken_back() -> None:
+    assert read("layers={a:x,b:y}", "~layers.a", "guests=${oven.degrees}").layers == {"b": "y"}
+    assert read("guests=${oven.degrees}", "oven.degrees=70").guests == 70
+    assert read("oven.degrees=70", "~oven.degrees").oven.degrees == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "name is required: what it is called; got null"),
+        (["name="], "name is required: what it is called; got ''"),
+        (["name=a", "tast=salty"], "unknown key tast; nearest: taste"),
+        (["name=a", "oven.dgrees=1"], "unknown key oven.dgrees; nearest: oven.degrees"),
+        (["name=a", "oven={dgrees:1}"], "unknown key oven.dgrees; nearest: oven.degrees"),
+        (["name=a", "tins.x=1"], "unknown key tins.x; nearest: tins"),
+        (["name=a", "oven=hot"], "oven must be given by its keys, oven.degrees, oven.fan; got hot"),
+        (
+            ["name=a", "layers=a/cream.txt"],
+            "layers must map a layer to its fillings, e.g. 'layers={cream:a/cream.t",
+        ),
+        (["name=a", "layers={a:x,a:y}"], "layers must have each name once, several values of it as a list; got a more"),
+        (["name=a", "oven.degrees=null"], "oven.degrees must be a whole number; got null"),
+        (["name=a", "oven={degrees:null}"], "oven.degrees must be a whole number; got null"),
+        (
+            ["name=a", "oven.degrees=9", "taste=sour"],
+            "taste must be one of sweet, salty; got sour; oven.degrees",
+        ),
+        (
+            ["name=a", "taste=sweet,salty"],
+            "taste takes one value; got sweet,salty: write taste=[sweet,salty]",
+        ),
+        (
+            ["name=a", "taste"],
+            "an override must be key=value, with quotes around a value that holds spaces or '='",
+        ),
+        (["name=a", "guests=${ovn.degrees}"], "guests: Interpolation key 'ovn.degrees' not found"),
+        (["name=a", "~layers.a"], "~layers.a must name a key that was given"),
+        (["name=a", "taste@x=sweet"], "unknown key taste@x"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], line: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_options(CakeOptions, words)
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
+
+
+def test_help_has_every_option_with_default_choices_and_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert help_text("bake", CakeOptions, "name=NAME").splitlines() == [
+        "usage: verl-ext bake name=NAME",
+        "",
+        "Cakes of any size.",
+        "",
+        "  name          required  what it is called",
+        "  layers        {}        layer: filling, or a list of them",
+        "  taste         sweet     what it is like (sweet | salty)",
+        "  guests        null      a number, or {table: number}",
+        "  tins          [round]   its tins",
+        "  oven.degrees  200       how hot",
+        "  oven.fan      null      null: as the recipe says",
+    ]
+
+
+def test_the_command_line_lists_its_commands_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "\n  init-model  a model with random weights" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["babylong", "x=1"]) == 2
+    assert capsys.readouterr().err.endswith("got babylong (nearest: babilong)\n")
+
+
+@pytest.mark.parametrize("command", ["babilong", "init-model"])
+def test_help_and_mistakes_need_neither_torch_nor_transformers(command: str) -> None:
+    program = (
+        "import sys; from verl_ext.__main__ import main\n"
+        "codes = [main([*sys.argv[1:], '--help']), main([*sys.argv[1:], 'outptu_dir=x'])]\n"
+        "print(codes, {'torch', 'transformers', 'verl'} & set(sys.modules))"
+    )
+    arguments = [sys.executable, "-c", program, command]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[0, 2] set()", done.stderr

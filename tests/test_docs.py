@@ -1,0 +1,282 @@
+"""What README.md, CONTRIBUTING.md and docs/ tell a user: commands run on small data, code runs, names and links exist.
+
+A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs data`: its training commands are
+composed, its data commands run with smaller values. A command that nothing here handles is a failure.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+import pytest
+
+import verl_ext.data
+from tests.ranks import run_ranks
+from tests.training import metrics, train_alone
+from verl_ext.__main__ import COMMANDS, main
+from verl_ext.config import compose
+from verl_ext.config.schema import is_known
+from verl_ext.trainer.setup import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKS = ("# needs GPUs", "# needs data")
+WRITTEN_BY_SCRIPT = {"docs/configuration.md"}
+# With which values a data command is run that a page shows with larger ones.
+SMALLER = {"model": "tiny", "model.path": "MODEL", "samples": "2", "sizes": "[0k]"}
+
+
+def texts(*patterns: str) -> dict[str, str]:
+    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+PAGES = texts("README.md", "CONTRIBUTING.md", "docs/*.md")
+OTHERS = texts("CHANGELOG.md", "benchmarks/README.md", "recipes/*/README.md")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a bash block, and whether its block is marked as one that needs GPUs or data."""
+
+    words: tuple[str, ...]
+    is_marked: bool
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(word.split("=", 1) for word in self.words[: self.words.index(self.program)])
+
+    @property
+    def program(self) -> str:
+        return next(word for word in self.words if not re.match(r"[A-Z_]+=", word))
+
+    @property
+    def overrides(self) -> list[str]:
+        return [word for word in self.words if re.match(r"[+~]*[a-z][\w.]*=", word)]
+
+    @property
+    def module(self) -> str:
+        """What is started with -m."""
+        return self.words[self.words.index("-m") + 1]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[Command]:
+    found = []
+    for block in blocks(page, "bash"):
+        is_marked = any(mark in block for mark in MARKS)
+        lines = block.replace("\\\n", " ").splitlines()
+        found += [Command(tuple(words), is_marked) for line in lines if (words := shlex.split(line, comments=True))]
+    return found
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with what the pages name: train.jsonl, code.json, web.jsonl, books/, MODEL and data/train."""
+    folder = tmp_path_factory.mktemp("inputs")
+    sums = [{"question": f"What is {i} + {j}?", "answer": f"It is {i + j}."} for i in range(8) for j in range(5)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    code = [{"instruction": f"Print {i}.", "input": "", "output": f"print({i})"} for i in range(30)]
+    (folder / "code.json").write_text(json.dumps(code))
+    web = [{"text": f"A short page about rivers, bridges and harvest number {i}."} for i in range(30)]
+    (folder / "web.jsonl").write_text("\n".join(map(json.dumps, web)))
+    (folder / "books").mkdir()
+    for i in range(6):
+        (folder / "books" / f"{i}.txt").write_text(f"Chapter {i}. The old bridge stood near the river. " * 12)
+    small = "config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64, initializer_range: 0.2}"
+    tokenizer = ("tokenizer.train_on=[web.jsonl,books/]", "tokenizer.vocab_size=400")
+    sources = "sources={gsm8k:train.jsonl,code:code.json}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["init-model", "model=tiny", "output_dir=MODEL", small, *tokenizer]) == 0
+        assert main(["tokenize", sources, "output_dir=data/train", "model.path=MODEL", "num_workers=1"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(inputs, tmp_path, monkeypatch):
+    """A copy of those inputs, which is the working directory."""
+    copy = tmp_path / "work"
+    shutil.copytree(inputs, copy)
+    monkeypatch.chdir(copy)
+    return copy
+
+
+def run_data_command(command: Command) -> None:
+    _, name, *words = command.words
+    given = dict(word.split("=", 1) for word in words)
+    smaller = {key: SMALLER[key] for key in given if command.is_marked and key in SMALLER}
+    assert main([name, *(f"{key}={value}" for key, value in {**given, **smaller, "overwrite": "true"}.items())]) == 0
+
+
+def run_module(command: Command) -> None:
+    if command.module == "verl.trainer.sft_trainer":
+        with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+            config = hydra.compose("sft_trainer_engine", overrides=command.overrides)
+        assert config.data.custom_cls.path == "pkg://verl_ext.data"
+        assert hasattr(verl_ext.data, config.data.custom_cls.name)
+        return
+    assert command.module == "verl_ext.fsdp_sft_trainer"
+    if command.is_marked:
+        config = compose(command.overrides)
+        assert config.model.path
+        assert config.data.get("train_dir") or config.data.get("blend")
+    elif "trainer.plan_only=true" in command.overrides:
+        (report,) = run_ranks(plan, 1, os.getcwd(), command.overrides)
+        assert report["train"]["packs"] > 0
+    else:
+        run_ranks(train, 1, os.getcwd(), command.overrides)
+        logged = metrics(Path("run"))
+        assert [step for step, name in logged if name == "train/loss"] == [1, 2, 3, 4]
+        for name in {name for _, name in logged}:
+            assert mentions_metric(name), f"{name} is not in docs/training.md"
+
+
+def plan(folder: str, overrides: list[str]) -> dict:
+    os.chdir(folder)
+    return prepare(compose(overrides)).data_report()
+
+
+def train(folder: str, overrides: list[str]) -> None:
+    os.chdir(folder)
+    train_alone(overrides)
+
+
+def mentions_metric(name: str) -> bool:
+    general = re.sub(r"/(gsm8k|code)_", "/<category>_", name)
+    return f"`{general}`" in PAGES["docs/training.md"]
+
+
+def check_launcher(command: Command) -> None:
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", **command.environment, "DRY_RUN": "1"}
+    line = [ROOT / command.program, *command.overrides]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    words = shlex.split(done.stdout)
+    assert words[0] == "torchrun"
+    run_module(Command(tuple(words), is_marked=True))
+
+
+def check_sbatch(command: Command) -> None:
+    script = next(word for word in command.words if word.endswith(".sbatch"))
+    assert os.access(ROOT / script, os.X_OK)
+    assert compose(command.overrides).model.path
+
+
+def check_make(command: Command) -> None:
+    assert re.search(rf"^{command.words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def check_pip(command: Command) -> None:
+    for extra in re.findall(r"\[(\w+)]", command.words[-1]):
+        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+def check_pytest(command: Command) -> None:
+    assert command.module == "pytest"
+    assert all((ROOT / word).is_file() for word in command.words if word.startswith("tests/"))
+
+
+HANDLERS: dict[str, Callable[[Command], None]] = {
+    "verl-ext": run_data_command,
+    "torchrun": run_module,
+    "launch/node.sh": check_launcher,
+    "sbatch": check_sbatch,
+    "make": check_make,
+    "pip": check_pip,
+    ".venv/bin/python": check_pytest,
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")])
+def test_the_commands_of_a_page_work_one_after_the_other(page, folder):
+    for command in commands(page):
+        assert command.program in HANDLERS, f"{page}: nothing here checks {' '.join(command.words)}"
+        HANDLERS[command.program](command)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_code_of_a_page_runs(page, folder):
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [("README.md", (131072, 8)), ("docs/babilong_titans.md", (32768, 1)), ("docs/pretraining.md", (4096, 1))],
+)
+def test_the_first_large_training_command_of_a_page_means_what_the_page_says(page, expected):
+    command = next(c for c in commands(page) if c.is_marked and c.program == "torchrun")
+    config = compose(command.overrides)
+    assert (config.data.max_tokens, config.engine.ulysses_sequence_parallel_size) == expected
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_config_keys_that_a_page_names_exist(page):
+    today = PAGES[page].partition("## Command lines of verl ≤ 0.6")[0]
+    nodes = "data|loss|attention|model|engine|trainer|checkpoint|optim"
+    keys = set(re.findall(rf"`[+~]?((?:{nodes})\.[a-z_.]*[a-z_])[`=]", today))
+    assert not {key for key in keys if not is_known(key)}
+
+
+@pytest.mark.parametrize("page", PAGES | OTHERS)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    text = (PAGES | OTHERS)[page]
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, heading = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        name = os.path.relpath(target, ROOT)
+        assert target.exists() or name in WRITTEN_BY_SCRIPT, f"{page}: {link}"
+        if heading:
+            assert heading in headings(target.read_text(encoding="utf-8")), f"{page}: {link}"
+
+
+def headings(text: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_and_make_targets_that_a_page_names_exist(page):
+    text = PAGES[page]
+    named = re.findall(r"`(?:python |pytest )?((?:verl_ext|tests|benchmarks|recipes|conf|launch)/[^`\s]*)", text)
+    missing = [path for path in named if not re.search(r"[A-Z<*]{2}|…", path) and not (ROOT / path).exists()]
+    assert not missing
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in re.findall(r"`make (\w+)", text))
+
+
+def test_the_readme_fits_on_a_screen_and_lists_every_recipe_command_and_page():
+    readme = PAGES["README.md"]
+    assert len(readme.splitlines()) <= 100
+    recipes = [path.parent.name for path in ROOT.glob("recipes/*/README.md")]
+    assert all(f"(recipes/{name}/README.md)" in readme for name in recipes)
+    assert all(f"({page})" in readme for page in PAGES if page.startswith("docs/"))
+    assert all(f"`verl-ext {name}`" in PAGES["docs/data.md"] or name == "tokenize" for name in COMMANDS)
+
+
+def test_the_quickstart_ends_with_a_table_curves_and_an_answer(tmp_path):
+    done = subprocess.run(
+        [ROOT / "recipes/quickstart/run.sh", tmp_path / "run", "trainer.total_training_steps=12"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    results = done.stdout.split("Results.")[1]
+    for category in ("arithmetic", "documents", "ordering"):
+        assert category in results
+        assert (tmp_path / "run" / f"loss_{category}.png").stat().st_size > 0
+    assert "Answered" in results

@@ -1,0 +1,188 @@
+"""The tokenize command's closing tables and report.json: what was written, and everything that was not."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_ext.progress import aligned
+from verl_ext.text.chat import ChatOptions
+from verl_ext.text.counts import Counts, Run
+from verl_ext.text.documents import Documents
+from verl_ext.values import DataError, one_line
+
+REPORT = "report.json"
+# Options that change neither tokens nor counts: left out, so that equal data has equal reports.
+NOT_REPORTED = ("num_workers", "overwrite", "preview")
+MAX_CATEGORIES = 1000
+NAMED = 12  # of fields and the like, in a line of the closing table
+_LEFT = ("category", "over max_tokens", "encoded as text", "bad record", "first")  # columns to the left
+
+
+class Report:
+    """Counts by source, in the order of `sources`, and by category: the source, unless records give theirs.
+
+    numbers: of the categories, from 1, in the order of `sources` or of the first document of each. read: records by
+    source, those that `sample` left out included.
+    """
+
+    def __init__(self, options: ChatOptions, sources: Sequence[str], preview: int = 0) -> None:
+        self.options, self._preview = options, preview
+        self.sources = {name: Counts() for name in sources}
+        self.categories = {} if options.category_field else self.sources
+        self.numbers = {} if options.category_field else {name: i for i, name in enumerate(sources, start=1)}
+        self.read: Counter[str] = Counter()
+        self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
+
+    def add(self, documents: Documents) -> None:
+        """Count a chunk; where records give their category, number those of its documents.
+
+        Raises `DataError` for more than MAX_CATEGORIES of them.
+        """
+        name = list(self.sources)[documents.category_id - 1]
+        self.sources[name].add(documents.counts)
+        self.previews[name] += documents.preview[: self._preview - len(self.previews[name])]
+        for category, counts in documents.category_counts.items():
+            self.categories.setdefault(category, Counts()).add(counts)
+        if len(self.categories) > MAX_CATEGORIES and self.options.category_field:
+            raise DataError(
+                f"category_field={self.options.category_field} must give at most {MAX_CATEGORIES:,} categories;"
+                f" got more, such as {', '.join(list(self.categories)[-3:])}"
+            )
+        if (names := documents.category_names) is not None:
+            numbers = [self.numbers.setdefault(category, len(self.numbers) + 1) for category in names]
+            documents.category_ids = np.array(numbers, dtype=np.int32)
+
+    @property
+    def total(self) -> Counts:
+        """All sources together."""
+        total = Counts()
+        for counts in self.sources.values():
+            total.add(counts)
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of report.json; it names no time, so that equal runs give equal files."""
+        total = self.total.as_dict()
+        del total["examples"]
+        return {
+            "tokenizer": self.options.model.tokenizer,
+            "options": {key: value for key, value in asdict(self.options).items() if key not in NOT_REPORTED},
+            "categories": {name: counts.as_dict() for name, counts in self.categories.items()},
+            "sources": {name: self._source(name, counts) for name, counts in self.sources.items()},
+            "total": total,
+        }
+
+    def _source(self, name: str, counts: Counts) -> dict[str, Any]:
+        """What report.json has of a source beside its category's counts, or with counts where records give that."""
+        found: dict[str, Any] = {"records_read": self.read[name], "records_sampled": counts.records}
+        if self.options.category_field:
+            found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
+        return {**found, "preview": self.previews[name]}
+
+    def write(self, folder: Path) -> None:
+        """Write report.json and categories.json into the dataset's folder."""
+        names = {str(number): name for name, number in self.numbers.items()}
+        for file, content in ((REPORT, self.as_dict()), ("categories.json", names)):
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            (folder / file).write_text(text, encoding="utf-8")
+
+    def table(self) -> str:
+        """The closing table, and one each of documents over max_tokens, special tokens in text and bad records, where
+        there are any; then a line for everything else that a source's records were found to have."""
+        rows = [_row(name, counts) for name, counts in self.categories.items()]
+        if len(rows) > 1:
+            rows.append(_row("all", self.total))
+        tables = [
+            rows,
+            [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)],
+            special_token_rows("category", self.categories),
+            [
+                {"category": name, "bad record": reason, "records": f"{count:,}", "first": counts.examples[reason][0]}
+                for name, counts in self.categories.items()
+                for reason, count in sorted(counts.bad.items())
+            ],
+        ]
+        notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
+        parts = [aligned(table, _LEFT) for table in tables if table]
+        return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
+
+    def _notes(self, name: str, counts: Counts) -> Iterator[str]:
+        """One line for each thing that a reader should know of a source."""
+        if self.read[name] > counts.records:
+            yield f"sampled: {counts.records:,} of {self.read[name]:,} records"
+        if counts.uncategorised:
+            records = f"{counts.uncategorised:,} records, which have the source's name as their category"
+            yield f"no {self.options.category_field}: {records}"
+        if ends := {text: count for text, count in counts.end_of_turn.items() if text}:
+            yield f"end of turn: {_most(ends, ' turns')}"
+        if counts.text_ends:
+            told = _most(counts.text_ends, " turns")
+            yield f"no token of the tokenizer, but learnt as text, is the end of turn {told}"
+        if open_turns := counts.end_of_turn[""]:
+            yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
+        if counts.border_tokens:
+            yield f"{counts.border_tokens:,} tokens at borders of turns hold text of the template too, and are learnt"
+        if counts.unprinted:
+            yield f"not printed by the chat template: {_most(counts.unprinted, ' records')}"
+        if counts.dropped_media:
+            yield f"left out: {_most(counts.dropped_media)}"
+        if counts.unused_fields:
+            yield f"fields not used: {_most(counts.unused_fields)}"
+
+
+def _most(counts: Mapping[str, int], unit: str = "") -> str:
+    """`a (3 turns), b (1 turns)`: the most frequent."""
+    most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
+    told = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)
+    return told + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
+
+
+def _row(name: str, counts: Counts) -> dict[str, str]:
+    row: dict[str, str | int] = {
+        "category": name,
+        "records": counts.records,
+        "bad": counts.bad.total(),
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+        "targets": counts.target_tokens,
+        "share": f"{counts.target_share:.1%}",
+        "median": counts.length_quantile(0.5),
+        "p95": counts.length_quantile(0.95),
+        "max": max(counts.lengths, default=0),
+    }
+    return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
+
+
+def special_token_rows(what: str, counts: Mapping[str, Counts]) -> list[dict[str, str]]:
+    """A row for each category (`what` it is called) whose texts hold names of special tokens."""
+    return [
+        {
+            what: name,
+            "encoded as text": "special tokens",
+            **{key: f"{each.special_tokens[key]:,}" for key in ("records", "occurrences")},
+        }
+        for name, each in counts.items()
+        if each.special_tokens
+    ]
+
+
+def _cut_rows(name: str, counts: Counts) -> Iterator[dict[str, str]]:
+    """A row for each thing that was done to documents over max_tokens: tokens are those removed (of `split`, cut)."""
+    over = counts.over_length
+    before = counts.tokens + over["dropped_tokens"] + over["truncated_tokens"]
+    for done in ("dropped", "truncated", "split"):
+        if over[f"{done}_documents"]:
+            yield {
+                "category": name,
+                "over max_tokens": done,
+                "documents": f"{over[f'{done}_documents']:,}",
+                "tokens": f"{over[f'{done}_tokens']:,}",
+                "share": f"{over[f'{done}_tokens'] / before:.2%}",
+                "targets lost": "all" if done == "dropped" else f"{over[f'{done}_targets_lost']:,}",
+                "last target lost": f"{over[f'{done}_last_target_lost']:,}" if done == "truncated" else "–",
+            }
