@@ -14,7 +14,7 @@ from tests.reference import load_eager
 from tests.training import SMALL, metrics, train, train_alone
 from verl_ext.config import compose
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron import IndexWriter
+from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.trainer.distributed import share_token_range
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer

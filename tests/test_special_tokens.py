@@ -19,7 +19,7 @@ from verl_ext.commands.index import load_config as load_index_config
 from verl_ext.commands.tokenize import load_config
 from verl_ext.commands.tokenize_run import tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
-from verl_ext.data.megatron import TokenIndex
+from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.encoders import Encoded, TextEncoder, mask_from_offsets

@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, encoded_chat
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.megatron import TokenIndex
+from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.data.megatron.text_index import write_text_index
 from verl_ext.text import encoders as text_encoder
 from verl_ext.text import readers as chunks

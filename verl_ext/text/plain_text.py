@@ -10,11 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.data.megatron.index import optimal_dtype
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import Chunk, Parcel, TextFile
 from verl_ext.values import DataError, UsageError
+
+UINT16_VOCABULARY = 65_500  # Megatron's own limit
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that Megatron writes the ids of a vocabulary as: uint16 below 65,500 tokens, else int32."""
+    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class TextTokenizer:
         key = f"{options.key_prefix}special_tokens_in_text"
         self.encoder = TextEncoder(tokenizer, options.special_tokens_in_text, key)
         self.vocabulary = vocabulary_size(tokenizer)
-        self.dtype = np.dtype(optimal_dtype(self.vocabulary))
+        self.dtype = optimal_dtype(self.vocabulary)
         self.first = self._added("bos") if options.add_bos else []
         self.last = self._added("eos") if options.add_eos else []
 
