@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.init_model.tokenizer import TokenizerConfig, trained_tokenizer
+from verl_ext.commands.init_model.tokenizer import TokenizerOptions, trained_tokenizer
 
 WORDS = 3000
 TOKENIZER = 4096  # tokens of its vocabulary
@@ -63,7 +63,7 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
     lines = folder / "conversations.jsonl"
     lines.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     texts = (message["content"] for messages in conversations for message in messages)
-    tokenizer = trained_tokenizer(texts, TokenizerConfig(vocab_size=TOKENIZER, bos_token=None))
+    tokenizer = trained_tokenizer(texts, TokenizerOptions(vocab_size=TOKENIZER, bos_token=None))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
     return lines, tokenizer

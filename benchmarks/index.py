@@ -107,9 +107,9 @@ def measure_build(options: argparse.Namespace, folder: Path, with_peer: bool) ->
 
 
 def _trained_tokenizer(texts: list[str], folder: Path) -> Path:
-    from verl_ext.commands.init_model.tokenizer import TokenizerConfig, trained_tokenizer
+    from verl_ext.commands.init_model.tokenizer import TokenizerOptions, trained_tokenizer
 
-    trained_tokenizer(texts[:TRAINED_ON], TokenizerConfig(vocab_size=VOCABULARY)).save_pretrained(folder / "tokenizer")
+    trained_tokenizer(texts[:TRAINED_ON], TokenizerOptions(vocab_size=VOCABULARY)).save_pretrained(folder / "tokenizer")
     return folder / "tokenizer"
 
 

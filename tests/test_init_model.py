@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_model import write_tiny_model
+from verl_ext.commands.command_line import read_options
 from verl_ext.commands.init_model import command as run
-from verl_ext.commands.init_model.command import init_model, load_config, main
+from verl_ext.commands.init_model.command import InitModelOptions, init_model, main
 from verl_ext.values import DataError, UsageError
 
 SMALL = "config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, initializer_range: 0.1}"
@@ -35,13 +36,13 @@ def made(text, tmp_path_factory) -> Path:
 
 
 def make(folder: Path, *options: str) -> str:
-    return init_model(load_config(["model=tiny", f"output_dir={folder}", SMALL, *options]))
+    return init_model(read_options(InitModelOptions, ["model=tiny", f"output_dir={folder}", SMALL, *options]))
 
 
 def refused(folder: Path, *options: str) -> str:
     """The one line with which it ends; the folder must not be there then."""
     with pytest.raises((UsageError, DataError)) as error:
-        init_model(load_config([f"output_dir={folder}", *options]))
+        init_model(read_options(InitModelOptions, [f"output_dir={folder}", *options]))
     assert not folder.exists()
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -103,13 +104,11 @@ def test_a_copied_tokenizer_keeps_its_vocabulary_and_template(made, tmp_path):
 
 def test_a_larger_vocabulary_stays_and_null_makes_it_the_tokenizers(tmp_path):
     model = write_tiny_model(tmp_path / "given", vocab_size=150)
-    options = (f"tokenizer.path={model}", "overwrite=true")
-    told = init_model(load_config([f"model={model}", f"output_dir={tmp_path / 'out'}", *options]))
+    options = [f"model={model}", f"output_dir={tmp_path / 'out'}", f"tokenizer.path={model}", "overwrite=true"]
+    told = init_model(read_options(InitModelOptions, options))
     assert "note: 150 rows of the vocabulary, of which the tokenizer uses 128" in told
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 150
-    told = init_model(
-        load_config([f"model={model}", f"output_dir={tmp_path / 'out'}", *options, "config.vocab_size=null"])
-    )
+    told = init_model(read_options(InitModelOptions, [*options, "config.vocab_size=null"]))
     assert "rows of the vocabulary" not in told
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 128
 
@@ -127,7 +126,7 @@ def test_it_tells_parameters_exactly(made, tmp_path):
     ("options", "line"),
     [
         (["model=tyni"], "model must be one of gpt2_124m, "),
-        (["model="], "a config.json or a folder with one; got ''"),
+        (["model="], "a config.json, or a folder with one; got ''"),
         (["model=tiny", "config.hiden_size=8"], "key config.hiden_size of qwen3; nearest: config.hidden_size"),
         (
             ["model=tiny", "config.hidden_size=194"],
@@ -197,7 +196,7 @@ def test_a_run_that_is_interrupted_leaves_the_folder_as_it_was(made, tmp_path, m
     monkeypatch.setattr(run, "_write_marker", interrupted)
     for options in (f"output_dir={tmp_path / 'new'}",), (f"output_dir={output}", "overwrite=true", "seed=5"):
         with pytest.raises(KeyboardInterrupt):
-            init_model(load_config(["model=tiny", SMALL, f"tokenizer.path={made}", *options]))
+            init_model(read_options(InitModelOptions, ["model=tiny", SMALL, f"tokenizer.path={made}", *options]))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert {file.name: file.read_bytes() for file in output.iterdir()} == before
 
@@ -207,15 +206,15 @@ def test_folders_of_others_are_not_replaced(made, tmp_path):
     options = ["model=tiny", f"tokenizer.path={made}", f"output_dir={tmp_path}"]
     for more in [], ["overwrite=true"]:
         with pytest.raises(UsageError, match="output_dir must be"):
-            load_config([*options, *more])
+            read_options(InitModelOptions, [*options, *more])
     with pytest.raises(UsageError, match="output_dir must not hold the model, a tokenizer, its text"):
-        load_config(["model=tiny", f"tokenizer.path={made}", f"output_dir={made}", "overwrite=true"])
+        read_options(InitModelOptions, ["model=tiny", f"tokenizer.path={made}", f"output_dir={made}", "overwrite=true"])
 
 
 def test_the_command_without_arguments_shows_its_options_and_ends_with_code_2(capsys):
     assert main([]) == 2
     assert "usage: verl-ext init-model" in (told := capsys.readouterr().out)
-    assert "tokenizer:" in told
+    assert "tokenizer.train_on" in told
 
 
 def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_path):

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from verl_ext.commands.init_model.command import init_model, load_config
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.init_model.command import InitModelOptions, init_model
 from verl_ext.commands.init_model.tokenizer import (
     CHATML_TEMPLATE,
-    TokenizerConfig,
+    TokenizerOptions,
     TrainingText,
     find_training_files,
     train_bpe,
@@ -113,7 +114,7 @@ def test_any_text_comes_back(text):
 
 
 def test_special_tokens_come_first_and_are_never_cut():
-    config = TokenizerConfig(
+    config = TokenizerOptions(
         bos_token="<s>", eos_token="</s>", pad_token=None, special_tokens=["<tool>"], vocab_size=270
     )
     tokenizer = trained_tokenizer(SENTENCES, config)
@@ -127,7 +128,7 @@ def test_chat_templates_are_chatml_a_file_or_none(tmp_path):
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
     told = [{"role": "user", "content": "low"}]
     chatml, mine, none = (
-        trained_tokenizer(SENTENCES, TokenizerConfig(chat_template=named, vocab_size=300))
+        trained_tokenizer(SENTENCES, TokenizerOptions(chat_template=named, vocab_size=300))
         for named in ("chatml", str(tmp_path / "mine.jinja"), None)
     )
     assert chatml.chat_template == CHATML_TEMPLATE
@@ -136,13 +137,13 @@ def test_chat_templates_are_chatml_a_file_or_none(tmp_path):
     assert none.chat_template is None
     (tmp_path / "broken.jinja").write_text("{{ x")
     with pytest.raises(UsageError, match=r"^tokenizer.chat_template must be a Jinja template; got \S+, line 1: "):
-        trained_tokenizer(SENTENCES, TokenizerConfig(chat_template=str(tmp_path / "broken.jinja")))
+        trained_tokenizer(SENTENCES, TokenizerOptions(chat_template=str(tmp_path / "broken.jinja")))
 
 
 def test_a_text_too_small_for_the_vocabulary_is_said_with_the_size_that_came_out(tmp_path):
     (tmp_path / "a.txt").write_text(" ".join(SENTENCES))
     options = [f"output_dir={tmp_path / 'out'}", f"tokenizer.train_on={tmp_path}/*.txt", "tokenizer.vocab_size=1000"]
-    told = init_model(load_config(["model=tiny", "config.num_hidden_layers=1", *options]))
+    told = init_model(read_options(InitModelOptions, ["model=tiny", "config.num_hidden_layers=1", *options]))
     size = json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"]
     assert 259 < size < 1000
     assert f"note: the text has pairs to merge for {size} tokens, not for tokenizer.vocab_size=1,000" in told
@@ -167,7 +168,7 @@ def test_a_mistake_in_the_training_is_one_line(options, line, tmp_path):
     (tmp_path / "empty.txt").touch()
     given_options = ["model=tiny", f"output_dir={tmp_path / 'out'}", f"tokenizer.train_on={tmp_path / 'empty.txt'}"]
     with pytest.raises((UsageError, DataError)) as error:
-        init_model(load_config([*given_options, *options]))
+        init_model(read_options(InitModelOptions, [*given_options, *options]))
     assert str(error.value).startswith(line)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
 
@@ -246,7 +247,7 @@ def fast(model: object, **tokens: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: trained_tokenizer([], TokenizerConfig(vocab_size=300)),
+        lambda: trained_tokenizer([], TokenizerOptions(vocab_size=300)),
         lambda: fast(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("▁a", -2.0)], unk_id=0), unk_token="<unk>"),
         lambda: fast(models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"), unk_token="[UNK]"),
         lambda: fast(models.WordLevel({"[UNK]": 0, "[C]": 1, "[=O]": 2}, unk_token="[UNK]"), unk_token="[UNK]"),
@@ -263,7 +264,7 @@ def test_no_tokenizer_with_tokens_of_text_is_refused(make):
 
 
 def test_a_tokenizer_that_loses_spaces_or_characters_is_refused(tmp_path: Path) -> None:
-    whole = trained_tokenizer([], TokenizerConfig(vocab_size=300))
+    whole = trained_tokenizer([], TokenizerOptions(vocab_size=300))
     check_round_trip(whole, "folder")
     whole.save_pretrained(tmp_path)
     settings = tmp_path / "tokenizer_config.json"

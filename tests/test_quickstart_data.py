@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.commands.init_model.command import init_model, load_config
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.init_model.command import InitModelOptions, init_model
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CATEGORIES = ("arithmetic", "ordering", "documents")
@@ -30,10 +31,8 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def model(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    options = ("tokenizer.vocab_size=2048", "tokenizer.bos_token=null")
-    init_model(
-        load_config(["model=tiny", f"output_dir={folder}", f"tokenizer.train_on={data}/*.train.jsonl", *options])
-    )
+    options = ["tokenizer.vocab_size=2048", "tokenizer.bos_token=null", f"tokenizer.train_on={data}/*.train.jsonl"]
+    init_model(read_options(InitModelOptions, ["model=tiny", f"output_dir={folder}", *options]))
     return folder
 
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from verl_ext.commands.command_line import read_options
 from verl_ext.commands.index import load_config as index_config
-from verl_ext.commands.init_model.command import load_config as model_config
+from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.tokenize import TokenizeConfig, load_config
 from verl_ext.config import compose
 
@@ -53,7 +54,7 @@ def test_its_pretraining_commands_are_understood(tiny_model, monkeypatch, tmp_pa
     index = index_config([word.replace("=model", f"={tiny_model}") for word in words])
     assert list(index.source_patterns()) == ["books", "web"]
     (words,) = commands("verl-ext init-model")
-    assert model_config(words).model == "minimind_104m"
+    assert read_options(InitModelOptions, words).model == "minimind_104m"
 
 
 def test_the_files_that_it_links_exist():

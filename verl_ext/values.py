@@ -149,7 +149,11 @@ class Option:
         return self._bounds_problem(key, value) if kind in (int, float) else None
 
     def _kind(self) -> str:
-        return f"one of {', '.join(self.choices)}" if self.choices else _NAMES.get(self.type, "a value")
+        return (
+            f"one of {', '.join(self.choices)}"
+            if self.choices
+            else _NAMES.get(typing.get_origin(self.type) or self.type, "a value")
+        )
 
     def _bounds_problem(self, key: str, value: float) -> str | None:
         bounds = {"at least": self.least, "above": self.above, "at most": self.most}

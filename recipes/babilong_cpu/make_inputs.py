@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_ext.commands.babilong.stories import VERBS
 from verl_ext.commands.babilong.world import PLACES, STARTS
-from verl_ext.commands.init_model.command import init_model, load_config
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.init_model.command import InitModelOptions, init_model
 
 # Two layers of hidden size 64; the spread of the weights is that of narrow models.
 ARCHITECTURE = (
@@ -84,8 +85,9 @@ def main() -> None:
     (options.output / "background" / "prose.txt").write_text(prose, encoding="utf-8")
     make_tokenizer().save_pretrained(options.output / "tokenizer")
     for seed in options.seeds:
-        output = (f"output_dir={options.output}/model_{seed}", "overwrite=true", f"seed={seed}")
-        init_model(load_config([*ARCHITECTURE, *output, f"tokenizer.path={options.output}/tokenizer"]))
+        output = [f"output_dir={options.output}/model_{seed}", "overwrite=true", f"seed={seed}"]
+        tokenizer = f"tokenizer.path={options.output}/tokenizer"
+        init_model(read_options(InitModelOptions, [*ARCHITECTURE, *output, tokenizer]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,1 @@
-"""What the data commands share: command line, typed options, tokenizer, workers, output folder, progress bar.
-
-Imports neither a command's package nor a dataset's.
-"""
+"""The commands of `verl-ext`; verl_ext/__main__.py lists them, command_line.py says what makes one."""

@@ -63,7 +63,7 @@ class IndexConfig:
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without opening a source."""
         source_problems = self._source_problems()
-        return [*source_problems, *self._output_problems(), *self.model.problems(), *self._option_problems()]
+        return [*source_problems, *self._output_problems(), *self.model.tokenizer_problems(), *self._option_problems()]
 
     def _source_problems(self) -> list[str]:
         if not self.sources:

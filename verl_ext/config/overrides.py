@@ -10,10 +10,10 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from verl_ext.commands.command_line import repeated_keys
 from verl_ext.config import schema
 from verl_ext.config.compose import CONF, PRIMARY, composed
 from verl_ext.config.legacy import Item, names_own_class, translate
+from verl_ext.overrides import repeated_keys
 from verl_ext.values import show
 
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"

@@ -7,9 +7,9 @@ import unicodedata
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, ClassVar
 
-from verl_ext.values import UsageError, first_line, reason_of
+from verl_ext.values import Options, UsageError, first_line, option, reason_of
 
 # What load_tokenizer imports, seconds long with torch.
 _WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.torchless_tokenizers"
@@ -19,20 +19,21 @@ LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published ha
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 
-# Optional[...] and not `| None`: OmegaConf's structured configs read the annotations.
-@dataclass
-class ModelConfig:
-    """Where the tokenizer comes from."""
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """Where the tokenizer comes from. The defaults name none: a command asks for `tokenizer_problems` itself."""
 
-    path: Optional[str] = None  # noqa: UP045
-    tokenizer_path: Optional[str] = None  # noqa: UP045
-    trust_remote_code: bool = False
+    prefix: ClassVar[str] = "model"
+
+    path: str | None = option(None, "model or tokenizer: a folder, or a name on the Hub")
+    tokenizer_path: str | None = option(None, "the tokenizer, where it does not lie beside the model")
+    trust_remote_code: bool = option(False, "true: runs the tokenizer's own Python code")
 
     @property
     def tokenizer(self) -> str:
         """The folder or Hub name that the tokenizer is loaded from."""
         path = self.tokenizer_path or self.path
-        assert path is not None, "problems() is empty"
+        assert path is not None, "tokenizer_problems() is empty"
         return path
 
     @property
@@ -40,7 +41,7 @@ class ModelConfig:
         """The dotted key that names it."""
         return "model.tokenizer_path" if self.tokenizer_path else "model.path"
 
-    def problems(self) -> list[str]:
+    def tokenizer_problems(self) -> list[str]:
         """One line where there is no such folder and no name on the Hub."""
         path = self.tokenizer_path or self.path
         if not path:
@@ -49,6 +50,9 @@ class ModelConfig:
         if not os.path.isdir(path) and not hub_name:
             return [f"{self.tokenizer_key} must be a folder that exists; got {path}"]
         return []
+
+
+ModelConfig = ModelOptions  # until nothing has the old name
 
 
 def is_template_text(chat_template: str) -> bool:

@@ -11,12 +11,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, ClassVar
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_ext.commands.babilong.background import (
     Background,
@@ -27,43 +27,58 @@ from verl_ext.commands.babilong.background import (
 )
 from verl_ext.commands.babilong.samples import SampleMaker, SampleOptions, Size, least_size, most_facts
 from verl_ext.commands.babilong.stories import TASKS, fewest_facts, questions_of
-from verl_ext.commands.command_line import least_problems, load_options, run_command
+from verl_ext.commands.command_line import run_command
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.progress import progress_bar
-from verl_ext.text.tokenizer import ModelConfig, load_tokenizer, tokenizer_module
+from verl_ext.text.tokenizer import ModelOptions, leave_out_torch, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import choice_problem, show
+from verl_ext.values import REQUIRED, Options, choice_problem, option, show
 
-CONFIG_NAME = "babilong"
 MARKER = "generator.yaml"  # the options beside the files, by which an output folder of this command is known
 
 
-# Optional[...] and not `| None`: OmegaConf's structured configs read the annotations.
-@dataclass
-class StoryConfig:
+@dataclass(frozen=True)
+class StoryOptions(Options):
     """How long stories are."""
 
-    questions: int = 5
-    facts_per_question: Optional[int] = None  # noqa: UP045
-    max_facts: Optional[int] = None  # noqa: UP045
+    prefix: ClassVar[str] = "story"
+
+    questions: int = option(5, "of a story, a sample each, which has the facts before it (qa4: always 1)", least=1)
+    facts_per_question: int | None = option(
+        None, "qa1: moves before each question (null: 2); qa2, qa3: facts at least (null: 3)", least=1
+    )
+    max_facts: int | None = option(
+        None, "of a sample; null: the benchmark's, one for every 8 tokens (0k: any number)", least=1
+    )
 
 
-@dataclass
-class BabilongConfig:
-    """Everything that `verl-ext babilong` takes; the fields are described in `conf/babilong.yaml`."""
+@dataclass(frozen=True)
+class BabilongOptions(Options):
+    """BABILong samples of any size: bAbI stories (qa1-qa5) told inside background text, OUTPUT_DIR/TASK/SIZE.json."""
 
-    output_dir: str = MISSING
-    overwrite: bool = False
-    tasks: Any = field(default_factory=lambda: ["qa1"])
-    sizes: Any = field(default_factory=lambda: ["0k"])
-    reserve_tokens: int = 300
-    samples: int = 1000
-    seed: int = 42
-    model: ModelConfig = field(default_factory=ModelConfig)
-    background: Optional[str] = None  # noqa: UP045
-    facts_within: Any = None
-    story: StoryConfig = field(default_factory=StoryConfig)
-    num_workers: Optional[int] = None  # noqa: UP045
+    output_dir: str = option(REQUIRED, "folder of the files; it appears only when complete", required=True)
+    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+    tasks: list[Any] = option(["qa1"], f"of {', '.join(TASKS)}", required=True)
+    sizes: list[Any] = option(
+        ["0k"], "0k (facts alone), 1k, 32k, 1M, or a number of tokens; k is 1,000, M 1,000,000", required=True
+    )
+    reserve_tokens: int = option(
+        300, "kept free of a size: `input` has exactly size - reserve_tokens tokens (0k: any number)", least=0
+    )
+    samples: int = option(1000, "in each file", least=1)
+    seed: int = option(42, "sample i follows from seed, task, size and i, whatever else is asked for")
+    model: ModelOptions = option(ModelOptions, "whose tokens count")
+    background: str | None = option(
+        None, "folder of .txt files, at least as many tokens as a sample; null: generated prose"
+    )
+    facts_within: Any = option(
+        None,
+        "where in the sample facts may lie: null anywhere; 0.25 its first quarter; [0,4096] those tokens",
+    )
+    story: StoryOptions = option(StoryOptions, "how long stories are")
+    num_workers: int | None = option(
+        None, "processes; null: one for every CPU where there is work for it. The output is the same for any", least=1
+    )
 
     @property
     def parsed_sizes(self) -> list[Size]:
@@ -89,20 +104,18 @@ class BabilongConfig:
         keep = [self.model.path, self.model.tokenizer_path, self.background]
         problems = self._list_problems()
         problems += output_problems(self.output_dir, self.overwrite, MARKER, keep, kept="background, tokenizer")
-        problems += self.model.problems()
+        problems += self.model.tokenizer_problems()
         if self.background is not None and not os.path.isdir(self.background):
             problems.append(f"background must be a folder of .txt files that exists; got {show(self.background)}")
         problems += self._number_problems()
         return problems or self._room_problems()
 
     def _list_problems(self) -> list[str]:
-        problems = []
-        for key, what in (("tasks", f"tasks such as {TASKS[0]}"), ("sizes", "sizes such as 32k")):
-            value = getattr(self, key)
-            if not isinstance(value, list) or not value:
-                problems.append(f"{key} must be a list of {what}; got {show(value)}")
-            elif len(set(map(str, value))) < len(value):
-                problems.append(f"{key} must name nothing twice; got {value}")
+        problems = [
+            f"{key} must name nothing twice; got {value}"
+            for key, value in (("tasks", self.tasks), ("sizes", self.sizes))
+            if len(set(map(str, value))) < len(value)
+        ]
         if problems:
             return problems
         problems += filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
@@ -115,15 +128,7 @@ class BabilongConfig:
         return problems
 
     def _number_problems(self) -> list[str]:
-        lowest = {
-            "samples": (self.samples, 1),
-            "reserve_tokens": (self.reserve_tokens, 0),
-            "story.questions": (self.story.questions, 1),
-            "story.facts_per_question": (self.story.facts_per_question, 1),
-            "story.max_facts": (self.story.max_facts, 1),
-            "num_workers": (self.num_workers, 1),
-        }
-        problems = least_problems(lowest)
+        problems = []
         if not _is_fact_range(self.facts_within):
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
             problems.append(f"{must}; got {show(self.facts_within)}")
@@ -151,14 +156,6 @@ def _is_fact_range(value: Any) -> bool:
         whole = len(value) == 2 and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
         return whole and 0 <= value[0] < value[1]
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1)
-
-
-def load_config(overrides: Sequence[str]) -> BabilongConfig:
-    """Compose `conf/babilong.yaml` with command-line overrides, check it, and return it typed.
-
-    Raises `UsageError` with one line for every mistake.
-    """
-    return load_options(CONFIG_NAME, BabilongConfig, overrides)
 
 
 JOB_TOKENS = 500_000  # of a job, about: a second or two of work
@@ -194,7 +191,7 @@ class Workshop:
         return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
 
 
-def load_workshop(model: ModelConfig, options: SampleOptions, backgrounds: Mapping[str, Background]) -> Workshop:
+def load_workshop(model: ModelOptions, options: SampleOptions, backgrounds: Mapping[str, Background]) -> Workshop:
     """A workshop with a tokenizer of its own: not every tokenizer can be sent to another process."""
     return Workshop(TokenCounter(load_tokenizer(model)), options, backgrounds)
 
@@ -211,7 +208,7 @@ WORKER_TOKENS = 3_000_000  # that make a second process worth its start of a few
 FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
 
 
-def generate(config: BabilongConfig) -> str:
+def generate(config: BabilongOptions) -> str:
     """Write every file of `config`; return the closing line.
 
     Raises `UsageError` and `DataError`, each one line, and leaves `output_dir` as it was then.
@@ -238,7 +235,7 @@ def generate(config: BabilongConfig) -> str:
     return f"{files} files of {config.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
 
 
-def _records(config: BabilongConfig, workshop: Workshop, jobs: list[Job], num_workers: int) -> Iterator[list[str]]:
+def _records(config: BabilongOptions, workshop: Workshop, jobs: list[Job], num_workers: int) -> Iterator[list[str]]:
     """Every job's records, in order: made here, or by processes that load the tokenizer themselves."""
     if num_workers == 1:
         return map(workshop.records, jobs)
@@ -246,7 +243,7 @@ def _records(config: BabilongConfig, workshop: Workshop, jobs: list[Job], num_wo
     return ordered_results(make, Workshop.records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
 
 
-def _backgrounds(config: BabilongConfig, counter: TokenCounter) -> dict[str, Background]:
+def _backgrounds(config: BabilongOptions, counter: TokenCounter) -> dict[str, Background]:
     """The background of every size with one; sizes whose background is the same share it."""
     targets = {size.label: size.target(config.reserve_tokens) for size in config.parsed_sizes if size.tokens}
     if config.background is not None and targets:
@@ -261,7 +258,7 @@ def _backgrounds(config: BabilongConfig, counter: TokenCounter) -> dict[str, Bac
     return {label: made[filler_size(target)] for label, target in targets.items()}
 
 
-def _write_files(folder: Path, config: BabilongConfig, jobs: list[Job], job_records: Iterable[list[str]]) -> None:
+def _write_files(folder: Path, config: BabilongOptions, jobs: list[Job], job_records: Iterable[list[str]]) -> None:
     """`<task>/<size>.json`, a JSON list with a sample a line, written as the samples come."""
     total = sum(_tokens(config, job) for job in jobs)
     with progress_bar("generate", total, unit="tokens", unit_scale=True) as bar:
@@ -278,21 +275,17 @@ def _write_files(folder: Path, config: BabilongConfig, jobs: list[Job], job_reco
             bar.update(_tokens(config, job))
 
 
-def _tokens(config: BabilongConfig, job: Job) -> int:
+def _tokens(config: BabilongOptions, job: Job) -> int:
     return (job.end - job.first) * (job.size.target(config.reserve_tokens) or FACT_TOKENS)
 
 
-USAGE = (
-    "usage: verl-ext babilong output_dir=DIR model.path=MODEL_OR_TOKENIZER 'tasks=[qa1]' 'sizes=[0k,32k]' samples=5000"
-)
+def run(options: BabilongOptions) -> str:
+    """Do what `verl-ext babilong` does; the closing lines."""
+    leave_out_torch(options.model)
+    return f"{generate(options)}\nwritten to {options.output_dir}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code: 0, 1 where it failed underway, 2 for a mistake in what it was given."""
-    return run_command(arguments, USAGE, CONFIG_NAME, _generate)
-
-
-def _generate(arguments: Sequence[str]) -> str:
-    config = load_config(arguments)
-
-    return f"{generate(config)}\nwritten to {config.output_dir}"
+    """Run the command; its exit code."""
+    example = "output_dir=DIR model.path=MODEL_OR_TOKENIZER 'tasks=[qa1]' 'sizes=[0k,32k]' samples=5000"
+    return run_command(arguments, "babilong", BabilongOptions, run, example)

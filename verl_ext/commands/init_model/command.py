@@ -6,17 +6,17 @@ The command `verl-ext init-model`.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
-from omegaconf import MISSING
 
-from verl_ext.commands.command_line import least_problems, load_options, run_command
+from verl_ext.commands.command_line import run_command
 from verl_ext.commands.init_model.architecture import (
+    PRESETS,
     TOKEN_IDS,
     architecture_problem,
     changed,
@@ -25,17 +25,20 @@ from verl_ext.commands.init_model.architecture import (
     is_preset,
     read_architecture,
 )
-from verl_ext.commands.init_model.tokenizer import TokenizerConfig, TrainingText, find_training_files, trained_tokenizer
+from verl_ext.commands.init_model.tokenizer import (
+    TokenizerOptions,
+    TrainingText,
+    find_training_files,
+    trained_tokenizer,
+)
 from verl_ext.commands.init_model.weights import count_parameters, random_model, save_model
 from verl_ext.config.model import model_support_problems
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.text.tokenizer import read_tokenizer
-from verl_ext.values import DataError, choice_problem
+from verl_ext.values import REQUIRED, DataError, Options, option
 
-CONFIG_NAME = "init_model"
 MARKER = "init_model.json"  # what the model was made of, by which an output folder of this command is known
 DTYPES = ("float32", "bfloat16")
-OPEN_NODES = {"config": "fields of the model's config to values"}
 # Keys of the architecture that the command sets itself, and from what.
 GIVEN_KEYS = {
     "bos_token_id": "the tokenizer",
@@ -48,22 +51,19 @@ GIVEN_KEYS = {
 }
 
 
-@dataclass
-class InitModelConfig:
-    """Everything that `verl-ext init-model` takes; the fields are described in `conf/init_model.yaml`."""
+@dataclass(frozen=True)
+class InitModelOptions(Options):
+    """A model from scratch: a Hugging Face folder with random weights, and a tokenizer that is trained or copied."""
 
-    model: Any = MISSING
-    output_dir: str = MISSING
-    overwrite: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    dtype: str = "float32"
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    maps: ClassVar[Mapping[str, str]] = {"config": "fields of the model's config to values"}
 
-    def __post_init__(self) -> None:
-        if isinstance(self.model, dict):  # what `_as_value` made of it
-            (self.model,) = self.model.values()
-        self.model = str(self.model)
+    model: str = option(REQUIRED, f"{', '.join(PRESETS)}, a config.json, or a folder with one", required=True)
+    output_dir: str = option(REQUIRED, "the model's folder; it appears only when complete", required=True)
+    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+    config: dict[str, Any] = option({}, "the architecture's own keys, over the model's, e.g. {num_hidden_layers: 4}")
+    seed: int = option(0, "of the weights: the same seed, the same weights, bit for bit", least=0)
+    dtype: str = option("float32", "of the saved weights; drawn in float32 either way", choices=DTYPES)
+    tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without transformers and without opening a source."""
@@ -73,26 +73,10 @@ class InitModelConfig:
         problems += output_problems(self.output_dir, self.overwrite, MARKER, keep, kept)
         for key in GIVEN_KEYS.keys() & self.config.keys():
             problems.append(f"config must not set {key}, which {GIVEN_KEYS[key]} gives; got {self.config[key]}")
-        problems += least_problems({"seed": (self.seed, 0)})
-        problems += filter(None, [choice_problem("dtype", self.dtype, DTYPES)])
-        return problems + self.tokenizer.problems()
+        return problems + self.tokenizer.source_problems()
 
 
-def load_config(overrides: Sequence[str]) -> InitModelConfig:
-    """Compose `conf/init_model.yaml` with command-line overrides, check it, and return it typed.
-
-    Raises `UsageError` with one line for every mistake.
-    """
-    return load_options(CONFIG_NAME, InitModelConfig, [_as_value(text) for text in overrides], OPEN_NODES)
-
-
-def _as_value(text: str) -> str:
-    """`model=NAME` as `model={name:NAME}`: a plain value Hydra would look up in the trainer's group conf/model."""
-    key, equals, value = text.partition("=")
-    return f"model={{name:{value or chr(39) * 2}}}" if key == "model" and equals else text
-
-
-def init_model(config: InitModelConfig) -> str:
+def init_model(config: InitModelOptions) -> str:
     """Write the model of `config` to `config.output_dir`; return what it is, in lines.
 
     Raises `UsageError` and `DataError`, each one line, and leaves `output_dir` as it was then.
@@ -117,7 +101,7 @@ def init_model(config: InitModelConfig) -> str:
     return "\n".join(lines)
 
 
-def _tokenizer(config: InitModelConfig, text: TrainingText | None) -> Any:
+def _tokenizer(config: InitModelOptions, text: TrainingText | None) -> Any:
     if text is None:
         assert config.tokenizer.path is not None, "problems() is empty"
         return read_tokenizer(config.tokenizer.path, "tokenizer.path")
@@ -128,7 +112,7 @@ def _tokenizer(config: InitModelConfig, text: TrainingText | None) -> Any:
     return tokenizer
 
 
-def _write_marker(folder: Path, config: InitModelConfig, counts: tuple[int, int]) -> None:
+def _write_marker(folder: Path, config: InitModelOptions, counts: tuple[int, int]) -> None:
     """What the model was made of: the options, the parameters, and the versions that the weights' bits depend on."""
     options = {key: value for key, value in asdict(config).items() if key not in ("output_dir", "overwrite")}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -136,7 +120,7 @@ def _write_marker(folder: Path, config: InitModelConfig, counts: tuple[int, int]
     (folder / MARKER).write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _tokenizer_lines(config: InitModelConfig, tokenizer: Any, text: TrainingText | None) -> list[str]:
+def _tokenizer_lines(config: InitModelOptions, tokenizer: Any, text: TrainingText | None) -> list[str]:
     tokens = {name: getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad")}
     special = [f"{name} {token} = {getattr(tokenizer, f'{name}_token_id')}" for name, token in tokens.items() if token]
     lines = [f"tokenizer   {len(tokenizer):,} tokens; {', '.join(special) or 'no special ones'}"]
@@ -150,7 +134,7 @@ def _tokenizer_lines(config: InitModelConfig, tokenizer: Any, text: TrainingText
     return lines
 
 
-def _model_lines(config: InitModelConfig, model: Any, num_tokens: int, num_bytes: int) -> list[str]:
+def _model_lines(config: InitModelOptions, model: Any, num_tokens: int, num_bytes: int) -> list[str]:
     total, outside = count_parameters(model)
     name = f"{config.model}, {model.config.architectures[0]}"
     lines = [
@@ -164,20 +148,15 @@ def _model_lines(config: InitModelConfig, model: Any, num_tokens: int, num_bytes
     return lines + [f"note: this project's trainer refuses such a model: {problem}" for problem in problems]
 
 
-USAGE = (
-    "usage: verl-ext init-model model=minimind_104m output_dir=DIR"
-    " ('tokenizer.train_on=[train.jsonl]' | tokenizer.path=TOKENIZER)"
-)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code: 0, 1 for unusable text, 2 for a mistake in the command."""
-    return run_command(arguments, USAGE, CONFIG_NAME, _init_model)
-
-
-def _init_model(arguments: Sequence[str]) -> str:
-    config = load_config(arguments)
+def run(options: InitModelOptions) -> str:
+    """Do what `verl-ext init-model` does; the closing lines."""
     from transformers.utils import logging  # heavy: not for a command with a mistake in it
 
     logging.set_verbosity_error()
-    return f"{init_model(config)}\nwritten to {config.output_dir}"
+    return f"{init_model(options)}\nwritten to {options.output_dir}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit code."""
+    example = "model=minimind_104m output_dir=DIR ('tokenizer.train_on=[train.jsonl]' | tokenizer.path=TOKENIZER)"
+    return run_command(arguments, "init-model", InitModelOptions, run, example)

@@ -10,9 +10,9 @@ The text that a tokenizer is trained on, read as a stream.
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import chain, islice
-from typing import Any, Optional
+from typing import Any, ClassVar
 
 from verl_ext.progress import progress_bar
 from verl_ext.text.json_records import BadRecord, parse_line
@@ -20,7 +20,7 @@ from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import PlainText, parse_record
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenizer import check_template, read_template_file
-from verl_ext.values import DataError, show
+from verl_ext.values import DataError, Options, option, show
 
 KEY = "tokenizer.chat_template"
 CHATML = "chatml"
@@ -48,20 +48,27 @@ def read_chat_template(named: str | None) -> str | None:
 BYTES = 256  # tokens that a byte-level tokenizer has beside special ones and merges
 
 
-# Optional[...] and not `| None`: OmegaConf's structured configs read the annotations.
-@dataclass
-class TokenizerConfig:
+@dataclass(frozen=True)
+class TokenizerOptions(Options):
     """A tokenizer to copy (`path`), or text to train one on (`train_on`) and its settings."""
 
-    path: Optional[str] = None  # noqa: UP045
-    train_on: Any = field(default_factory=list)
-    text_key: str = "text"
-    vocab_size: int = 6400
-    bos_token: Optional[str] = "<|im_start|>"  # noqa: UP045
-    eos_token: Optional[str] = "<|im_end|>"  # noqa: UP045
-    pad_token: Optional[str] = "<|endoftext|>"  # noqa: UP045
-    special_tokens: list[str] = field(default_factory=list)
-    chat_template: Optional[str] = CHATML  # noqa: UP045
+    prefix: ClassVar[str] = "tokenizer"
+
+    path: str | None = option(None, "copied: a tokenizer's folder, or its name on the Hub; this or train_on")
+    train_on: Any = option(
+        [],
+        "byte-level BPE trained on these files, folders, globs or URLs (txt, jsonl, json, csv, tsv, also as .gz, .bz2, "
+        ".xz, .zst; parquet; Arrow): a record's text_key, or every message of a chat",
+    )
+    text_key: str = option("text", "the field of a record that is its text")
+    vocab_size: int = option(6400, "tokens in all, the 256 bytes and the special ones included")
+    bos_token: str | None = option("<|im_start|>", "null: none")
+    eos_token: str | None = option("<|im_end|>", "null: none")
+    pad_token: str | None = option("<|endoftext|>", "null: none")
+    special_tokens: list[str] = option([], "further ones, such as a template's")
+    chat_template: str | None = option(
+        CHATML, "chatml, whose <|im_start|> and <|im_end|> become special; a Jinja file; null: none"
+    )
 
     def train_patterns(self) -> list[str]:
         """Paths and globs of the text to train on."""
@@ -74,7 +81,7 @@ class TokenizerConfig:
         tokens = [self.pad_token, self.bos_token, *chatml, self.eos_token, *self.special_tokens]
         return list(dict.fromkeys(token for token in tokens if token))
 
-    def problems(self) -> list[str]:
+    def source_problems(self) -> list[str]:
         """One line for every mistake that can be seen without loading a tokenizer or opening a text."""
         values = [self.train_on] if isinstance(self.train_on, str) else self.train_on
         if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
@@ -88,7 +95,7 @@ class TokenizerConfig:
         problems = []
         if not os.path.isdir(path) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
             problems.append(f"tokenizer.path must be a folder that exists; got {path}")
-        defaults = TokenizerConfig()
+        defaults = TokenizerOptions()
         for setting in fields(self)[2:]:
             if (value := getattr(self, setting.name)) != getattr(defaults, setting.name):
                 must = f"tokenizer.{setting.name} must be left out with tokenizer.path, which is copied as it is"
@@ -182,7 +189,7 @@ def record_texts(record: Any, text_key: str) -> list[str]:
     return [message["content"] for message in content.messages]
 
 
-def trained_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> Any:
+def trained_tokenizer(texts: Iterable[str], config: TokenizerOptions) -> Any:
     """A transformers tokenizer trained on `texts`: any text is encoded, none is unknown.
 
     It has fewer than `config.vocab_size` tokens where the text has too few pairs to merge, and no merges without text.
