@@ -27,7 +27,7 @@ from verl_ext.data.megatron.text_index import TextIndex, write_text_index
 from verl_ext.text.plain_text import TextOptions, TextTokenizer, record_texts
 from verl_ext.text.readers import Parcel, read_parcels
 from verl_ext.text.sources import SourceFile, find_source_files
-from verl_ext.text.tokenizer import ModelConfig, tokenizer_module
+from verl_ext.text.tokenizer import ModelOptions, tokenizer_module
 from verl_ext.text.workers import ordered_results
 
 LINES_PER_JOB = 32  # preprocess_data.py's own
@@ -53,7 +53,7 @@ class Corpus:
         with open(self.path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
         self.files: list[SourceFile] = find_source_files({"texts": [str(self.path)]})
-        self.tokenizer = load_text_tokenizer(ModelConfig(self.tokenizer_folder), TextOptions()).tokenizer
+        self.tokenizer = load_text_tokenizer(ModelOptions(self.tokenizer_folder), TextOptions()).tokenizer
 
 
 def tokenizer_alone(corpus: Corpus) -> Speed:
@@ -71,7 +71,7 @@ def in_process(corpus: Corpus) -> Speed:
 
 def command(corpus: Corpus) -> Speed:
     """Ours with worker processes."""
-    make = partial(load_text_tokenizer, ModelConfig(corpus.tokenizer_folder), TextOptions())
+    make = partial(load_text_tokenizer, ModelOptions(corpus.tokenizer_folder), TextOptions())
     parcels = read_parcels(corpus.files, lambda source: False)
     results = ordered_results(make, _tokenise, parcels, corpus.workers, name="tokenise", preload=[tokenizer_module()])
     with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
@@ -155,7 +155,7 @@ _worker: dict[str, Any] = {}
 
 
 def _load(folder: str, eos: int) -> None:
-    _worker.update(tokenizer=load_text_tokenizer(ModelConfig(folder), TextOptions()).tokenizer, eos=eos)
+    _worker.update(tokenizer=load_text_tokenizer(ModelOptions(folder), TextOptions()).tokenizer, eos=eos)
 
 
 def _encode(line: str) -> Stamped:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.index import load_config as index_config
+from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.tokenize import TokenizeConfig, load_config
 from verl_ext.config import compose
@@ -51,8 +51,8 @@ def test_its_tokenise_command_is_understood(tiny_model):
 def test_its_pretraining_commands_are_understood(tiny_model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (words,) = commands("verl-ext index")
-    index = index_config([word.replace("=model", f"={tiny_model}") for word in words])
-    assert list(index.source_patterns()) == ["books", "web"]
+    index = read_options(IndexOptions, [word.replace("=model", f"={tiny_model}") for word in words])
+    assert list(index.sources) == ["books", "web"]
     (words,) = commands("verl-ext init-model")
     assert read_options(InitModelOptions, words).model == "minimind_104m"
 
