@@ -10,8 +10,9 @@ import pytest
 
 from tests.test_babilong_samples import byte_level, words
 from tests.test_babilong_worlds import ANY_FACT, replay
-from verl_ext.commands.babilong import background, command
-from verl_ext.commands.command_line import known_options
+from verl_ext.commands.babilong import command
+from verl_ext.commands.babilong.samples import SampleMaker
+from verl_ext.commands.command_line import known_options, read_options
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +25,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(background, "FILLER_SENTENCES", 500)
 
 
-def generate(output: Path, model: Path, *overrides: str) -> int:
+def run(output: Path, model: Path, *overrides: str) -> int:
     return command.main([f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides])
+
+
+def generate(output: Path, model: Path, *overrides: str) -> None:
+    """A run with less background than usual, which is sooner counted, and jobs of a few samples."""
+    arguments = [f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides]
+    options = read_options(command.BabilongOptions, arguments)
+    assert command.generate(options, filler_sentences=500, job_samples=3)
 
 
 def test_every_task_and_size_becomes_a_file_of_the_published_layout(tmp_path: Path, model: Path) -> None:
     output = tmp_path / "data"
-    assert generate(output, model, "tasks=[qa1,qa5]", "sizes=[0k,1k,600]", "samples=7") == 0
+    generate(output, model, "tasks=[qa1,qa5]", "sizes=[0k,1k,600]", "samples=7")
     names = sorted(path.relative_to(output).as_posix() for path in output.rglob("*.json"))
     assert names == [f"{task}/{size}.json" for task in ("qa1", "qa5") for size in ("0k", "1k", "600")]
     for path in output.rglob("*.json"):
@@ -45,13 +52,10 @@ def test_every_task_and_size_becomes_a_file_of_the_published_layout(tmp_path: Pa
             assert replay(facts, record["question"]) == record["target"]
 
 
-def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("verl_ext.commands.babilong.command.MOST_SAMPLES", 3)
+def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(tmp_path: Path, model: Path) -> None:
     overrides = ("tasks=[qa1,qa3]", "sizes=[0k,1k]", "samples=10")
     for name, more in (("one", "num_workers=1"), ("two", "num_workers=2"), ("other", "seed=1")):
-        assert generate(tmp_path / name, model, *overrides, more) == 0
+        generate(tmp_path / name, model, *overrides, more)
     one, two, other = (
         {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in (tmp_path / name).rglob("*.*")}
         for name in ("one", "two", "other")
@@ -62,8 +66,8 @@ def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(
 
 
 def test_fewer_samples_and_other_sizes_leave_a_sample_as_it_is(tmp_path: Path, model: Path) -> None:
-    assert generate(tmp_path / "few", model, "sizes=[1k]", "samples=3") == 0
-    assert generate(tmp_path / "many", model, "tasks=[qa2,qa1]", "sizes=[2k,1k]", "samples=8") == 0
+    generate(tmp_path / "few", model, "sizes=[1k]", "samples=3")
+    generate(tmp_path / "many", model, "tasks=[qa2,qa1]", "sizes=[2k,1k]", "samples=8")
     few, many = (json.loads((tmp_path / name / "qa1/1k.json").read_text()) for name in ("few", "many"))
     assert few == many[:3]
 
@@ -73,8 +77,7 @@ def test_background_of_a_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "text/deep").mkdir(parents=True)
     text = " ".join(f"Sentence {n} of a book that goes on and on like this." for n in range(100))
     (tmp_path / "text/deep/a.txt").write_text(text)
-    done = generate(tmp_path / "out", tmp_path / "words", "sizes=[500]", "samples=2", f"background={tmp_path / 'text'}")
-    assert done == 0
+    generate(tmp_path / "out", tmp_path / "words", "sizes=[500]", "samples=2", f"background={tmp_path / 'text'}")
     for record in json.loads((tmp_path / "out/qa1/500.json").read_text()):
         assert len(record["input"].split()) == 200
         assert "of a book that goes on and on" in record["input"]
@@ -114,7 +117,7 @@ REFUSED = [
 def test_a_mistake_is_one_line_and_code_2_and_writes_nothing(
     override: str, line: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert generate(tmp_path / "out", model, "samples=2", override) == 2
+    assert run(tmp_path / "out", model, "samples=2", override) == 2
     told = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
     assert len(told) == 1
     assert line in told[0]
@@ -122,12 +125,12 @@ def test_a_mistake_is_one_line_and_code_2_and_writes_nothing(
 
 
 def test_a_size_without_room_is_refused_before_the_tokenizer_is_loaded(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load_tokenizer", lambda _: pytest.fail("it was loaded"))
-    assert generate(tmp_path / "out", model, "sizes=[301]") == 2
+    (tmp_path / "empty").mkdir()  # which would be refused as a tokenizer
+    assert run(tmp_path / "out", tmp_path / "empty", "sizes=[301]") == 2
     assert "of question 5 of a qa1 story, 10 or more: 388 (reserve_tokens 300); got 301" in capsys.readouterr().err
-    assert generate(tmp_path / "out", model, "sizes=[320]", "tasks=[qa1,qa4]", "samples=1") == 2
+    assert run(tmp_path / "out", tmp_path / "empty", "sizes=[320]", "tasks=[qa1,qa4]", "samples=1") == 2
     assert "of question 1 of a qa4 story, 2 or more: 324 (" in capsys.readouterr().err
 
 
@@ -146,14 +149,14 @@ def test_unusable_background_is_refused(
 ) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / name).write_bytes(content)
-    assert generate(tmp_path / "out", model, "sizes=[1k]", f"background={tmp_path / 'text'}") == 2
+    assert run(tmp_path / "out", model, "sizes=[1k]", f"background={tmp_path / 'text'}") == 2
     assert line in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert generate(tmp_path / "out", tmp_path / "empty") == 2
+    assert run(tmp_path / "out", tmp_path / "empty") == 2
     assert "error: model.path must hold a tokenizer; got " in capsys.readouterr().err
 
 
@@ -161,19 +164,19 @@ def test_what_is_there_is_replaced_only_where_asked_and_by_a_complete_run(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    assert generate(output, model, "samples=2") == 0
+    assert run(output, model, "samples=2") == 0
     before = (output / "qa1/0k.json").read_bytes()
-    assert generate(output, model, "samples=3") == 2
+    assert run(output, model, "samples=3") == 2
     assert "output_dir must be empty or new, or overwrite=true given" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(command.Workshop, "records", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert generate(output, model, "samples=3", "overwrite=true") == 130
+        patch.setattr(SampleMaker, "sample", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(output, model, "samples=3", "overwrite=true") == 130
     assert (output / "qa1/0k.json").read_bytes() == before
-    assert generate(output, model, "samples=3", "tasks=[qa2]", "overwrite=true") == 0
+    assert run(output, model, "samples=3", "tasks=[qa2]", "overwrite=true") == 0
     assert sorted(path.name for path in output.iterdir()) == [command.MARKER, "qa2"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years of work")
-    assert generate(tmp_path / "mine", model, "overwrite=true") == 2
+    assert run(tmp_path / "mine", model, "overwrite=true") == 2
     assert (tmp_path / "mine/thesis.tex").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 

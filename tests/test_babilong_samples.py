@@ -23,8 +23,8 @@ from verl_ext.commands.babilong.background import (
     folder_background,
     split_sentences,
 )
-from verl_ext.commands.babilong.samples import SampleMaker, SampleOptions, Size, cut_to
-from verl_ext.commands.babilong.stories import TASKS
+from verl_ext.commands.babilong.samples import SampleMaker, cut_to, size_tokens, target_tokens
+from verl_ext.commands.babilong.stories import TASKS, StoryOptions
 from verl_ext.commands.babilong.world import GIVERS, OBJECTS, PLACES, STARTS
 from verl_ext.values import UsageError
 
@@ -82,9 +82,7 @@ def equipment(kind: str = "byte_level") -> tuple[TokenCounter, Background]:
 
 def maker(task: str, size: str, kind: str = "byte_level", **options: Any) -> SampleMaker:
     counter, background = equipment(kind)
-    parsed = Size.parse(size)
-    assert parsed is not None
-    return SampleMaker(task, parsed, SampleOptions(**{"seed": 0, **options}), counter, background)
+    return SampleMaker(task, size, counter, background, **{"seed": 0, **options})
 
 
 def facts_in(text: str) -> list[str]:
@@ -107,7 +105,7 @@ def test_input_has_exactly_the_tokens_of_the_size_and_its_facts_give_the_target(
     kind=st.sampled_from(list(KINDS)), tokens=st.integers(120, 900), seed=st.integers(0, 99), number=st.integers(0, 9)
 )
 def test_any_number_of_tokens_is_hit_exactly(kind: str, tokens: int, seed: int, number: int) -> None:
-    made = maker("qa1", str(tokens), kind, reserve_tokens=0, seed=seed, questions=2)
+    made = maker("qa1", str(tokens), kind, reserve_tokens=0, seed=seed, story=StoryOptions(questions=2))
     assert made.counter.count(made.sample(number)["input"]) == tokens
 
 
@@ -117,11 +115,10 @@ def test_a_tokenizer_that_cannot_give_the_count_ends_with_an_error() -> None:
             return {"input_ids": [[0] * (2 * len(text.split())) for text in texts]}
 
     counter = TokenCounter(EvenCounts())
-    size, options = Size("301", 301), SampleOptions(seed=0, reserve_tokens=0)
     background = filler_background(200, counter)
     with pytest.raises(UsageError, match=r"no text of exactly 301 tokens was found .*\(task qa1, size 301, sample 0\)"):
-        SampleMaker("qa1", size, options, counter, background).sample(0)
-    even = SampleMaker("qa1", Size("300", 300), options, counter, background).sample(0)
+        SampleMaker("qa1", "301", counter, background, seed=0, reserve_tokens=0).sample(0)
+    even = SampleMaker("qa1", "300", counter, background, seed=0, reserve_tokens=0).sample(0)
     assert counter.count(even["input"]) == 300
 
 
@@ -141,7 +138,7 @@ def test_facts_keep_their_order_and_lie_anywhere() -> None:
     made = maker("qa2", "4k")
     firsts = []
     for number in range(0, 40, 5):
-        facts, question, answer = made._story(number)
+        facts, question, answer = made.story_part(number)
         sample = made.sample(number)
         assert (facts_in(sample["input"]), sample["question"], sample["target"]) == (facts, question, answer)
         firsts.append(sample["input"].index(facts[0]) / len(sample["input"]))
@@ -174,7 +171,7 @@ def test_a_sample_follows_from_seed_task_size_and_number_alone() -> None:
 
 def test_no_sample_has_more_facts_than_the_benchmark_takes_or_the_user_allows() -> None:
     assert all(len(facts_in(maker("qa3", "400").sample(n)["input"])) <= 100 // 8 - 1 for n in range(0, 10, 5))
-    made = maker("qa2", "0k", max_facts=6)
+    made = maker("qa2", "0k", story=StoryOptions(max_facts=6))
     assert all(len(facts_in(made.sample(n)["input"])) <= 6 for n in range(0, 20, 5))
 
 
@@ -184,7 +181,7 @@ def test_a_size_without_room_for_the_facts_is_refused() -> None:
     least = int(str(raised.value).split(" (")[0].split()[-1])
     assert maker("qa3", str(least)).max_facts == maker("qa3", str(least - 1)).max_facts + 1
     with pytest.raises(UsageError, match=r"^story.max_facts must .* 1000 stories have 3 or more; got 1$"):
-        maker("qa2", "1k", max_facts=1).sample(0)
+        maker("qa2", "1k", story=StoryOptions(max_facts=1)).sample(0)
     with pytest.raises(UsageError, match=r"^facts_within must leave room for .* got 3 tokens \(size 1k"):
         maker("qa1", "1k", facts_within=[10, 13]).sample(0)
     with pytest.raises(UsageError, match=r"^facts_within must hold the start of a background sentence"):
@@ -208,9 +205,8 @@ def test_work_grows_with_the_length_and_not_with_its_square() -> None:
     work = []
     for tokens in (10_000, 80_000):
         tokenizer.characters = 0
-        size, options = Size(str(tokens), tokens), SampleOptions(seed=0)
         lengths = [
-            len(SampleMaker("qa1", size, options, counter, background).sample(number)["input"]) for number in range(3)
+            len(SampleMaker("qa1", tokens, counter, background, seed=0).sample(number)["input"]) for number in range(3)
         ]
         work.append(tokenizer.characters / sum(lengths))
     assert max(work) < 2.5
@@ -245,7 +241,7 @@ def test_prose_of_a_folder_is_used_side_by_side(tmp_path: Path) -> None:
     assert background.tokens.tolist() == [10] * 80
     walk = background.walk(random.Random(0), 200, 0)
     assert set(np.diff(walk) % 80) == {1}
-    sample = SampleMaker("qa1", Size("400", 400), SampleOptions(seed=0), counter, background).sample(0)
+    sample = SampleMaker("qa1", "400", counter, background, seed=0).sample(0)
     assert len(sample["input"].split()) == 100
 
 
@@ -270,11 +266,9 @@ def test_a_cut_sentence_is_a_start_with_exactly_the_tokens(number: int, tokens: 
     ("label", "tokens"), [("0k", 0), ("1k", 1000), ("32k", 32_000), ("1M", 1_000_000), (4096, 4096)]
 )
 def test_sizes_are_labels_or_numbers(label: object, tokens: int) -> None:
-    size = Size.parse(label)
-    assert size is not None
-    assert (size.tokens, size.target(300)) == (tokens, tokens - 300 if tokens else 0)
+    assert (size_tokens(label), target_tokens(label, 300)) == (tokens, tokens - 300 if tokens else 0)
 
 
 @pytest.mark.parametrize("label", ["k", "1K", "-1", "1.5k", "32 k", True, None])
 def test_other_sizes_are_none(label: object) -> None:
-    assert Size.parse(label) is None
+    assert size_tokens(label) is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.commands.babilong.stories import TASKS, Story, fewest_facts, tell_story
+from verl_ext.commands.babilong.stories import TASKS, Story, StoryOptions, make_story
 from verl_ext.commands.babilong.world import STARTS, Event, World
 from verl_ext.data.babilong import TASK_LABELS
 
@@ -98,7 +98,7 @@ def replay_gift(facts: list[str], question: str) -> str | None:
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds)
 def test_every_answer_follows_from_the_facts_before_its_question(task: str, seed: int) -> None:
-    story = tell_story(task, random.Random(seed))
+    story = make_story(task, random.Random(seed), StoryOptions())
     assert len(story.questions) == (1 if task == "qa4" else 5)
     for question in story.questions:
         assert replay(story.facts[: question.num_facts], question.text) == question.answer
@@ -112,7 +112,7 @@ def test_every_answer_follows_from_the_facts_before_its_question(task: str, seed
 def test_qa1_is_so_many_times_moves_and_a_question_about_an_actor_who_moved(
     seed: int, moves: int, questions: int
 ) -> None:
-    story = tell_story("qa1", random.Random(seed), questions, moves)
+    story = make_story("qa1", random.Random(seed), StoryOptions(questions, moves))
     assert [question.num_facts for question in story.questions] == [moves * (n + 1) for n in range(questions)]
     here = dict(STARTS)
     for kind, actor, place in map(read, story.facts):
@@ -128,7 +128,7 @@ def test_objects_are_got_dropped_and_given_only_by_those_who_can(task: str, seed
     holder: dict[str, str] = {}
     place: dict[str, str] = {}
     actors = set()
-    for kind, actor, what, *receiver in map(read, tell_story(task, random.Random(seed)).facts):
+    for kind, actor, what, *receiver in map(read, make_story(task, random.Random(seed), StoryOptions()).facts):
         actors.add(actor)
         if kind == "move":
             assert place.get(actor) != what
@@ -148,16 +148,18 @@ def test_objects_are_got_dropped_and_given_only_by_those_who_can(task: str, seed
 @pytest.mark.parametrize("task", ["qa2", "qa3"])
 def test_questions_of_qa2_and_qa3_come_after_the_third_fact_or_later(task: str) -> None:
     for fewest in (None, 6):
-        counts = [q.num_facts for q in tell_story(task, random.Random(1), facts_per_question=fewest).questions]
+        options = StoryOptions(facts_per_question=fewest)
+        counts = [q.num_facts for q in make_story(task, random.Random(1), options).questions]
         assert all(b - a >= (fewest or 3) for a, b in pairwise([0, *counts]))
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("wanted", [None, 6])
 def test_no_story_has_fewer_facts_than_the_fewest_and_some_have_those(task: str, wanted: int | None) -> None:
-    stories = [tell_story(task, random.Random(seed), facts_per_question=wanted) for seed in range(300)]
+    options = StoryOptions(facts_per_question=wanted)
+    stories = [make_story(task, random.Random(seed), options) for seed in range(300)]
     for number in range(len(stories[0].questions)):
-        told, fewest = [story.questions[number].num_facts for story in stories], fewest_facts(task, number, wanted)
+        told, fewest = [story.questions[number].num_facts for story in stories], options.fewest_facts(task, number)
         assert min(told) >= fewest
         assert task in ("qa2", "qa3", "qa5") or set(told) == {fewest}
 
@@ -165,7 +167,7 @@ def test_no_story_has_fewer_facts_than_the_fewest_and_some_have_those(task: str,
 def test_qa5_asks_about_the_last_gift_at_most_five_facts_later() -> None:
     waits = set()
     for seed in range(60):
-        story = tell_story("qa5", random.Random(seed))
+        story = make_story("qa5", random.Random(seed), StoryOptions())
         for question in story.questions:
             kinds = [read(fact)[0] for fact in story.facts[: question.num_facts]]
             waits.add(len(kinds) - 1 - max(n for n, kind in enumerate(kinds) if kind == "give"))
@@ -173,7 +175,7 @@ def test_qa5_asks_about_the_last_gift_at_most_five_facts_later() -> None:
 
 
 def test_qa4_relates_three_rooms_and_asks_in_every_form() -> None:
-    stories = [tell_story("qa4", random.Random(seed)) for seed in range(100)]
+    stories = [make_story("qa4", random.Random(seed), StoryOptions()) for seed in range(100)]
     for story in stories:
         rooms = [room for fact in story.facts for room in RELATION.fullmatch(fact).group(1, 3)]  # type: ignore[union-attr]
         assert (len(story.facts), len(set(rooms))) == (2, 3)
@@ -181,7 +183,7 @@ def test_qa4_relates_three_rooms_and_asks_in_every_form() -> None:
 
 
 def test_all_wordings_occur() -> None:
-    stories = [tell_story(task, random.Random(seed)) for task in ("qa2", "qa5") for seed in range(40)]
+    stories = [make_story(task, random.Random(seed), StoryOptions()) for task in ("qa2", "qa5") for seed in range(40)]
     facts = " ".join(fact for story in stories for fact in story.facts)
     verbs = "moved to,went to,journeyed to,travelled to,went back to,took,got,grabbed,picked up,dropped,discarded,"
     verbs += "put down,left,gave,handed,passed"
@@ -191,7 +193,7 @@ def test_all_wordings_occur() -> None:
 
 def test_the_same_seed_tells_the_same_story() -> None:
     def told(seed: int) -> list[Story]:
-        return [tell_story(task, random.Random(seed)) for task in TASKS]
+        return [make_story(task, random.Random(seed), StoryOptions()) for task in TASKS]
 
     assert told(3) == told(3)
     assert told(3) != told(4)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_model import write_tiny_model
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.init_model import command as run
 from verl_ext.commands.init_model.command import InitModelOptions, init_model, main
+from verl_ext.files import OutputFolder
 from verl_ext.values import DataError, UsageError
 
 SMALL = "config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, initializer_range: 0.1}"
@@ -140,7 +140,7 @@ def test_it_tells_parameters_exactly(made, tmp_path):
         (["model=tiny", "config.head_dim=5"], "config.head_dim must be even for rotary positions; got 5"),
         (
             ["model=tiny", "config.num_hidden_layers=0"],
-            "config.num_hidden_layers must be a whole number of at least 1; got 0",
+            "config.num_hidden_layers must be at least 1; got 0",
         ),
         (["model=tiny", "config.hidden_act=sulu"], "got sulu (nearest: silu)"),
         (["model=tiny", "config.rms_norm_eps=x"], "Field 'rms_norm_eps' expected float, got str (value: 'x')"),
@@ -193,7 +193,7 @@ def test_a_run_that_is_interrupted_leaves_the_folder_as_it_was(made, tmp_path, m
     output = tmp_path / "model"
     make(output, f"tokenizer.path={made}")
     before = {file.name: file.read_bytes() for file in output.iterdir()}
-    monkeypatch.setattr(run, "_write_marker", interrupted)
+    monkeypatch.setattr(OutputFolder, "publish", interrupted)
     for options in (f"output_dir={tmp_path / 'new'}",), (f"output_dir={output}", "overwrite=true", "seed=5"):
         with pytest.raises(KeyboardInterrupt):
             init_model(read_options(InitModelOptions, ["model=tiny", SMALL, f"tokenizer.path={made}", *options]))

@@ -18,7 +18,6 @@ from verl_ext.commands.init_model.tokenizer import (
     CHATML_TEMPLATE,
     TokenizerOptions,
     TrainingText,
-    find_training_files,
     train_bpe,
     trained_tokenizer,
 )
@@ -30,7 +29,7 @@ SENTENCES = ["low lower lowest", "new newer newest", "wide wider widest"] * 30
 
 
 def read(*paths: Path, text_key: str = "text") -> list[str]:
-    return list(TrainingText(find_training_files([str(path) for path in paths]), text_key))
+    return list(TrainingText([str(path) for path in paths], text_key))
 
 
 def write_lines(path: Path, *records: object) -> Path:

@@ -74,7 +74,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raises ValueError with a line for each value that is not allowed."""
-        refuse(list(filter(None, _field_problems(self))) or self.problems())
+        refuse(list(filter(None, _field_problems(type(self), vars(self)))) or self.problems())
 
     def problems(self) -> Iterable[str | None]:
         """A line for each mistake that several options make together; asked when each of them is right by itself."""
@@ -104,12 +104,9 @@ class Options:
                     continue
             if value is not None or field.nullable or field.required:
                 named[name] = field.converted(value)
-        try:
-            made = cls(**named)
-        except ValueError as error:
-            lines = [*str(error).splitlines(), *lines]
-        refuse(lines)
-        return made
+        if lines:  # what is wrong between several options is not known without the nodes below
+            refuse([*_field_problems(cls, named), *lines])
+        return cls(**named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,10 +300,10 @@ def reason_of(error: OSError) -> str:
     return error.strerror or first_line(error)
 
 
-def _field_problems(options: Options) -> Iterable[str | None]:
-    for name, field in options_of(type(options)).items():
-        key = f"{options.prefix}.{name}" if options.prefix else name
-        yield field.problem(key, getattr(options, name))
+def _field_problems(cls: type[Options], values: Mapping[str, Any]) -> Iterable[str | None]:
+    for name, field in options_of(cls).items():
+        if name in values:
+            yield field.problem(f"{cls.prefix}.{name}" if cls.prefix else name, values[name])
 
 
 def _is_a(value: Any, kind: Any) -> bool:

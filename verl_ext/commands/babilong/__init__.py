@@ -1,6 +1,4 @@
-"""BABILong samples of any size: bAbI stories told inside background text.
-
-`verl-ext babilong` writes them; `conf/babilong.yaml` lists its options.
+"""`verl-ext babilong`: BABILong samples of any size, bAbI stories told inside background text.
 
 bAbI: Weston et al., arXiv 1502.05698; BABILong: Kuratov et al., arXiv 2406.10149.
 """

@@ -1,32 +1,25 @@
-"""The command's configuration: composed by Hydra from `conf/babilong.yaml`, typed and checked here.
-
-Runs of samples: how a file is cut into jobs, and what a process does with one.
-
-The run: tokenizer, background, samples, files.
-
-The command `verl-ext babilong`.
-"""
+"""`verl-ext babilong`: its options, and the files of samples that it writes."""
 
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_ext.commands.babilong.background import (
+    MIN_TOKENS,
     Background,
     TokenCounter,
     filler_background,
-    filler_size,
     folder_background,
 )
-from verl_ext.commands.babilong.samples import SampleMaker, SampleOptions, Size, least_size, most_facts
-from verl_ext.commands.babilong.stories import TASKS, fewest_facts, questions_of
+from verl_ext.commands.babilong.samples import SampleMaker, least_size, most_facts, size_tokens, target_tokens
+from verl_ext.commands.babilong.stories import TASKS, StoryOptions
 from verl_ext.commands.command_line import run_command
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.progress import progress_bar
@@ -35,21 +28,11 @@ from verl_ext.text.workers import available_cpus, ordered_results
 from verl_ext.values import REQUIRED, Options, choice_problem, option, show
 
 MARKER = "generator.yaml"  # the options beside the files, by which an output folder of this command is known
-
-
-@dataclass(frozen=True)
-class StoryOptions(Options):
-    """How long stories are."""
-
-    prefix: ClassVar[str] = "story"
-
-    questions: int = option(5, "of a story, a sample each, which has the facts before it (qa4: always 1)", least=1)
-    facts_per_question: int | None = option(
-        None, "qa1: moves before each question (null: 2); qa2, qa3: facts at least (null: 3)", least=1
-    )
-    max_facts: int | None = option(
-        None, "of a sample; null: the benchmark's, one for every 8 tokens (0k: any number)", least=1
-    )
+NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")  # there: options that change no byte of a sample
+FILLER_SENTENCES = 20_000  # generated, at least: 0.5 M tokens, which are counted in a second
+JOB_TOKENS, JOB_SAMPLES = 500_000, 500  # of a job, at most: a second or two of work
+WORKER_TOKENS = 3_000_000  # that make a second process worth its start of a few seconds
+FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
 
 
 @dataclass(frozen=True)
@@ -72,32 +55,19 @@ class BabilongOptions(Options):
         None, "folder of .txt files, at least as many tokens as a sample; null: generated prose"
     )
     facts_within: Any = option(
-        None,
-        "where in the sample facts may lie: null anywhere; 0.25 its first quarter; [0,4096] those tokens",
+        None, "where in the sample facts may lie: null anywhere; 0.25 its first quarter; [0,4096] those tokens"
     )
     story: StoryOptions = option(StoryOptions, "how long stories are")
     num_workers: int | None = option(
-        None, "processes; null: one for every CPU where there is work for it. The output is the same for any", least=1
+        None,
+        "processes; null: one for every CPU where there is work for it. The output is the same for any number",
+        least=1,
     )
 
     @property
-    def parsed_sizes(self) -> list[Size]:
-        """The sizes asked for, in order."""
-        sizes = [Size.parse(value) for value in self.sizes]
-        assert all(sizes), "problems() is empty"
-        return [size for size in sizes if size]
-
-    @property
-    def sample_options(self) -> SampleOptions:
-        """What the samples follow from."""
-        return SampleOptions(
-            seed=self.seed,
-            reserve_tokens=self.reserve_tokens,
-            facts_within=self.facts_within,
-            questions=self.story.questions,
-            facts_per_question=self.story.facts_per_question,
-            max_facts=self.story.max_facts,
-        )
+    def targets(self) -> dict[str, int]:
+        """{size: tokens of an `input`}, 0 for facts without background."""
+        return {str(size): target_tokens(size, self.reserve_tokens) for size in self.sizes}
 
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without a tokenizer."""
@@ -107,47 +77,40 @@ class BabilongOptions(Options):
         problems += self.model.tokenizer_problems()
         if self.background is not None and not os.path.isdir(self.background):
             problems.append(f"background must be a folder of .txt files that exists; got {show(self.background)}")
-        problems += self._number_problems()
-        return problems or self._room_problems()
-
-    def _list_problems(self) -> list[str]:
-        problems = [
-            f"{key} must name nothing twice; got {value}"
-            for key, value in (("tasks", self.tasks), ("sizes", self.sizes))
-            if len(set(map(str, value))) < len(value)
-        ]
-        if problems:
-            return problems
-        problems += filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
-        for value in self.sizes:
-            size = Size.parse(value)
-            if size is None:
-                problems.append(f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(value)}")
-            elif size.tokens and size.target(self.reserve_tokens) < 1:
-                problems.append(f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {value}")
-        return problems
-
-    def _number_problems(self) -> list[str]:
-        problems = []
         if not _is_fact_range(self.facts_within):
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
             problems.append(f"{must}; got {show(self.facts_within)}")
+        return problems or self._room_problems()
+
+    def _list_problems(self) -> list[str]:
+        lists = {"tasks": self.tasks, "sizes": self.sizes}
+        problems = [
+            f"{key} must name nothing twice; got {value}"
+            for key, value in lists.items()
+            if len(set(map(str, value))) < len(value)
+        ]
+        problems += filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
+        for size in self.sizes:
+            tokens = size_tokens(size)
+            if tokens is None:
+                problems.append(f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(size)}")
+            elif 0 < tokens <= self.reserve_tokens:
+                problems.append(f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}")
         return problems
 
     def _room_problems(self) -> list[str]:
         """Sizes with room for fewer facts than every story has; of facts that fit, only a tokenizer tells."""
-        last = {task: min(self.samples, questions_of(task, self.story.questions)) - 1 for task in self.tasks}
-        needs = [(fewest_facts(task, last[task], self.story.facts_per_question), task) for task in self.tasks]
-        facts, task = max(needs)
-        what = f"the facts of question {last[task] + 1} of a {task} story, {facts} or more"
-        most, reserve = self.story.max_facts, self.reserve_tokens
-        if most is not None:
-            return [f"story.max_facts must leave room for {what}; got {most}"] if most < facts else []
-        least = least_size(facts, reserve)
+        last = {task: min(self.samples, self.story.questions_of(task)) - 1 for task in self.tasks}
+        facts, task = max((self.story.fewest_facts(task, last[task]), task) for task in self.tasks)
+        what = f"must leave room for the facts of question {last[task] + 1} of a {task} story, {facts} or more"
+        if self.story.max_facts is not None:
+            is_room = self.story.max_facts >= facts
+            return [] if is_room else [f"story.max_facts {what}; got {self.story.max_facts}"]
+        least = least_size(facts, self.reserve_tokens)
         return [
-            f"sizes must leave room for {what}: {least} (reserve_tokens {reserve}); got {size.label}"
-            for size in self.parsed_sizes
-            if size.tokens and most_facts(size.target(reserve)) < facts
+            f"sizes {what}: {least} (reserve_tokens {self.reserve_tokens}); got {size}"
+            for size, target in self.targets.items()
+            if target and most_facts(target) < facts
         ]
 
 
@@ -158,125 +121,100 @@ def _is_fact_range(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1)
 
 
-JOB_TOKENS = 500_000  # of a job, about: a second or two of work
-MOST_SAMPLES = 500
-
-
 @dataclass(frozen=True)
 class Job:
-    """Samples first to end - 1 of one file."""
+    """Samples first to end - 1 of one file, and about how many tokens they have together."""
 
     task: str
-    size: Size
+    size: str
     first: int
     end: int
+    tokens: int
 
 
-class Workshop:
-    """What samples are made with, the same in every process; backgrounds by size label."""
-
-    def __init__(self, counter: TokenCounter, options: SampleOptions, backgrounds: Mapping[str, Background]) -> None:
-        self.counter = counter
-        self.options = options
-        self.backgrounds = backgrounds
-        self._makers: dict[tuple[str, Size], SampleMaker] = {}
-
-    def records(self, job: Job) -> list[str]:
-        """The job's samples, each as one line of JSON."""
-        maker = self._makers.get((job.task, job.size))
-        if maker is None:
-            background = self.backgrounds.get(job.size.label)
-            maker = SampleMaker(job.task, job.size, self.options, self.counter, background)
-            self._makers[job.task, job.size] = maker
-        return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
+Makers = Mapping[tuple[str, str], SampleMaker]  # by task and size
 
 
-def load_workshop(model: ModelOptions, options: SampleOptions, backgrounds: Mapping[str, Background]) -> Workshop:
-    """A workshop with a tokenizer of its own: not every tokenizer can be sent to another process."""
-    return Workshop(TokenCounter(load_tokenizer(model)), options, backgrounds)
+def generate(
+    options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
+) -> str:
+    """Write every file of `options`; return the closing line.
 
-
-def jobs_of(task: str, size: Size, samples: int, target: int) -> list[Job]:
-    """A file's samples cut into jobs of about JOB_TOKENS tokens."""
-    step = max(1, min(MOST_SAMPLES, JOB_TOKENS // max(target, 1)))
-    return [Job(task, size, first, min(first + step, samples)) for first in range(0, samples, step)]
-
-
-# Options that change no byte of a sample: left out, so that equal data lies beside an equal file.
-NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")
-WORKER_TOKENS = 3_000_000  # that make a second process worth its start of a few seconds
-FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
-
-
-def generate(config: BabilongOptions) -> str:
-    """Write every file of `config`; return the closing line.
-
-    Raises `UsageError` and `DataError`, each one line, and leaves `output_dir` as it was then.
+    Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
     """
     started = time.monotonic()
-    counter = TokenCounter(load_tokenizer(config.model))
-    workshop = Workshop(counter, config.sample_options, _backgrounds(config, counter))
-    jobs = [
-        job
-        for task in config.tasks
-        for size in config.parsed_sizes
-        for job in jobs_of(task, size, config.samples, size.target(config.reserve_tokens))
-    ]
-    tokens = sum(_tokens(config, job) for job in jobs)
+    counter = TokenCounter(load_tokenizer(options.model))
+    backgrounds = _backgrounds(options, counter, filler_sentences)
+    jobs = _jobs(options, job_samples)
+    tokens = sum(job.tokens for job in jobs)
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
-    num_workers = min(config.num_workers or useful, len(jobs))
-    with OutputFolder(config.output_dir, config.overwrite) as folder:
-        _write_files(folder.path, config, jobs, _records(config, workshop, jobs, num_workers))
-        options = {key: value for key, value in asdict(config).items() if key not in NOT_WRITTEN}
-        OmegaConf.save(OmegaConf.create(options), folder.path / MARKER)
+    num_workers = min(options.num_workers or useful, len(jobs))
+    # a process loads its own tokenizer: not every tokenizer can be sent to another process
+    make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
+    records = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        _write_files(folder.path, options.samples, jobs, records)
+        written = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
+        OmegaConf.save(OmegaConf.create(written), folder.path / MARKER)
         folder.publish()
     seconds = time.monotonic() - started
-    files = len(config.tasks) * len(config.sizes)
-    return f"{files} files of {config.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
+    files = len(options.tasks) * len(options.sizes)
+    return f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
 
 
-def _records(config: BabilongOptions, workshop: Workshop, jobs: list[Job], num_workers: int) -> Iterator[list[str]]:
-    """Every job's records, in order: made here, or by processes that load the tokenizer themselves."""
-    if num_workers == 1:
-        return map(workshop.records, jobs)
-    make = partial(load_workshop, config.model, workshop.options, workshop.backgrounds)
-    return ordered_results(make, Workshop.records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
-
-
-def _backgrounds(config: BabilongOptions, counter: TokenCounter) -> dict[str, Background]:
+def _backgrounds(options: BabilongOptions, counter: TokenCounter, filler_sentences: int) -> dict[str, Background]:
     """The background of every size with one; sizes whose background is the same share it."""
-    targets = {size.label: size.target(config.reserve_tokens) for size in config.parsed_sizes if size.tokens}
-    if config.background is not None and targets:
-        background = folder_background(config.background, counter)
-        background.check_room(max(targets.values()), config.background)
+    targets = {size: target for size, target in options.targets.items() if target}
+    if options.background is not None and targets:
+        background = folder_background(options.background, counter, max(targets.values()))
         return dict.fromkeys(targets, background)
-    made: dict[int, Background] = {}
-    for target in targets.values():
-        number = filler_size(target)
-        if number not in made:
-            made[number] = filler_background(number, counter)
-    return {label: made[filler_size(target)] for label, target in targets.items()}
+    # whose number follows from its own size, whatever else is generated
+    generated = cache(lambda number: filler_background(number, counter))
+    return {size: generated(max(filler_sentences, target // MIN_TOKENS + 1)) for size, target in targets.items()}
 
 
-def _write_files(folder: Path, config: BabilongOptions, jobs: list[Job], job_records: Iterable[list[str]]) -> None:
+def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
+    jobs = []
+    for task in options.tasks:
+        for size, target in options.targets.items():
+            step = max(1, min(job_samples, JOB_TOKENS // max(target, 1)))
+            for first in range(0, options.samples, step):
+                end = min(first + step, options.samples)
+                jobs.append(Job(task, size, first, end, (end - first) * (target or FACT_TOKENS)))
+    return jobs
+
+
+def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
+    counter = counter or TokenCounter(load_tokenizer(options.model))
+    keys = ("seed", "reserve_tokens", "facts_within", "story")
+    given = {key: getattr(options, key) for key in keys}
+    return {
+        (task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given)
+        for task in options.tasks
+        for size in options.targets
+    }
+
+
+def _records(makers: Makers, job: Job) -> list[str]:
+    """The job's samples, each as one line of JSON."""
+    maker = makers[job.task, job.size]
+    return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
+
+
+def _write_files(folder: Path, samples: int, jobs: Sequence[Job], job_records: Iterable[list[str]]) -> None:
     """`<task>/<size>.json`, a JSON list with a sample a line, written as the samples come."""
-    total = sum(_tokens(config, job) for job in jobs)
-    with progress_bar("generate", total, unit="tokens", unit_scale=True) as bar:
+    with progress_bar("generate", sum(job.tokens for job in jobs), unit="tokens", unit_scale=True) as bar:
         for job, records in zip(jobs, job_records, strict=True):
-            path = folder / job.task / f"{job.size.label}.json"
+            path = folder / job.task / f"{job.size}.json"
             path.parent.mkdir(exist_ok=True)
             with open(path, "a", encoding="utf-8", newline="\n") as file:
                 file.write("[\n" if job.first == 0 else ",\n")
                 file.write(",\n".join(records))
-                if job.end == config.samples:
+                if job.end == samples:
                     file.write("\n]\n")
                     file.flush()
                     os.fsync(file.fileno())
-            bar.update(_tokens(config, job))
-
-
-def _tokens(config: BabilongOptions, job: Job) -> int:
-    return (job.end - job.first) * (job.size.target(config.reserve_tokens) or FACT_TOKENS)
+            bar.update(job.tokens)
 
 
 def run(options: BabilongOptions) -> str:

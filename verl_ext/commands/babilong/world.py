@@ -1,16 +1,16 @@
-"""The bAbI world of qa1, qa2, qa3 and qa5: four actors, six places and three objects, and what may happen in it.
+"""The bAbI world of qa1, qa2, qa3 and qa5: what may happen in it, and what a reader of the facts knows.
 
-What a reader of the facts knows. Questions are asked about that alone, never about what only the world knows.
+Questions are asked about what the reader knows, never about what only the world knows.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 PLACES = ("bedroom", "kitchen", "garden", "hallway", "bathroom", "office")
 OBJECTS = ("apple", "football", "milk")
-# Where the actors of qa1, qa2 and qa3 stand before the first fact; no fact tells it.
+# Where the actors of qa1, qa2 and qa3 stand before the first fact; no fact says so.
 STARTS = {"John": "kitchen", "Mary": "bedroom", "Sandra": "garden", "Daniel": "hallway"}
 GIVERS = ("Bill", "Fred", "Jeff", "Mary")  # the actors of qa5
 
@@ -26,16 +26,31 @@ class Event:
 
 
 class World:
-    """The true state: where every actor is, and where every object lies or who holds it."""
+    """The true state: where every actor is, where every object lies that nobody holds, and who holds the others."""
 
     def __init__(self, actor_places: Mapping[str, str], object_places: Mapping[str, str]) -> None:
         self.actor_places = dict(actor_places)
-        self.object_places = dict(object_places)  # objects that nobody holds
+        self.object_places = dict(object_places)
         self.holders: dict[str, str] = {}
 
     def possible(self, kinds: Sequence[str]) -> list[Event]:
         """Every event of these kinds that is valid now, in a fixed order."""
-        return [event for kind in kinds for event in getattr(self, f"_{kind}s")()]
+        return [event for kind in kinds for event in self._possible(kind)]
+
+    def _possible(self, kind: str) -> Iterator[Event]:
+        here = self.actor_places
+        if kind == "move":
+            yield from (Event(kind, *pair) for pair in product(here, PLACES) if pair not in here.items())
+        elif kind == "get":
+            for actor, (thing, place) in product(here, self.object_places.items()):
+                if place == here[actor]:
+                    yield Event(kind, actor, thing)
+        elif kind == "drop":
+            yield from (Event(kind, actor, thing) for thing, actor in self.holders.items())
+        else:
+            for (thing, actor), other in product(self.holders.items(), here):
+                if other != actor and here[other] == here[actor]:
+                    yield Event(kind, actor, thing, other)
 
     def perform(self, event: Event) -> None:
         """Change the state by a valid event."""
@@ -50,29 +65,17 @@ class World:
         else:
             self.holders[event.thing] = event.recipient
 
-    def _moves(self) -> list[Event]:
-        """A move to the place where the actor is already is none."""
-        here = self.actor_places
-        return [Event("move", actor, place) for actor in here for place in PLACES if place != here[actor]]
+    def perform_random(self, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
+        """Perform an event and return it: of a random group of kinds, drawn again while none of the group is possible.
 
-    def _gets(self) -> list[Event]:
-        return [
-            Event("get", actor, thing)
-            for actor, here in self.actor_places.items()
-            for thing, place in self.object_places.items()
-            if place == here
-        ]
-
-    def _drops(self) -> list[Event]:
-        return [Event("drop", actor, thing) for thing, actor in self.holders.items()]
-
-    def _gives(self) -> list[Event]:
-        return [
-            Event("give", actor, thing, other)
-            for thing, actor in self.holders.items()
-            for other, place in self.actor_places.items()
-            if other != actor and place == self.actor_places[actor]
-        ]
+        Some group must have a possible event; a move always is.
+        """
+        events: list[Event] = []
+        while not events:
+            events = self.possible(rng.choice(groups))
+        event = rng.choice(events)
+        self.perform(event)
+        return event
 
 
 def tracking_world(rng: random.Random) -> World:
@@ -85,19 +88,8 @@ def giving_world(rng: random.Random) -> World:
     return World({actor: rng.choice(PLACES) for actor in GIVERS}, {thing: rng.choice(PLACES) for thing in OBJECTS})
 
 
-def draw_event(world: World, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
-    """One valid event: a group of kinds, all groups alike, then one of its events; drawn again while there is none.
-
-    Some group must have a valid event; a move always is one.
-    """
-    while True:
-        events = world.possible(rng.choice(groups))
-        if events:
-            return rng.choice(events)
-
-
 class Knowledge:
-    """Places as narrated, by bAbI's rules.
+    """Places as the facts tell them, by bAbI's rules.
 
     An actor's place is known from the first move on. An object's place is that of its holder, or where its holder
     dropped it; it is unknown (None) while the holder's place is.
@@ -112,23 +104,24 @@ class Knowledge:
         """Read the fact of a move, get or drop."""
         if event.kind == "move":
             self.actor_places[event.actor] = event.thing
-            for thing, holder in self.holders.items():
-                if holder == event.actor:
-                    self._put(thing, event.thing)
-            return
-        assert event.kind in ("get", "drop"), event
-        if event.kind == "get":
+            moved = [thing for thing, holder in self.holders.items() if holder == event.actor]
+        elif event.kind == "get":
             self.holders[event.thing] = event.actor
+            moved = [event.thing]
         else:
             self.holders.pop(event.thing, None)
-        self._put(event.thing, self.actor_places.get(event.actor))
+            moved = [event.thing]
+        for thing in moved:
+            path, place = self.object_paths.setdefault(thing, []), self.actor_places.get(event.actor)
+            if not path or path[-1] != place:
+                path.append(place)
 
     def object_places(self) -> dict[str, str]:
         """The objects whose place is known now."""
         return {thing: path[-1] for thing, path in self.object_paths.items() if path[-1] is not None}
 
     def earlier_places(self) -> dict[str, list[tuple[str, str]]]:
-        """For each object its pairs (place before, place) of neighbouring places, both known.
+        """For each object its pairs (place before, place) of successive places, both known.
 
         Only places that the object was in once: "before the office" is then one moment.
         """
@@ -138,8 +131,3 @@ class Knowledge:
             if found:
                 pairs[thing] = found
         return pairs
-
-    def _put(self, thing: str, place: str | None) -> None:
-        path = self.object_paths.setdefault(thing, [])
-        if not path or path[-1] != place:
-            path.append(place)

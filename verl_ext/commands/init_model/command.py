@@ -1,53 +1,37 @@
-"""The command's configuration: composed by Hydra from `conf/init_model.yaml`, typed and checked here.
-
-The run: architecture, tokenizer, random weights, folder.
-
-The command `verl-ext init-model`.
-"""
+"""`verl-ext init-model`: its options, and the folder that it writes: architecture, tokenizer, random weights."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-import transformers
-
 from verl_ext.commands.command_line import run_command
-from verl_ext.commands.init_model.architecture import (
+from verl_ext.commands.init_model.model import (
     PRESETS,
     TOKEN_IDS,
-    architecture_problem,
     changed,
+    count_parameters,
     fitted,
     hf_config,
-    is_preset,
-    read_architecture,
+    meta_model,
+    model_problem,
+    random_model,
+    read_fields,
 )
-from verl_ext.commands.init_model.tokenizer import (
-    TokenizerOptions,
-    TrainingText,
-    find_training_files,
-    trained_tokenizer,
-)
-from verl_ext.commands.init_model.weights import count_parameters, random_model, save_model
-from verl_ext.config.model import model_support_problems
+from verl_ext.commands.init_model.tokenizer import TokenizerOptions, TrainingText, trained_tokenizer
 from verl_ext.files import OutputFolder, output_problems
 from verl_ext.text.tokenizer import read_tokenizer
 from verl_ext.values import REQUIRED, DataError, Options, option
 
 MARKER = "init_model.json"  # what the model was made of, by which an output folder of this command is known
-DTYPES = ("float32", "bfloat16")
+SHARD_BYTES = 5 * 10**9  # of one file of weights
 # Keys of the architecture that the command sets itself, and from what.
 GIVEN_KEYS = {
-    "bos_token_id": "the tokenizer",
-    "eos_token_id": "the tokenizer",
-    "pad_token_id": "the tokenizer",
-    "dtype": "dtype",
-    "torch_dtype": "dtype",
-    "architectures": "model",
-    "model_type": "model",
+    **dict.fromkeys(TOKEN_IDS, "the tokenizer"),
+    **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
+    **dict.fromkeys(("architectures", "model_type"), "model"),
 }
 
 
@@ -60,86 +44,97 @@ class InitModelOptions(Options):
     model: str = option(REQUIRED, f"{', '.join(PRESETS)}, a config.json, or a folder with one", required=True)
     output_dir: str = option(REQUIRED, "the model's folder; it appears only when complete", required=True)
     overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
-    config: dict[str, Any] = option({}, "the architecture's own keys, over the model's, e.g. {num_hidden_layers: 4}")
+    config: dict[str, Any] = option(
+        {},
+        "the architecture's own keys, over the model's, e.g. {num_hidden_layers: 4}; vocab_size: null is as many rows "
+        "as the tokenizer has tokens; head_dim and layer_types follow where they followed from the sizes changed",
+    )
     seed: int = option(0, "of the weights: the same seed, the same weights, bit for bit", least=0)
-    dtype: str = option("float32", "of the saved weights; drawn in float32 either way", choices=DTYPES)
+    dtype: str = option(
+        "float32", "float32 or bfloat16: of the saved weights, drawn in float32", choices=("float32", "bfloat16")
+    )
     tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without transformers and without opening a source."""
-        problems = [problem] if (problem := architecture_problem(self.model)) else []
-        keep = [None if is_preset(self.model) else self.model, self.tokenizer.path, *self.tokenizer.train_patterns()]
+        problems = [problem] if (problem := model_problem(self.model)) else []
+        keep = [None if self.model in PRESETS else self.model, self.tokenizer.path, *self.tokenizer.train_patterns]
         kept = "the model, a tokenizer, its text"
         problems += output_problems(self.output_dir, self.overwrite, MARKER, keep, kept)
         for key in GIVEN_KEYS.keys() & self.config.keys():
             problems.append(f"config must not set {key}, which {GIVEN_KEYS[key]} gives; got {self.config[key]}")
-        return problems + self.tokenizer.source_problems()
+        return [*problems, *self.tokenizer.source_problems()]
 
 
-def init_model(config: InitModelOptions) -> str:
-    """Write the model of `config` to `config.output_dir`; return what it is, in lines.
+def init_model(options: InitModelOptions) -> str:
+    """Write the model to `options.output_dir`; return what it is, in lines.
 
-    Raises `UsageError` and `DataError`, each one line, and leaves `output_dir` as it was then.
+    Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
     """
-    fields = changed(read_architecture(config.model), config.config)
+    fields = changed(read_fields(options.model), options.config)
     text = None
-    if config.tokenizer.path is None:
-        text = TrainingText(find_training_files(config.tokenizer.train_patterns()), config.tokenizer.text_key)
-        hf_config(fitted(fields, config.tokenizer.vocab_size, {}))  # mistakes in it, before the training
-    with OutputFolder(config.output_dir, config.overwrite) as folder:
-        tokenizer = _tokenizer(config, text)
+    if options.tokenizer.path is None:
+        text = TrainingText(options.tokenizer.train_patterns, options.tokenizer.text_key)
+        hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # mistakes in it, before the training
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        tokenizer = _tokenizer(options.tokenizer, text)
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
-        made_of = hf_config(fitted(fields, num_tokens, ids))
-        model = random_model(made_of, config.seed, config.dtype)
-        save_model(model, folder.path)
+        config = hf_config(fitted(fields, num_tokens, ids))
+        print(f"random weights: {count_parameters(meta_model(config))[0]:,}", file=sys.stderr)
+        model = random_model(config, options.seed, options.dtype)
+        model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
         tokenizer.save_pretrained(folder.path)
-        _write_marker(folder.path, config, count_parameters(model))
+        _write_marker(folder.path, options, count_parameters(model))
         num_bytes = sum(file.stat().st_size for file in folder.path.iterdir())
         folder.publish()
-    lines = [*_tokenizer_lines(config, tokenizer, text), *_model_lines(config, model, num_tokens, num_bytes)]
-    return "\n".join(lines)
+    lines = _tokenizer_lines(options.tokenizer, tokenizer, text)
+    return "\n".join(lines + _model_lines(options, model, num_tokens, num_bytes))
 
 
-def _tokenizer(config: InitModelOptions, text: TrainingText | None) -> Any:
+def _tokenizer(options: TokenizerOptions, text: TrainingText | None) -> Any:
     if text is None:
-        assert config.tokenizer.path is not None, "problems() is empty"
-        return read_tokenizer(config.tokenizer.path, "tokenizer.path")
-    tokenizer = trained_tokenizer(text, config.tokenizer)
+        assert options.path is not None, "source_problems() is empty"
+        return read_tokenizer(options.path, "tokenizer.path")
+    tokenizer = trained_tokenizer(text, options)
     if not text.characters:
-        patterns = ", ".join(config.tokenizer.train_patterns())
-        raise DataError(f"tokenizer.train_on must hold text; got none in {patterns}")
+        raise DataError(f"tokenizer.train_on must hold text; got none in {', '.join(options.train_patterns)}")
     return tokenizer
 
 
-def _write_marker(folder: Path, config: InitModelOptions, counts: tuple[int, int]) -> None:
+def _write_marker(folder: Path, options: InitModelOptions, counts: tuple[int, int]) -> None:
     """What the model was made of: the options, the parameters, and the versions that the weights' bits depend on."""
-    options = {key: value for key, value in asdict(config).items() if key not in ("output_dir", "overwrite")}
+    import torch
+    import transformers
+
+    given = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    made = {**options, "parameters": counts[0], "parameters_without_embeddings": counts[1], "versions": versions}
+    made = {**given, "parameters": counts[0], "parameters_without_embeddings": counts[1], "versions": versions}
     (folder / MARKER).write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _tokenizer_lines(config: InitModelOptions, tokenizer: Any, text: TrainingText | None) -> list[str]:
+def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingText | None) -> list[str]:
     tokens = {name: getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad")}
     special = [f"{name} {token} = {getattr(tokenizer, f'{name}_token_id')}" for name, token in tokens.items() if token]
     lines = [f"tokenizer   {len(tokenizer):,} tokens; {', '.join(special) or 'no special ones'}"]
     if text is not None:
         lines[0] += f"; trained on {text.characters:,} characters of {len(text.files):,} files"
-        if len(tokenizer) < config.tokenizer.vocab_size:
-            asked = f"tokenizer.vocab_size={config.tokenizer.vocab_size:,}"
+        if len(tokenizer) < options.vocab_size:
+            asked = f"tokenizer.vocab_size={options.vocab_size:,}"
             lines.append(f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {asked}")
     if tokenizer.eos_token_id is None:
         lines.append("note: the tokenizer has no end-of-text token, which data of documents needs between them")
     return lines
 
 
-def _model_lines(config: InitModelOptions, model: Any, num_tokens: int, num_bytes: int) -> list[str]:
+def _model_lines(options: InitModelOptions, model: Any, num_tokens: int, num_bytes: int) -> list[str]:
+    from verl_ext.config.model import model_support_problems  # heavy: it imports verl
+
     total, outside = count_parameters(model)
-    name = f"{config.model}, {model.config.architectures[0]}"
+    name = f"{options.model}, {model.config.architectures[0]}"
     lines = [
         f"model       {name}: {total:,} parameters, {outside:,} without embeddings",
-        f"weights     {config.dtype}, seed {config.seed}; the folder has {num_bytes / 1e6:,.1f} MB",
+        f"weights     {options.dtype}, seed {options.seed}; the folder has {num_bytes / 1e6:,.1f} MB",
     ]
     if model.config.vocab_size > num_tokens:
         rows = f"{model.config.vocab_size:,} rows of the vocabulary, of which the tokenizer uses {num_tokens:,}"

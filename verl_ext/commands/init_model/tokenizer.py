@@ -1,16 +1,9 @@
-"""The tokenizer of a new model, trained on text: a byte-level BPE.
-
-ChatML, and chat templates read from files.
-
-Where the tokenizer comes from, and what a trained one is like.
-
-The text that a tokenizer is trained on, read as a stream.
-"""
+"""The tokenizer of a new model: copied, or a byte-level BPE trained on text that is read as a stream."""
 
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar
 
@@ -22,7 +15,6 @@ from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenizer import check_template, read_template_file
 from verl_ext.values import DataError, Options, option, show
 
-KEY = "tokenizer.chat_template"
 CHATML = "chatml"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML_TEMPLATE = (
@@ -31,20 +23,6 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-
-def read_chat_template(named: str | None) -> str | None:
-    """The template of `tokenizer.chat_template`: ChatML, a file's text, or none.
-
-    Raises `UsageError` for a file that cannot be read as text, or is no Jinja.
-    """
-    if named is None or named == CHATML:
-        return CHATML_TEMPLATE if named else None
-    template = read_template_file(named, KEY)
-    check_template(template, named, KEY)
-    return template
-
-
 BYTES = 256  # tokens that a byte-level tokenizer has beside special ones and merges
 
 
@@ -62,7 +40,7 @@ class TokenizerOptions(Options):
     )
     text_key: str = option("text", "the field of a record that is its text")
     vocab_size: int = option(6400, "tokens in all, the 256 bytes and the special ones included")
-    bos_token: str | None = option("<|im_start|>", "null: none")
+    bos_token: str | None = option("<|im_start|>", "null: none; in a shell 'tokenizer.bos_token=\"<s>\"'")
     eos_token: str | None = option("<|im_end|>", "null: none")
     pad_token: str | None = option("<|endoftext|>", "null: none")
     special_tokens: list[str] = option([], "further ones, such as a template's")
@@ -70,75 +48,67 @@ class TokenizerOptions(Options):
         CHATML, "chatml, whose <|im_start|> and <|im_end|> become special; a Jinja file; null: none"
     )
 
+    @property
     def train_patterns(self) -> list[str]:
         """Paths and globs of the text to train on."""
-        values = [self.train_on] if isinstance(self.train_on, str) else self.train_on
-        return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+        return [self.train_on] if isinstance(self.train_on, str) else list(self.train_on)
 
+    @property
     def all_special_tokens(self) -> list[str]:
         """The special tokens, each once, in the order of their ids: pad, bos, ChatML's, eos, `special_tokens`."""
         chatml = CHATML_TOKENS if self.chat_template == CHATML else ()
         tokens = [self.pad_token, self.bos_token, *chatml, self.eos_token, *self.special_tokens]
         return list(dict.fromkeys(token for token in tokens if token))
 
-    def source_problems(self) -> list[str]:
-        """One line for every mistake that can be seen without loading a tokenizer or opening a text."""
+    def problems(self) -> Iterator[str]:
+        """A line for every mistake that can be seen without loading a tokenizer or opening a text."""
         values = [self.train_on] if isinstance(self.train_on, str) else self.train_on
         if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-            return [f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"]
-        if bool(self.path) == bool(values):
-            got = f"{self.path} and {values}" if values else "neither"
-            return [f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"]
-        return self._path_problems(self.path) if self.path else self._training_problems()
-
-    def _path_problems(self, path: str) -> list[str]:
-        problems = []
-        if not os.path.isdir(path) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
-            problems.append(f"tokenizer.path must be a folder that exists; got {path}")
-        defaults = TokenizerOptions()
-        for setting in fields(self)[2:]:
-            if (value := getattr(self, setting.name)) != getattr(defaults, setting.name):
-                must = f"tokenizer.{setting.name} must be left out with tokenizer.path, which is copied as it is"
-                problems.append(f"{must}; got {show(value)}")
-        return problems
-
-    def _training_problems(self) -> list[str]:
-        problems = []
+            yield f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"
         for name in ("bos_token", "eos_token", "pad_token"):
             if getattr(self, name) == "":
-                problems.append(f"tokenizer.{name} must be a text or null; got ''")
-        if not all(self.special_tokens):
-            problems.append(f"tokenizer.special_tokens must be texts; got {self.special_tokens}")
-        least = BYTES + len(self.all_special_tokens())
+                yield f"tokenizer.{name} must be a text or null; got ''"
+        if not all(isinstance(token, str) and token for token in self.special_tokens):
+            yield f"tokenizer.special_tokens must be texts; got {self.special_tokens}"
+            return
+        least = BYTES + len(self.all_special_tokens)
         if self.vocab_size < least:
             what = f"{least}, the {BYTES} bytes and the special tokens"
-            problems.append(f"tokenizer.vocab_size must be at least {what}; got {self.vocab_size}")
-        if self.chat_template not in (None, CHATML) and not os.path.isfile(str(self.chat_template)):
-            must = f"tokenizer.chat_template must be {CHATML}, a file that exists, or null"
-            problems.append(f"{must}; got {show(self.chat_template)}")
-        return problems
+            yield f"tokenizer.vocab_size must be at least {what}; got {self.vocab_size}"
+        template = self.chat_template
+        if template is not None and template != CHATML and not os.path.isfile(template):
+            yield f"tokenizer.chat_template must be {CHATML}, a file that exists, or null; got {show(template)}"
 
-
-def find_training_files(patterns: Sequence[str]) -> list[SourceFile]:
-    """The files of `tokenizer.train_on`; `UsageError` for one that is missing or of no known format."""
-    return find_source_files({"train_on": list(patterns)}, "tokenizer.train_on")
+    def source_problems(self) -> Iterator[str]:
+        """A line where not exactly one source is given, or settings beside a tokenizer that is copied as it is."""
+        if bool(self.path) == bool(self.train_on):
+            got = f"{self.path} and {self.train_patterns}" if self.path else "neither"
+            yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
+        elif self.path:
+            if not os.path.isdir(self.path) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path):
+                yield f"tokenizer.path must be a folder that exists; got {self.path}"
+            for name, default in asdict(TokenizerOptions()).items():
+                if name != "path" and (value := getattr(self, name)) != default:
+                    must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"
+                    yield f"{must}; got {show(value)}"
 
 
 class TrainingText:
-    """Iterates over the text of `files`: blocks of text files, and what records say. Memory is that of a chunk.
+    """Iterates over the text of files: blocks of text files, and what records say. Memory is that of a chunk.
 
-    `characters` counts what was read. Raises `DataError` with file and place for what cannot be used.
+    `characters` counts what was read. Raises UsageError for files that are missing or of no known format, DataError
+    with file and place for what cannot be used.
     """
 
-    def __init__(self, files: Sequence[SourceFile], text_key: str) -> None:
-        self.files = files
+    def __init__(self, patterns: Sequence[str], text_key: str) -> None:
+        self.files = find_source_files({"train_on": list(patterns)}, "tokenizer.train_on")
         self.text_key = text_key
         self.characters = 0
 
     def __iter__(self) -> Iterator[str]:
         self.characters = 0
         total = total_bytes(self.files)
-        texts = self._texts()
+        texts = (text for file in self.files for text in self._texts(file))
         first = list(islice(texts, 1))  # before the bar: files with a mistake at their start show none
         with progress_bar("training text", total, unit="B", unit_scale=True) as bar:
             for text, num_bytes in chain(first, texts):
@@ -148,19 +118,14 @@ class TrainingText:
                 bar.update(num_bytes if total is None else min(num_bytes, total - bar.n))
             bar.update((total or bar.n) - bar.n)
 
-    def _texts(self) -> Iterator[tuple[str, int]]:
-        """Every file's texts, and the bytes of the file that were read for each."""
-        for file in self.files:
-            yield from self._blocks(file) if file.kind == "text" else self._records(file)
-
-    def _blocks(self, file: SourceFile) -> Iterator[tuple[str, int]]:
-        try:
-            yield from text_blocks(file.path)
-        except BadRecord as error:
-            raise DataError(f"{file.path}: {error}") from error
-
-    def _records(self, file: SourceFile) -> Iterator[tuple[str, int]]:
-        """Every text of every record, and the bytes of the file that were read for it."""
+    def _texts(self, file: SourceFile) -> Iterator[tuple[str, int]]:
+        """The file's texts, and the bytes of it that were read for each."""
+        if file.kind == "text":
+            try:
+                yield from text_blocks(file.path)
+            except BadRecord as error:
+                raise DataError(f"{file.path}: {error}") from error
+            return
         for chunk in read_chunks(file):
             for number, record in chunk.records:
                 try:
@@ -172,7 +137,7 @@ class TrainingText:
 
 
 def record_texts(record: Any, text_key: str) -> list[str]:
-    """What a record says: its field `text_key`, or else every message of the chat that it is to `verl_ext.tokenize`."""
+    """What a record says: its field `text_key`, or else every message of the chat that it is to `verl-ext tokenize`."""
     if isinstance(record, dict) and record.get(text_key) is not None:
         if not isinstance(text := record[text_key], str):
             raise BadRecord("non_string_content", f"{text_key} must be a string; got {type(text).__name__}")
@@ -189,16 +154,22 @@ def record_texts(record: Any, text_key: str) -> list[str]:
     return [message["content"] for message in content.messages]
 
 
-def trained_tokenizer(texts: Iterable[str], config: TokenizerOptions) -> Any:
+def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
     """A transformers tokenizer trained on `texts`: any text is encoded, none is unknown.
 
-    It has fewer than `config.vocab_size` tokens where the text has too few pairs to merge, and no merges without text.
+    It has fewer than `options.vocab_size` tokens where the text has too few pairs to merge, and no merges without text.
+    Raises UsageError for a chat template's file that cannot be read as text, or is no Jinja.
     """
     from transformers import PreTrainedTokenizerFast
 
-    template = read_chat_template(config.chat_template)
-    bpe = train_bpe(texts, config.vocab_size, config.all_special_tokens())
-    named = {"bos_token": config.bos_token, "eos_token": config.eos_token, "pad_token": config.pad_token}
+    template = options.chat_template
+    if template == CHATML:
+        template = CHATML_TEMPLATE
+    elif template is not None:
+        template = read_template_file(template, "tokenizer.chat_template")
+        check_template(template, str(options.chat_template), "tokenizer.chat_template")
+    bpe = train_bpe(texts, options.vocab_size, options.all_special_tokens)
+    named = {name: getattr(options, name) for name in ("bos_token", "eos_token", "pad_token")}
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         chat_template=template,

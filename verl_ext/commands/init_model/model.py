@@ -1,0 +1,213 @@
+"""The model: a preset's or a config.json's fields with the user's over them, as transformers' config, and its weights.
+
+A preset is a file of `presets/`: the keys of a config.json, in YAML, without what the tokenizer gives.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_ext.values import UsageError, choice_problem, first_line, nearest_name
+
+Fields = dict[str, Any]
+_PRESETS = resources.files("verl_ext.commands.init_model").joinpath("presets")
+PRESETS = tuple(sorted(file.name.removesuffix(".yaml") for file in _PRESETS.iterdir() if file.name.endswith(".yaml")))
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Of a config.json, but not of a model that has yet to be trained in full precision.
+_NOT_TAKEN = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
+
+
+def model_problem(model: str) -> str | None:
+    """One line where `model` is no preset, no config.json and no folder with one. ./NAME is a folder NAME."""
+    if model in PRESETS or os.path.isfile(_config_file(model)):
+        return None
+    if os.path.isdir(model):
+        return f"model must be a folder with a config.json; got {model}, which has none"
+    return choice_problem("model", model, [*PRESETS, "a config.json or a folder with one"])
+
+
+def read_fields(model: str) -> Fields:
+    """The fields of a preset or of a config.json; UsageError where that is none."""
+    if model in PRESETS:
+        text = _PRESETS.joinpath(f"{model}.yaml").read_text(encoding="utf-8")
+        preset: Any = OmegaConf.to_container(OmegaConf.create(text))
+        return preset
+    file = _config_file(model)
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model must hold a config.json that can be read; got {file}: {first_line(error)}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise UsageError(f"model must be a config.json with a model_type; got {file}, which has none")
+    return {key: value for key, value in fields.items() if key not in (*_NOT_TAKEN, *TOKEN_IDS)}
+
+
+def _config_file(model: str) -> Path:
+    path = Path(model).expanduser()
+    return path / "config.json" if path.is_dir() else path
+
+
+def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
+    """`fields` with `changes` (the option `config`) over them, under the architecture's own names for its keys.
+
+    What followed from a size follows from the changed one: head_dim = hidden_size / num_attention_heads, and the
+    layer_types of layers that are all alike. Raises UsageError for a key that the architecture lacks.
+    """
+    cls = config_class(fields["model_type"])
+    names = cls.attribute_map
+    known = {key for key in cls.__dataclass_fields__ if not key.startswith("_")} | names.keys() | fields.keys()
+    known |= {"rope_theta"} if "rope_parameters" in known else set()
+    for key in changes:
+        if key not in known:
+            nearest = nearest_name(key, sorted(known))
+            hint = f"; nearest: config.{nearest}" if nearest else ""
+            raise UsageError(f"unknown key config.{key} of {cls.model_type}{hint}")
+    own = {names.get(key, key): value for key, value in changes.items()}
+    fields = {names.get(key, key): value for key, value in fields.items()}
+    heads, head_dim = fields.get("num_attention_heads") or 0, fields.get("head_dim") or 0
+    if own.keys() & {"hidden_size", "num_attention_heads"} and heads * head_dim == fields.get("hidden_size"):
+        fields["head_dim"] = None
+    if "num_hidden_layers" in own and len(set(fields.get("layer_types") or ())) == 1:
+        del fields["layer_types"]
+    if "rope_theta" in own and "rope_parameters" in fields:
+        own["rope_parameters"] = {"rope_theta": own.pop("rope_theta"), **own.get("rope_parameters", {})}
+    return _merged(fields, own)
+
+
+def _merged(fields: Fields, changes: Mapping[str, Any]) -> Fields:
+    merged = dict(fields)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def fitted(fields: Fields, num_tokens: int, token_ids: Mapping[str, int | None]) -> Fields:
+    """`fields` for a tokenizer of `num_tokens` with these ids (`TOKEN_IDS`; absent: none).
+
+    A vocab_size of the fields stays where it is larger, as published models pad theirs; null or absent, it becomes
+    `num_tokens`. Raises UsageError where it is smaller.
+    """
+    vocab_size = fields.get("vocab_size") or num_tokens
+    if isinstance(vocab_size, int) and vocab_size < num_tokens:
+        must = f"config.vocab_size must be at least the tokenizer's {num_tokens:,}, or null for as many"
+        raise UsageError(f"{must}; got {vocab_size:,}")
+    return {**fields, "vocab_size": vocab_size, **{name: token_ids.get(name) for name in TOKEN_IDS}}
+
+
+def config_class(model_type: str) -> Any:
+    """transformers' config class of a causal language model; UsageError where it has none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    if model_type in CAUSAL:
+        return CONFIG_MAPPING[model_type]
+    nearest = nearest_name(model_type, CAUSAL)
+    hint = f" (nearest: {nearest})" if nearest else ""
+    raise UsageError(f"model must be a causal language model that transformers has; got model_type {model_type}{hint}")
+
+
+def hf_config(fields: Fields) -> Any:
+    """The config of `fields`; UsageError with one line where no model can be built of it.
+
+    The model is built once on the meta device, so that a mistake shows before anything long begins.
+    """
+    cls = config_class(fields["model_type"])
+    if problems := list(filter(None, _problems(fields, cls))):
+        raise UsageError("; ".join(problems))
+    try:
+        if hasattr(cls, "head_dim") and _size(fields, cls, "head_dim")[1] is None:
+            size, heads = (_size(fields, cls, name)[1] for name in ("hidden_size", "num_attention_heads"))
+            fields = {**fields, "head_dim": size // heads}
+        config = cls.from_dict(fields)
+        meta_model(config)
+    except Exception as error:  # transformers refuses in many ways, some of several lines: the field, then the reason
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
+        raise UsageError(f"config must be one that transformers can build a {cls.model_type} of; {reason}") from error
+    return config
+
+
+def _size(fields: Fields, cls: Any, name: str) -> tuple[str, Any]:
+    """The dotted key of a size, under the architecture's own name for it, and its value or the class's default."""
+    own = cls.attribute_map.get(name, name)
+    return f"config.{own}", fields.get(own, getattr(cls, own, None))
+
+
+def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
+    """A line for each value that transformers builds a model of which cannot run, or refuses by a KeyError."""
+    from transformers.activations import ACT2FN
+
+    others = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    of_heads = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    small = [
+        f"{key} must be at least 1; got {value}"
+        for key, value in (_size(fields, cls, name) for name in (*others, *of_heads))
+        if isinstance(value, int) and value < 1
+    ]
+    yield from small
+    (size_key, size), (heads_key, heads), (kv_key, kv_heads), (dim_key, head_dim) = (
+        _size(fields, cls, name) for name in of_heads
+    )
+    if not small and isinstance(size, int) and isinstance(heads, int):
+        if head_dim is None and size % heads:
+            yield f"{size_key} must be divisible by {heads_key} ({heads}); got {size}"
+        if isinstance(kv_heads, int) and heads % kv_heads:
+            yield f"{heads_key} must be divisible by {kv_key} ({kv_heads}); got {heads}"
+        rotated = size // heads if head_dim is None else head_dim
+        if hasattr(cls, "rope_parameters") and isinstance(rotated, int) and rotated % 2:
+            yield f"{dim_key} must be even for rotary positions; got {rotated}"
+    if fields.get("hidden_act") is not None:
+        yield choice_problem("config.hidden_act", fields["hidden_act"], ACT2FN)
+
+
+def meta_model(config: Any) -> Any:
+    """The model that `config` describes, without memory for its weights."""
+    import torch  # heavy, here and below: not for a command with a mistake in it
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def random_model(config: Any, seed: int, dtype: str) -> Any:
+    """The model of `config` with the weights of its architecture's own initialization, on the CPU.
+
+    The draw depends on the config and the seed, not on `dtype`: bfloat16 weights are the float32 ones, rounded. The
+    memory is that of the float32 weights, and of a head that is tied to the embedding a second time until it is.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if config.model_type == "gpt2":
+            # GPT-2's layers write to the residual stream with a spread of initializer_range / √(2·layers), so that its
+            # own does not grow with depth (https://openai.com/blog/better-language-models). transformers means to do so
+            # and looks for parameters named c_proj.weight, which none is called from where it looks.
+            for name, weight in model.named_parameters():
+                if name.endswith("c_proj.weight"):
+                    torch.nn.init.normal_(weight, std=config.initializer_range / math.sqrt(2 * config.n_layer))
+    return model.to(getattr(torch, dtype))
+
+
+def count_parameters(model: Any) -> tuple[int, int]:
+    """Parameters in all, tied ones once, and those outside embeddings and the output head."""
+    import torch
+
+    head = model.get_output_embeddings()
+    sizes = {id(weight): weight.numel() for weight in model.parameters()}
+    embeddings = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) or module is head
+        for weight in module.parameters()
+    }
+    return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight not in embeddings)
