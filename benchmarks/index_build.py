@@ -3,7 +3,7 @@
 | contestant | what it does |
 |---|---|
 | `tokenizer` | `tokenizer(texts)` with its own threads, texts and tokens in memory: nothing is read, nothing written |
-| `in process` | `write_text_index`, the same threads: what a training process does with text |
+| `in process` | `write_text_indices`, the same threads: what a training process does with text |
 | `command` | `verl-ext index` with worker processes |
 | `megatron-core` | as its `preprocess_data.py`: a pool of processes, a document a call, `IndexedDatasetBuilder` |
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl_ext.commands.index import load_text_tokenizer
-from verl_ext.data.megatron.text_index import TextIndex, write_text_index
+from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
 from verl_ext.text.plain_text import TextOptions, TextTokenizer, record_texts
 from verl_ext.text.readers import Parcel, read_parcels
 from verl_ext.text.sources import SourceFile, find_source_files
@@ -63,10 +63,13 @@ def tokenizer_alone(corpus: Corpus) -> Speed:
 
 def in_process(corpus: Corpus) -> Speed:
     """Ours in this process."""
-    prefix = _fresh(corpus, "threads")
-    return _timed_here(
-        lambda: write_text_index(corpus.files, corpus.tokenizer, prefix, TextOptions(), progress=False).tokens
-    )
+    prefixes = {"texts": _fresh(corpus, "threads")}
+
+    def write() -> int:
+        tokenizer = TextTokenizer(corpus.tokenizer, TextOptions())
+        return write_text_indices(corpus.files, tokenizer, prefixes, progress=False)["texts"].tokens
+
+    return _timed_here(write)
 
 
 def command(corpus: Corpus) -> Speed:

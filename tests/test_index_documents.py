@@ -13,7 +13,8 @@ from tokenizers import normalizers
 
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.data.megatron.text_index import TextIndex, write_text_index
+from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
+from verl_ext.text.counts import Counts
 from verl_ext.text.plain_text import BadText, Documents, TextOptions, TextTokenizer, vocabulary_size
 from verl_ext.text.readers import Chunk, Parcel, read_parcels
 from verl_ext.text.sources import SourceFile, find_source_files
@@ -141,6 +142,12 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
         worker.tokenise(parcel({"text": f"1 {token}"}))
 
 
+def write_index(files: list[SourceFile], prefix: Path, progress: bool = False, **options: Any) -> Counts:
+    """What is counted of one source that this process tokenizes."""
+    tokenizer = TextTokenizer(TOKENIZER, TextOptions(**options))
+    return write_text_indices(files, tokenizer, {"data.train_dir": prefix}, progress=progress)["data.train_dir"]
+
+
 def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
     """Files of so many bytes, by source."""
     for source, lengths in enumerate(sizes):
@@ -241,20 +248,16 @@ def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "", "sat")))
     (tmp_path / "b.txt").write_text("on the mat\n")
     files = find_source_files({"a": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]})
-    options = TextOptions(on_bad_record="skip", key_prefix="data.")
-    counts = write_text_index(files, TOKENIZER, tmp_path / "out", options, progress=False)
+    counts = write_index(files, tmp_path / "out", on_bad_record="skip", key_prefix="data.")
     index = TokenIndex(tmp_path / "out")
     expected = [[*ids(text), EOS] for text in ("the cat", "sat", "on the mat\n")]
     assert [index.tokens(number).tolist() for number in range(index.num_documents)] == expected
     assert (counts.documents, counts.tokens, dict(counts.bad)) == (3, sum(map(len, expected)), {"empty": 1})
     assert capfd.readouterr().err == ""
-    refused = TextOptions(key_prefix="data.")
     with pytest.raises(DataError, match=r"a\.jsonl:2: the text is empty \(empty; data\.on_bad_record=skip leaves"):
-        write_text_index(files, TOKENIZER, tmp_path / "none", refused, progress=False)
+        write_index(files, tmp_path / "none", key_prefix="data.")
     with pytest.raises(DataError, match=r"^data\.train_dir must hold at least one document; got none \(no_text: 3\)"):
-        write_text_index(
-            files[:1], TOKENIZER, tmp_path / "none", TextOptions("body", on_bad_record="skip"), progress=False
-        )
+        write_index(files[:1], tmp_path / "none", text_key="body", on_bad_record="skip")
     assert not list(tmp_path.glob("none*"))
 
 
@@ -271,10 +274,10 @@ def test_a_mistake_at_the_start_is_told_without_a_bar(
     (tmp_path / "a.jsonl").write_text(content)
     files = find_source_files({"a": [str(tmp_path / "a.jsonl")]})
     with pytest.raises(DataError, match=line):
-        write_text_index(files, TOKENIZER, tmp_path / "out", TextOptions())
+        write_index(files, tmp_path / "out", progress=True)
     assert capfd.readouterr().err == ""
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n' * 9)
-    write_text_index(files, TOKENIZER, tmp_path / "out", TextOptions())
+    write_index(files, tmp_path / "out", progress=True)
     assert "9 records" in capfd.readouterr().err
 
 

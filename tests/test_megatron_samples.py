@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.corpora import LONGEST, corpora
 from verl_ext.data.megatron.samples import build_sample_indices, epochs_needed
-from verl_ext.data.multidoc_plan import TokenStream, Windows, in_order_starts, random_starts
+from verl_ext.data.multidoc_plan import TokenStream, Windows, random_starts
 
 
 def tokens_of(lengths, documents):
@@ -106,7 +106,7 @@ def test_a_stream_is_exact_beyond_2_to_the_40():
 def test_windows_in_order_hold_every_token_once_and_the_last_is_partial(corpus):
     lengths, documents, seq_len = corpus
     stream = TokenStream(lengths, documents)
-    windows = Windows(stream, in_order_starts(stream.num_tokens, seq_len), seq_len)
+    windows = Windows(stream, np.arange(0, stream.num_tokens, seq_len), seq_len)
     pieces = [windows.pieces(k) for k in range(len(windows))]
     expected = tokens_of(lengths, np.arange(len(lengths)) if documents is None else documents)
     assert [token for part in pieces for token in tokens_in(part)] == expected

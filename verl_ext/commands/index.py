@@ -14,7 +14,7 @@ from verl_ext.progress import aligned
 from verl_ext.text.counts import CHAT_COUNTS, Counts
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
-from verl_ext.text.readers import Parcel
+from verl_ext.text.readers import CHUNK_BYTES, Parcel
 from verl_ext.text.remote import local_path
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenizer import ModelOptions, leave_out_torch, load_tokenizer, tokenizer_module
@@ -127,10 +127,11 @@ def run(options: IndexOptions) -> str:
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         counts = write_text_indices(
             files,
-            partial(_tokenized, options, files, tokenizer),
-            tokenizer.dtype,
+            tokenizer,
             {f"sources.{name}": folder.path / name for name in options.sources},
             max_tokens=options.max_corpus_tokens,
+            tokenized=partial(_tokenized, options, files, tokenizer),
+            parcel_bytes=CHUNK_BYTES,
         )
         by_source = dict(zip(options.sources, counts.values(), strict=True))
         write_json(folder.path / REPORT, _report(options, tokenizer, by_source))

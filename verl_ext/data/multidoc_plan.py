@@ -15,6 +15,7 @@ Positions are int64: exact to 2^63.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,13 @@ class TokenStream:
         return np.searchsorted(self.ends, stop - 1, side="right") - first + 1
 
 
+@dataclass(eq=False)
 class Windows:
     """Sample k: tokens starts[k]..starts[k]+size-1 of the stream, as far as it goes."""
 
-    def __init__(self, stream: TokenStream, starts: NDArray[np.int64], size: int) -> None:
-        self.stream, self.starts, self.size = stream, starts, size
+    stream: TokenStream
+    starts: NDArray[np.int64]
+    size: int
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -113,11 +116,6 @@ def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.tra
         starts = starts[np.diff(starts, prepend=-1) > 0]
     rng.shuffle(starts)
     return starts
-
-
-def in_order_starts(num_tokens: int, seq_len: int) -> NDArray[np.int64]:
-    """int64[⌈num_tokens/seq_len⌉]: 0, seq_len, 2·seq_len, … below num_tokens."""
-    return np.arange(0, num_tokens, seq_len, dtype=np.int64)
 
 
 class WindowPlan:
@@ -161,7 +159,7 @@ def _windows(sampling: str, source: Source, seq_len: int, seed: int) -> Windows:
     if sampling == "random_starts":
         return Windows(stream, random_starts(stream.num_tokens, seq_len, seed, source.key), seq_len)
     check_has_sample(stream.num_tokens, 2, source.key)
-    return Windows(stream, in_order_starts(stream.num_tokens - 1, seq_len), seq_len + 1)
+    return Windows(stream, np.arange(0, stream.num_tokens - 1, seq_len), seq_len + 1)
 
 
 class StreamPlan:

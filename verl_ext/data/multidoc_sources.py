@@ -21,9 +21,9 @@ from verl_ext.data.dataset import split_rows
 from verl_ext.data.megatron.blend import check_weights
 from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.data.megatron.samples import count_tokens
-from verl_ext.data.megatron.text_index import write_text_index
+from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.files import cached_folder
-from verl_ext.text.plain_text import TextOptions
+from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.remote import absolute_path, is_url
 from verl_ext.text.sources import SourceFile, find_source_files, kind_of, without_compression
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
@@ -186,8 +186,8 @@ class SourceFinder:
         files = find_source_files({name: list(paths)}, self._key)
 
         def make(folder: Path) -> None:
-            prefix, limit = folder / "text", self._max_tokens
-            counts = write_text_index(files, self._tokenizer, prefix, self._options, max_tokens=limit, key=self._key)
+            tokenizer, prefixes = TextTokenizer(self._tokenizer, self._options), {self._key: folder / "text"}
+            counts = write_text_indices(files, tokenizer, prefixes, max_tokens=self._max_tokens)[self._key]
             records = {"bad_records": counts.bad, "special_tokens": counts.special_tokens["records"]}
             (folder / _RECORDS).write_text(json.dumps(records), encoding="utf-8")
 

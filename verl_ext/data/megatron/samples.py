@@ -16,6 +16,7 @@ those of all epochs before. The indices, and the order of a blend, are kept as .
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ Layout = Mapping[str, tuple[tuple[int, ...], Any]]  # name of an array: (shape, 
 Blocks = Mapping[str, Iterable[NDArray[Any]]]  # name of an array: its rows, in blocks
 
 
+@dataclass(eq=False)
 class SampleIndices:
     """Sample k is row shuffle_index[k] of sample_index: seq_len + 1 tokens.
 
@@ -45,15 +47,10 @@ class SampleIndices:
     uint32|int64[n]; lengths int32|int64: tokens of every document of the corpus.
     """
 
-    def __init__(
-        self,
-        document_index: NDArray[np.int32],
-        sample_index: NDArray[Any],
-        shuffle_index: NDArray[Any],
-        lengths: NDArray[Any],
-    ) -> None:
-        self.document_index, self.sample_index, self.shuffle_index = document_index, sample_index, shuffle_index
-        self.lengths = lengths
+    document_index: NDArray[np.int32]
+    sample_index: NDArray[Any]
+    shuffle_index: NDArray[Any]
+    lengths: NDArray[Any]
 
     def __len__(self) -> int:
         return len(self.shuffle_index)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.progress import Progress
 from verl_ext.text.counts import Counts
-from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
-from verl_ext.text.readers import CHUNK_BYTES, Parcel, read_parcels
+from verl_ext.text.plain_text import Documents, TextTokenizer
+from verl_ext.text.readers import Parcel, read_parcels
 from verl_ext.text.sources import SourceFile, total_bytes
 from verl_ext.values import DataError
 
@@ -92,48 +92,23 @@ class TextIndex:
         return documents.tokens[:room], lengths
 
 
-def write_text_index(
-    files: Sequence[SourceFile],
-    tokenizer: Any,
-    prefix: Path,
-    options: TextOptions,
-    *,
-    max_tokens: int | None = None,
-    progress: bool = True,
-    key: str = "data.train_dir",
-) -> Counts:
-    """`write_text_indices` of one source, by this process with the tokenizer's own threads; UsageError where the
-    tokenizer lacks a token that is to be added."""
-    worker = TextTokenizer(tokenizer, options)
-
-    def tokenized(parcels: Iterator[Parcel]) -> Iterator[Documents]:
-        return map(worker.tokenise, parcels)
-
-    counts = write_text_indices(
-        files,
-        tokenized,
-        worker.dtype,
-        {key: prefix},
-        max_tokens=max_tokens,
-        progress=progress,
-        parcel_bytes=BATCH_BYTES,
-    )
-    return counts[key]
-
-
 def write_text_indices(
     files: Sequence[SourceFile],
-    tokenized: Callable[[Iterator[Parcel]], Iterator[Documents]],
-    dtype: np.dtype,
+    tokenizer: TextTokenizer,
     prefixes: dict[str, Path],
     *,
     max_tokens: int | None = None,
     progress: bool = True,
-    parcel_bytes: int = CHUNK_BYTES,
+    tokenized: Callable[[Iterator[Parcel]], Iterator[Documents]] | None = None,
+    parcel_bytes: int = BATCH_BYTES,
 ) -> dict[str, Counts]:
-    """Write an index of each source of `files`, whose parcels `tokenized` turns into documents, in order.
+    """Write an index of each source of `files`.
 
-    prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
+    Args:
+        prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
+        max_tokens: where each source is cut.
+        tokenized: turns parcels of `parcel_bytes` of text into documents, in order; None: this process does, with the
+            tokenizer's own threads.
 
     Returns:
         What was counted, by the same keys.
@@ -145,11 +120,12 @@ def write_text_indices(
     full: set[int] = set()
 
     def written() -> Generator[Written, None, None]:
-        results = tokenized(read_parcels(files, full.__contains__, parcel_bytes))
+        parcels = read_parcels(files, full.__contains__, parcel_bytes)
+        results = map(tokenizer.tokenise, parcels) if tokenized is None else tokenized(parcels)
         for source, documents in groupby(results, key=lambda result: result.source):
             key = list(prefixes)[source - 1]
             unread = sum(file.num_bytes or 0 for file in files if file.category_id == source)
-            with TextIndex(prefixes[key], dtype, max_tokens, key) as index:
+            with TextIndex(prefixes[key], tokenizer.dtype, max_tokens, key) as index:
                 counts[key] = index.counts
                 for result in documents:
                     done = index.add(result)
