@@ -47,14 +47,14 @@ def start(folder: str, max_tokens: int) -> dict:
     import datasets
 
     from verl_ext.data import SFTDataSet
-    from verl_ext.data.arrow import TokenisedData
+    from verl_ext.data.arrow import TokenizedData
     from verl_ext.trainer.distributed import share_scan
 
     datasets.disable_progress_bars()
     before, seconds = private_bytes(), {}
     with PrivatePeak() as peak:
         began = time.perf_counter()
-        TokenisedData([folder])
+        TokenizedData([folder])
         seconds["open"] = time.perf_counter() - began
         began = time.perf_counter()
         dataset = SFTDataSet(folder, max_tokens)

@@ -158,7 +158,7 @@ def test_a_text_that_is_no_utf8_names_the_file_and_the_byte(tmp_path, refused, t
     refused(folder, r"000\.txt.*UTF-8.*byte 7.*data\.on_bad_record=skip")
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
     dataset = MultiDocDataset(folder, tokenizer, config=config)
-    assert [(row.category, row.documents) for row in dataset.not_as_they_stand()] == [("texts", 1)]
+    assert [(row.category, row.documents) for row in dataset.changed_documents()] == [("texts", 1)]
     assert dataset.facts()["sources"][0]["tokens"] == 13
 
 
@@ -180,7 +180,7 @@ def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
     path = write_jsonl(tmp_path / "texts.jsonl", ["w1 w2 w3", " ", *random_words((20,))])
     refused(path, r"texts\.jsonl:2: .*empty")
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
-    row = MultiDocDataset(path, tokenizer, config=config).not_as_they_stand()[0]
+    row = MultiDocDataset(path, tokenizer, config=config).changed_documents()[0]
     assert (row.reason, row.documents) == ("bad record: empty", 1)
 
 
@@ -189,7 +189,7 @@ def test_records_whose_special_tokens_are_text_are_counted(tmp_path):
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "add_eos": False}
     for _ in range(2):  # made, and opened again
         dataset = MultiDocDataset(path, byte_tokenizer(), config=config)
-        (row,) = dataset.not_as_they_stand()
+        (row,) = dataset.changed_documents()
         assert (row.category, row.reason, row.documents) == ("texts", "special tokens encoded as text", 2)
         assert dataset.token_range[0] > 2  # the ids of <pad>, <bos> and <eos>
 

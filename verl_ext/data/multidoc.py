@@ -342,7 +342,7 @@ class MultiDocDataset(PackDataset):
             return _each(lambda count: count - 1, tokens)
         return tokens - self.pack_documents()
 
-    def not_as_they_stand(self) -> list[OverLengthRow]:
+    def changed_documents(self) -> list[OverLengthRow]:
         """The records of texts that gave no document, by source and reason, and those whose special tokens are text."""
         rows = [
             OverLengthRow(source.name, f"bad record: {reason}", count)

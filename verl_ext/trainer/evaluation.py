@@ -26,7 +26,6 @@ from verl.utils.device import get_device_id
 
 from verl_ext.config.output import EVALUATION
 from verl_ext.data import BABILongDataset
-from verl_ext.data.babilong import is_right_answer
 from verl_ext.engines.chunked import ChunkedEngine, rows, target_positions
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
@@ -104,10 +103,10 @@ class AnswerScores:
         self.counts[1].index_add_(0, categories, exact.double())
 
     def _is_right(self, pack: int, generated: Sequence[int]) -> bool:
-        sample, tokenizer = self.dataset.sample(pack), self.engine.model_config.tokenizer
+        tokenizer = self.engine.model_config.tokenizer
         answer = list(takewhile(lambda token: token != tokenizer.eos_token_id, generated))
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        return is_right_answer(text, sample.target, sample.question, sample.category)
+        return self.dataset.question(pack).is_right(text)
 
 
 def _categories(data: TensorDict) -> torch.Tensor:
