@@ -375,17 +375,22 @@ class ThreadRanks:
         return self.gather(value)[0]
 
 
-def test_the_token_range_is_read_in_shares_and_kept(opened, tmp_path):
+def test_the_token_range_is_read_in_shares_and_kept(tmp_path):
     prefix = write_index(tmp_path / "corpus", [[9, 50], [], [7], [80, 8, 8, 8]])
-    assert opened(prefix, seq_len=2).token_range == (7, 80)
-    assert opened(prefix, seq_len=2).cached_token_range() is None
-    for cached in (None, (7, 80)):  # read by its ranks, and from the cache
-        datasets, barrier, values = [opened(prefix, seq_len=2) for _ in range(5)], Barrier(5), [None] * 5
-        assert datasets[0].cached_token_range() == cached
+
+    def read_by_ranks():
+        barrier, values = Barrier(5), [None] * 5
+        datasets = [MultiDocDataset(prefix, None, 2, cache_dir=str(tmp_path / "cache")) for _ in range(5)]
         with ThreadPoolExecutor(5) as pool:
             ranks = [ThreadRanks(rank, values, barrier) for rank in range(5)]
             list(pool.map(MultiDocDataset.read_together, datasets, ranks))
-        assert [dataset.token_range for dataset in datasets] == [(7, 80)] * 5
+        return [dataset.token_range for dataset in datasets]
+
+    assert read_by_ranks() == [(7, 80)] * 5
+    [kept] = (tmp_path / "cache").glob("range-*/token_range.json")
+    assert json.loads(kept.read_text()) == [7, 80]
+    kept.write_text(kept.read_text().replace("80", "81"))
+    assert read_by_ranks() == [(7, 81)] * 5  # not read again
 
 
 def _documents(stream):

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryTable
-from verl_ext.data.dataset import DatasetOptions, PackDataset, Ranks, RunLength
+from verl_ext.data.dataset import ONE_RANK, DatasetOptions, PackDataset, Ranks, RunLength
 from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.megatron.blend import BLEND_RULES
 from verl_ext.data.multidoc_plan import LABEL_TOKENS, StreamPlan, WindowPlan
@@ -33,7 +33,7 @@ from verl_ext.packing.strategies import MOST_TOKENS
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import TextOptions
 from verl_ext.text.tokenized import digest, file_facts
-from verl_ext.values import option, options_of, plain
+from verl_ext.values import option, plain
 
 CACHE = "verl_ext_multidoc"
 RANGE = "token_range.json"
@@ -155,8 +155,6 @@ class MultiDocDataset(PackDataset):
             raise ValueError(f"{key} must be given once; got {file_paths!r} and {parquet_files!r}")
         paths = parquet_files if file_paths is None else file_paths
         node = dict(plain(config or {}))
-        if unknown := given.keys() - options_of(MultiDocOptions).keys():
-            raise TypeError(f"MultiDocDataset has no option {', '.join(sorted(unknown))}")
         if seq_len is not None:
             node["max_tokens"] = None
         named = {"seq_len": seq_len, "add_eos": add_eos, "max_corpus_tokens": max_tokens, "seed": seed}
@@ -206,20 +204,31 @@ class MultiDocDataset(PackDataset):
         return {"num_samples": node.get("num_samples") or length.samples, "epochs": length.epochs}, {"validates": True}
 
     def read_together(self, ranks: Ranks) -> None:
-        """token_range from the cache, or by reading each token on one of the ranks."""
-        is_rank0 = ranks.rank == 0
+        self.token_range = self._read_token_range(ranks)
+
+    @cached_property
+    def token_range(self) -> tuple[int, int]:
+        return self._read_token_range(ONE_RANK)
+
+    def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
+        """From the cache, or by reading every token on one of the ranks; kept where the cache can be written."""
+        found, name, is_rank0 = None, "", ranks.rank == 0
         with ranks.guard():
-            found = self.cached_token_range() if is_rank0 else None
+            if is_rank0:
+                name = f"range-{digest(file_facts(file for source in self.sources for file in source.index.files))}"
+                with contextlib.suppress(OSError, ValueError):
+                    found = json.loads((self._root / name / RANGE).read_text(encoding="utf-8"))
         found = ranks.broadcast(found)
         if found is None:
             with ranks.guard():
-                part = self.token_range_part(ranks.rank, ranks.size)
-            lowest, highest = zip(*filter(None, ranks.gather(part)), strict=True)
-            found = min(lowest), max(highest)
-        self.token_range = found
-        with ranks.guard():
-            if is_rank0:
-                self.cache_token_range()
+                part = [source.token_range(ranks.rank, ranks.size) for source in self.sources]
+            lows, highs = zip(*(own for parts in ranks.gather(part) for own in parts if own[0] <= own[1]), strict=True)
+            found = [min(lows), max(highs)]
+            with ranks.guard(), contextlib.suppress(ValueError):
+                if is_rank0:
+                    cached_folder(self._root, name, lambda to: write_json(to / RANGE, found))
+        lowest, highest = found
+        return lowest, highest
 
     def __len__(self) -> int:
         return self._num
@@ -278,38 +287,6 @@ class MultiDocDataset(PackDataset):
             decided_by = "data.num_samples, trainer.total_training_steps, trainer.total_epochs"
             facts[f"the number of samples of the run ({decided_by})"] = len(self._plan)
         return facts
-
-    @cached_property
-    def token_range(self) -> tuple[int, int]:
-        found = self.cached_token_range() or self.token_range_part(0, 1)
-        assert found is not None, "an index of no token has no sample"
-        return found
-
-    def token_range_part(self, part: int, parts: int) -> tuple[int, int] | None:
-        """(lowest, highest) token id of one of `parts` equal shares of the tokens; None where it has no token."""
-        found = []
-        for index in (source.index for source in self.sources):
-            edges = np.arange(part, part + 2) * index.num_tokens // parts * index.dtype.itemsize
-            low, high = index.token_range(*np.searchsorted(index.pointers, edges).tolist())
-            found += [(low, high)] if low <= high else []
-        return (min(low for low, _ in found), max(high for _, high in found)) if found else None
-
-    def cached_token_range(self) -> tuple[int, int] | None:
-        """token_range where the cache has it."""
-        try:
-            lowest, highest = json.loads((self._root / self._range_folder / RANGE).read_text(encoding="utf-8"))
-            return int(lowest), int(highest)
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def cache_token_range(self) -> None:
-        """Keep token_range for the next start, where the cache can be written."""
-        with contextlib.suppress(ValueError):
-            cached_folder(self._root, self._range_folder, lambda to: write_json(to / RANGE, self.token_range))
-
-    @cached_property
-    def _range_folder(self) -> str:
-        return f"range-{digest(file_facts(file for source in self.sources for file in source.index.files))}"
 
     @property
     def longest_document(self) -> int:

@@ -70,6 +70,11 @@ class Source:
         except ValueError as error:
             raise ValueError(f"{self.key}: {error}") from error
 
+    def token_range(self, part: int, parts: int) -> tuple[int, int]:
+        """(lowest, highest) token id of about one of `parts` equal shares of its index; (0, -1) where it has none."""
+        edges = np.arange(part, part + 2) * self.index.num_tokens // parts * self.index.dtype.itemsize
+        return self.index.token_range(*np.searchsorted(self.index.pointers, edges).tolist())
+
     def facts(self, samples: int, seq_len: int) -> dict[str, Any]:
         """Its row of the report, of which `samples` samples are drawn."""
         facts = {
