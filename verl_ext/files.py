@@ -252,9 +252,3 @@ def _make(folder: Path, make: Callable[[Path], None], key: str) -> None:
         sizes = {entry.relative_to(output.path).as_posix(): entry.stat().st_size for entry in files}
         write_json(output.path / CONTENTS, {"sizes": sizes})
         output.publish()
-
-
-def check_cache_dir(cache_dir: Any) -> None:
-    """ValueError for a data.cache_dir that is neither null nor a path."""
-    if cache_dir is not None and not (isinstance(cache_dir, (str, os.PathLike)) and str(cache_dir)):
-        raise ValueError(f"data.cache_dir must be a folder or null; got {cache_dir!r}")

@@ -187,12 +187,6 @@ def missing_paths(key: str, paths: Any, exists: Callable[[str], bool], kind: str
             yield f"{key} must be an existing {kind}; got {path}"
 
 
-def check_train_ratio(ratio: Any) -> None:
-    """ValueError for a data.train_ratio that is no share."""
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-        raise ValueError(f"data.train_ratio must be a number above 0 and at most 1; got {ratio!r}")
-
-
 def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -> NDArray[np.int64]:
     """int64[rows], ascending: the samples of `split` ("train", "val", or None for all), of samples 0..samples-1.
 
