@@ -3,7 +3,7 @@
 | contestant | what it does |
 |---|---|
 | `tokenizer` | `tokenizer(texts)` with its own threads, texts and tokens in memory: nothing is read, nothing written |
-| `in process` | `write_text_index`, the same threads: what a training process does with text |
+| `in process` | `write_text_indices`, the same threads: what a training process does with text |
 | `command` | `verl-ext index` with worker processes |
 | `megatron-core` | as its `preprocess_data.py`: a pool of processes, a document a call, `IndexedDatasetBuilder` |
 
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl_ext.commands.index import load_text_tokenizer
-from verl_ext.data.megatron.text_index import TextIndex, write_text_index
+from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
 from verl_ext.text.plain_text import TextOptions, TextTokenizer, record_texts
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files
-from verl_ext.text.tokenizer import ModelConfig, tokenizer_module
+from verl_ext.text.tokenizer import ModelOptions, tokenizer_module
 from verl_ext.text.workers import ordered_results
 
 LINES_PER_JOB = 32  # preprocess_data.py's own
@@ -53,7 +53,7 @@ class Corpus:
         with open(self.path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
         self.files: list[SourceFile] = find_source_files({"texts": [str(self.path)]})
-        self.tokenizer = load_text_tokenizer(ModelConfig(self.tokenizer_folder), TextOptions()).tokenizer
+        self.tokenizer = load_text_tokenizer(ModelOptions(self.tokenizer_folder), TextOptions()).tokenizer
 
 
 def tokenizer_alone(corpus: Corpus) -> Speed:
@@ -63,15 +63,18 @@ def tokenizer_alone(corpus: Corpus) -> Speed:
 
 def in_process(corpus: Corpus) -> Speed:
     """Ours in this process."""
-    prefix = _fresh(corpus, "threads")
-    return _timed_here(
-        lambda: write_text_index(corpus.files, corpus.tokenizer, prefix, TextOptions(), progress=False).tokens
-    )
+    prefixes = {"texts": _fresh(corpus, "threads")}
+
+    def write() -> int:
+        tokenizer = TextTokenizer(corpus.tokenizer, TextOptions())
+        return write_text_indices(corpus.files, tokenizer, prefixes, progress=False)["texts"].tokens
+
+    return _timed_here(write)
 
 
 def command(corpus: Corpus) -> Speed:
     """Ours with worker processes."""
-    make = partial(load_text_tokenizer, ModelConfig(corpus.tokenizer_folder), TextOptions())
+    make = partial(load_text_tokenizer, ModelOptions(corpus.tokenizer_folder), TextOptions())
     batches = read_batches(corpus.files, lambda source: False)
     results = ordered_results(make, _tokenise, batches, corpus.workers, name="tokenise", preload=[tokenizer_module()])
     with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
@@ -155,7 +158,7 @@ _worker: dict[str, Any] = {}
 
 
 def _load(folder: str, eos: int) -> None:
-    _worker.update(tokenizer=load_text_tokenizer(ModelConfig(folder), TextOptions()).tokenizer, eos=eos)
+    _worker.update(tokenizer=load_text_tokenizer(ModelOptions(folder), TextOptions()).tokenizer, eos=eos)
 
 
 def _encode(line: str) -> Stamped:

@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 
 from tests.babilong_files import FACTS, byte_tokenizer, record, records, write_records
 from verl_ext.data import BABILongDataset, SFTDataSet
-from verl_ext.data.babilong import BABILongOptions, Record, SampleTokenizer, prompt_text
+from verl_ext.data.babilong import BABILongEncoder, Record, prompt_text
 
 TOKENIZER = byte_tokenizer()
 PLAIN = byte_tokenizer(special=False)
@@ -122,13 +122,13 @@ TOKENIZERS = [TOKENIZER, PLAIN, byte_tokenizer(special=False, trim_offsets=True)
     tokenizer=st.sampled_from(TOKENIZERS),
 )
 def test_the_question_survives_and_a_cut_prompt_has_exactly_the_tokens_allowed(context, question, limit, tokenizer):
-    options = BABILongOptions(limit + 8, 8)
-    (sample,) = SampleTokenizer(tokenizer, options).tokenise([Record("f", 0, context, question, "garden")])
+    encoder = BABILongEncoder(tokenizer, limit + 8, 8)
+    (sample,) = encoder.samples([Record("f", 0, context, question, "garden")])
     whole = tokenizer(prompt_text(context, question))["input_ids"]
     prompt = sample.input_ids[: len(sample.input_ids) - sample.targets].tolist()
     assert sample.full_tokens == len(whole) + sample.targets
     assert len(prompt) == min(len(whole), limit)
-    assert len(sample.input_ids) <= options.max_length
+    assert len(sample.input_ids) <= encoder.max_length
     text = tokenizer.decode(prompt, skip_special_tokens=True)
     assert text.endswith(f"\n\nQuestion: {question}\nAnswer:")
     begin = 0
@@ -155,8 +155,8 @@ def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
 
     words = AutoTokenizer.from_pretrained(tiny_model)
     context = " ".join(f"w{number}" for number in range(30))
-    sampler = SampleTokenizer(words, BABILongOptions(20, 4))
-    (sample,) = sampler.tokenise([Record("f", 0, context, "w50 w51", "w7")])
+    encoder = BABILongEncoder(words, 20, 4)
+    (sample,) = encoder.samples([Record("f", 0, context, "w50 w51", "w7")])
     unknown = words.unk_token_id  # Question: and Answer:
     expected = [f"w{number}" for number in range(12)]
     assert words.convert_ids_to_tokens(sample.input_ids)[:12] == expected
@@ -176,7 +176,7 @@ def test_the_split_has_the_members_of_torchs_random_split(opened, samples, ratio
     expected = random_split(range(samples), sizes, generator=torch.Generator().manual_seed(seed))
     for name, part in zip(("train", "val"), expected, strict=True):
         dataset = opened(content, split=name, train_ratio=ratio, seed=seed)
-        questions = [dataset.sample(number).question for number in range(len(dataset))]
+        questions = [dataset.question(number).question for number in range(len(dataset))]
         assert questions == [content[index]["question"] for index in sorted(part)]
         decoded = [TOKENIZER.decode(row["input_ids"], skip_special_tokens=True) for row in dataset]
         assert all(question in text for question, text in zip(questions, decoded, strict=True))
@@ -185,12 +185,12 @@ def test_the_split_has_the_members_of_torchs_random_split(opened, samples, ratio
 def test_max_samples_limits_the_split_and_says_so(opened):
     content = records(10)
     whole, limited = (opened(content, split="train", max_samples=count) for count in (-1, 4))
-    assert [limited.sample(k) for k in range(4)] == [whole.sample(k) for k in range(4)]
+    assert [limited.question(k) for k in range(4)] == [whole.question(k) for k in range(4)]
     assert len(limited) == 4
-    (row,) = limited.not_as_they_stand()
+    (row,) = limited.changed_documents()
     assert (row.reason, row.documents) == ("beyond max_samples", 5)
     assert row.category == "qa1_1k"
-    assert whole.not_as_they_stand() == []
+    assert whole.changed_documents() == []
 
 
 def test_samples_beyond_max_samples_are_reported_by_category(tmp_path, cache):
@@ -200,7 +200,7 @@ def test_samples_beyond_max_samples_are_reported_by_category(tmp_path, cache):
     limited, whole = (
         BABILongDataset(str(tmp_path / "data"), TOKENIZER, 96, max_samples=count, **options) for count in (4, -1)
     )
-    report, tokens = limited.not_as_they_stand(), whole.spans.length
+    report, tokens = limited.changed_documents(), whole.spans.length
     assert [(row.category, row.reason, row.documents) for row in report] == [
         ("qa1_2k", "beyond max_samples", 1),
         ("qa2_1k", "beyond max_samples", 4),
@@ -214,7 +214,7 @@ def test_what_was_cut_is_reported_by_category_for_the_rows_in_use(tmp_path, cach
     write_records(tmp_path / "data/qa1/1k.json", [record(2), record(12)])
     write_records(tmp_path / "data/qa2/2k.json", [record(14), record(13), record(1)])
     dataset = BABILongDataset(str(tmp_path / "data"), TOKENIZER, 64, answer_reserve_tokens=8, cache_dir=cache)
-    report = dataset.not_as_they_stand()
+    report = dataset.changed_documents()
     assert [(row.category, row.documents) for row in report] == [("qa1_1k", 1), ("qa2_2k", 2)]
     assert all(row.tokens == row.tokens_kept + row.tokens_removed and row.tokens_removed > 0 for row in report)
     kept = dataset.pack_tokens()
@@ -231,7 +231,7 @@ def test_categories_are_tasks_and_sizes_by_the_files_paths(tmp_path, cache):
         write_records(tmp_path / f"data/{name}.json", [record(1, question=f"{name}? ")])
     dataset = BABILongDataset([str(tmp_path / "data")], TOKENIZER, 96, cache_dir=cache)
     names = ["stories", "qa1_2k", "qa1_10k", "qa2_1k"]
-    assert [dataset.sample(number).category for number in range(4)] == names
+    assert [dataset.question(number).category for number in range(4)] == names
     assert dataset.categories.names == tuple(names)
     assert [int(row["category_ids"].max()) for row in dataset] == [1, 2, 3, 4]
 
@@ -254,8 +254,8 @@ def test_an_argument_wins_over_the_config(tmp_path, cache):
     path = write_records(tmp_path / "0k.json", records(2))
     config = {"max_length": 64, "max_tokens": 64, "answer_reserve_tokens": 8, "truncate": "right"}
     dataset = BABILongDataset(path, TOKENIZER, 96, config=config, truncate="context", cache_dir=cache)
-    assert (dataset.babilong.max_length, dataset.babilong.truncate) == (96, "context")
-    assert dataset.babilong.answer_reserve_tokens == 8
+    assert (dataset.options.max_length, dataset.options.truncate) == (96, "context")
+    assert dataset.options.answer_reserve_tokens == 8
 
 
 def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(opened):
@@ -293,7 +293,7 @@ def test_the_scan_needs_no_token_and_is_that_of_a_tokenised_folder(opened):
 def test_a_dataset_pickles_and_loads_in_workers(opened):
     dataset = opened(records(6), split="train")
     again = pickle.loads(pickle.dumps(dataset))
-    assert again.sample(3) == dataset.sample(3)
+    assert again.question(3) == dataset.question(3)
     loaded = list(DataLoader(again, batch_size=2, num_workers=1, multiprocessing_context="spawn"))
     expected = [default_collate([dataset[0], dataset[1]]), default_collate([dataset[2], dataset[3]])]
     for batch, wanted in zip(loaded, expected, strict=False):

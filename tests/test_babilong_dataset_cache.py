@@ -12,16 +12,15 @@ import torch.distributed as dist
 from tests.babilong_files import byte_tokenizer, record, records, write_records
 from tests.ranks import run_ranks
 from verl_ext.data import BABILongDataset
-from verl_ext.data import babilong as babilong_cache
-from verl_ext.data.babilong import SampleTokenizer
+from verl_ext.data.babilong import BABILongEncoder, find_files
 
 
 @pytest.fixture
 def built(monkeypatch):
     """One entry for each time that something is tokenised."""
     calls = []
-    original = babilong_cache._tokenise
-    monkeypatch.setattr(babilong_cache, "_tokenise", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    original = BABILongEncoder.encode
+    monkeypatch.setattr(BABILongEncoder, "encode", lambda *arguments: (calls.append(1), original(*arguments))[1])
     return calls
 
 
@@ -61,7 +60,7 @@ def test_other_options_tokenizers_or_files_are_tokenised_anew(path, built):
     assert len(built) == 8
 
 
-@pytest.mark.parametrize("damage", ["samples.arrow", "data-00000-of-00001.arrow", "contents.json", "state.json"])
+@pytest.mark.parametrize("damage", ["report.json", "data-00000-of-00001.arrow", "contents.json", "state.json"])
 def test_a_damaged_folder_is_made_anew(path, built, damage):
     rows = [row["input_ids"] for row in open_files(path)]
     (folder,) = open_files(path).folders
@@ -71,11 +70,14 @@ def test_a_damaged_folder_is_made_anew(path, built, damage):
 
 
 def test_a_run_that_ends_early_leaves_nothing_that_is_used(path, built, monkeypatch):
-    def interrupted(self, folder):
+    original = BABILongEncoder.encode
+
+    def interrupted(*arguments):
+        yield from original(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(babilong_cache.SampleFactsWriter, "write", interrupted)
+        patch.setattr(BABILongEncoder, "encode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             open_files(path)
     cache = Path(path).parent / "cache"
@@ -85,15 +87,15 @@ def test_a_run_that_ends_early_leaves_nothing_that_is_used(path, built, monkeypa
 
 def _open_on_a_rank(path):
     """(times that this rank tokenised, its rows, the targets by the shared scan)"""
-    from verl_ext.trainer.distributed import share_scan
+    from verl_ext.trainer.distributed import RunRanks
 
     built = []
-    original = babilong_cache._tokenise
-    babilong_cache._tokenise = lambda *arguments: (built.append(1), original(*arguments))[1]
+    original = BABILongEncoder.encode
+    BABILongEncoder.encode = lambda *arguments: (built.append(1), original(*arguments))[1]
     tokenizer = byte_tokenizer()
     dist.barrier()
     dataset = open_files(path, tokenizer, split="train")
-    share_scan(dataset)
+    dataset.read_together(RunRanks())
     return len(built), [row["labels"].tolist() for row in dataset], dataset.scan.targets.tolist()
 
 
@@ -116,11 +118,14 @@ def test_a_mistake_in_a_file_is_told_without_a_bar(path, capsys):
 
 
 def test_a_file_that_changes_meanwhile_is_refused(path, monkeypatch):
-    original = babilong_cache._tokenise
-    monkeypatch.setattr(
-        babilong_cache, "_tokenise", lambda *arguments: (original(*arguments), write_records(Path(path), records(9)))
-    )
-    with pytest.raises(ValueError, match=r"data\.train_dir must not change while it is tokenised"):
+    original = BABILongEncoder.encode
+
+    def changes(*arguments):
+        yield from original(*arguments)
+        write_records(Path(path), records(9))
+
+    monkeypatch.setattr(BABILongEncoder, "encode", changes)
+    with pytest.raises(ValueError, match=r"data\.train_dir must not change while it is tokenized"):
         open_files(path)
 
 
@@ -133,35 +138,33 @@ def test_a_cache_that_cannot_be_written_is_one_line(path, tmp_path):
 def test_the_cache_lies_in_that_of_datasets_unless_told(path, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     dataset = open_files(path, cache_dir=None)
-    assert Path(dataset.folders[0]).parent == tmp_path / "hf" / "verl_ext_babilong"
+    assert Path(dataset.folders[0]).parent == tmp_path / "hf" / "verl_ext_tokenized"
 
 
-def test_records_are_tokenised_in_batches_of_bounded_size(path, monkeypatch):
-    write_records(Path(path), records(20, sentences=4))
-    expected = [row["input_ids"] for row in open_files(path)]
-    sizes = []
-    original = SampleTokenizer.tokenise
-    monkeypatch.setattr(babilong_cache, "BATCH_CHARACTERS", 300)
-    monkeypatch.setattr(
-        SampleTokenizer, "tokenise", lambda self, batch: (sizes.append(len(batch)), original(self, batch))[1]
-    )
-    rows = [row["input_ids"] for row in open_files(path, cache_dir=str(Path(path).parent / "other"))]
-    assert sizes == [3] * 6 + [2]
-    assert all(torch.equal(row, wanted) for row, wanted in zip(rows, expected, strict=True))
+def test_records_are_tokenised_in_batches_of_bounded_size(path):
+    write_records(Path(path), records(600))
+    files, names = find_files([path], "data.train_dir")
+    batches = list(BABILongEncoder(byte_tokenizer(), 96, 8).encode(files, 1))
+    assert [len(batch.lengths) for batch in batches] == [256, 256, 88]
+    assert names == {1: "qa1_1k"}
+    tokens = [row["input_ids"][row["attention_mask"] == 1].tolist() for row in open_files(path)]
+    assert [token for row in tokens for token in row] == [
+        token for batch in batches for token in batch.input_ids.tolist()
+    ]
 
 
-def test_what_is_cut_is_said_once_where_it_is_tokenised(path, caplog):
+def test_what_is_cut_is_said_once_in_a_process(path, caplog):
     write_records(Path(path), [record(20), record(1)])
     with caplog.at_level(logging.WARNING):
         dataset = open_files(path)
         open_files(path)
-    (line,) = (entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.babilong")
+    (line,) = (entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.text.tokenized")
     removed = dataset.over_length_report[0].tokens_removed
     assert line.startswith(f"1 of 2 samples have prompts over 88 tokens: cut by {removed} tokens")
 
 
 def test_the_folder_says_what_it_was_made_of(path):
     (folder,) = open_files(path).folders
-    made_of = json.loads((Path(folder) / "babilong.json").read_text())
+    made_of = json.loads((Path(folder) / "report.json").read_text())
     assert made_of["files"] == [path]
     assert made_of["options"]["max_length"] == 96

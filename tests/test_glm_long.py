@@ -51,11 +51,11 @@ def overrides(stage, data, scale):
 def test_a_stage_has_the_published_budgets_over_intervals_that_double_up_to_its_pack(stage):
     config = compose(overrides(stage, Path("DIR"), 1.0))
     options = MixtureOptions.read(config.data.mixture)
-    assert {source.name: source.tokens for source in options.sources} == {
+    assert {source.name: source.tokens for source in options.budgets} == {
         name: tokens for name, (tokens, _) in BUDGETS[stage].items()
     }
-    assert sum(source.tokens for source in options.sources) == 10e9
-    for source in options.sources:
+    assert sum(source.tokens for source in options.budgets) == 10e9
+    for source in options.budgets:
         shortest = BUDGETS[stage][source.name][1]
         assert (source.edges and source.edges[0]) == shortest
         if source.edges:
@@ -67,7 +67,7 @@ def test_a_stage_has_the_published_budgets_over_intervals_that_double_up_to_its_
 
 def test_the_folder_of_artificial_documents_must_be_given():
     config = compose(["recipe=glm_long/stage2_1m"])
-    with pytest.raises(ValueError, match=r"^data.mixture.sources.artificial.train_dir must name a tokenised"):
+    with pytest.raises(ValueError, match=r"^data.mixture.sources.artificial.train_dir must name a tokenized"):
         MixtureOptions.read(config.data.mixture)
 
 
@@ -88,7 +88,7 @@ def test_a_scaled_stage_balances_the_tokens_of_its_intervals(stage, data):
 
 def test_copies_of_a_document_lie_in_different_packs_while_they_are_no_more_than_the_parts():
     lengths = np.exp(np.random.default_rng(0).uniform(np.log(100), np.log(2**17), 30_000)).astype(np.int64)
-    sources = MixtureOptions.read(compose(["recipe=glm_long/stage1_128k"]).data.mixture).sources
+    sources = MixtureOptions.read(compose(["recipe=glm_long/stage1_128k"]).data.mixture).budgets
     draws = draw_mixture(lengths, sources, [np.arange(30_000)] * 3, seed=0, scale=0.1)
     drawn = np.concatenate([draw.documents for draw in draws])
     assert np.bincount(drawn).max() >= 4

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.megatron.text_index import TextIndex, write_text_index
+from verl_ext.data.megatron.index import TokenIndex
+from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
+from verl_ext.text.counts import Counts
 from verl_ext.text.plain_text import BadText, Documents, TextOptions, TextTokenizer, vocabulary_size
 from verl_ext.text.readers import Batch, Chunk, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files
@@ -140,6 +142,12 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
         worker.tokenise(batch({"text": f"1 {token}"}))
 
 
+def write_index(files: list[SourceFile], prefix: Path, progress: bool = False, **options: Any) -> Counts:
+    """What is counted of one source that this process tokenizes."""
+    tokenizer = TextTokenizer(TOKENIZER, TextOptions(**options))
+    return write_text_indices(files, tokenizer, {"data.train_dir": prefix}, progress=progress)["data.train_dir"]
+
+
 def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
     """Files of so many bytes, by source."""
     for source, lengths in enumerate(sizes):
@@ -181,34 +189,16 @@ def test_a_file_that_cannot_be_read_ends_its_source_after_the_documents_before_i
     assert (second.source, second.failure) == (2, None)
 
 
-class RecordedWriter:
-    """Keeps what is written."""
-
-    def __init__(self, prefix: Path, dtype: np.dtype, key: str) -> None:
-        self.tokens: list[int] = []
-        self.lengths: list[int] = []
-
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        assert len(tokens) == lengths.sum()
-        self.tokens += tokens.tolist()
-        self.lengths += lengths.tolist()
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
 # (length of a document; 0: a bad record) by batch
 STREAMS = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=5)
 
 
 @given(stream=STREAMS, max_tokens=st.integers(1, 40), fails=st.booleans())
 def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
-    stream: list[list[int]], max_tokens: int, fails: bool
+    stream: list[list[int]], max_tokens: int, fails: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_ext.data.megatron.text_index.IndexWriter", RecordedWriter)
-        index = TextIndex(Path("unused"), np.dtype(np.uint16), max_tokens)
+    prefix = tmp_path_factory.mktemp("cut") / "out"
+    index = TextIndex(prefix, np.dtype(np.uint16), max_tokens)
     results, number = [], 0
     for records in stream:
         lengths = np.array([length for length in records if length], dtype=np.int32)
@@ -242,36 +232,32 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
         bad += not length
         kept += [min(length, tokens_left)] if length else []
         tokens_left -= min(length, tokens_left)
-    assert index._writer.tokens == list(range(min(number, max_tokens)))
-    assert index._writer.lengths == kept
-    assert (index.tally.documents, index.tally.tokens) == (len(kept), sum(kept))
-    assert (index.tally.bad.total(), index.tally.records) == (bad, bad + len(kept))
-    assert sorted(index.tally.lengths.elements()) == sorted(kept)
+    index.close()
+    found = TokenIndex(prefix)
+    assert [token for place in range(found.num_documents) for token in found.tokens(place)] == [*range(sum(kept))]
+    assert found.lengths.tolist() == kept
+    assert (index.counts.documents, index.counts.tokens) == (len(kept), sum(kept))
+    assert (index.counts.bad.total(), index.counts.records) == (bad, bad + len(kept))
+    assert sorted(index.counts.lengths.elements()) == sorted(kept)
     assert index.is_full == (tokens_left == 0)
 
 
 def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from verl_ext.data.megatron.index import TokenIndex
-
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "", "sat")))
     (tmp_path / "b.txt").write_text("on the mat\n")
     files = find_source_files({"a": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]})
-    options = TextOptions(on_bad_record="skip", key_prefix="data.")
-    tally = write_text_index(files, TOKENIZER, tmp_path / "out", options, progress=False)
+    counts = write_index(files, tmp_path / "out", on_bad_record="skip", key_prefix="data.")
     index = TokenIndex(tmp_path / "out")
     expected = [[*ids(text), EOS] for text in ("the cat", "sat", "on the mat\n")]
     assert [index.tokens(number).tolist() for number in range(index.num_documents)] == expected
-    assert (tally.documents, tally.tokens, dict(tally.bad)) == (3, sum(map(len, expected)), {"empty": 1})
+    assert (counts.documents, counts.tokens, dict(counts.bad)) == (3, sum(map(len, expected)), {"empty": 1})
     assert capfd.readouterr().err == ""
-    refused = TextOptions(key_prefix="data.")
     with pytest.raises(DataError, match=r"a\.jsonl:2: the text is empty \(empty; data\.on_bad_record=skip leaves"):
-        write_text_index(files, TOKENIZER, tmp_path / "none", refused, progress=False)
-    with pytest.raises(DataError, match=r"a\.jsonl must hold at least one document; got none \(no_text: 3\)"):
-        write_text_index(
-            files[:1], TOKENIZER, tmp_path / "none", TextOptions("body", on_bad_record="skip"), progress=False
-        )
+        write_index(files, tmp_path / "none", key_prefix="data.")
+    with pytest.raises(DataError, match=r"^data\.train_dir must hold at least one document; got none \(no_text: 3\)"):
+        write_index(files[:1], tmp_path / "none", text_key="body", on_bad_record="skip")
     assert not list(tmp_path.glob("none*"))
 
 
@@ -279,7 +265,7 @@ def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
     ("content", "line"),
     [
         ('{"text": "the cat"}\n{"text": 3}\n', "a.jsonl:2: text must be a string"),
-        ("", "a.jsonl must hold at least one document; got none"),
+        ("", "data.train_dir must hold at least one document; got none"),
     ],
 )
 def test_a_mistake_at_the_start_is_told_without_a_bar(
@@ -288,10 +274,10 @@ def test_a_mistake_at_the_start_is_told_without_a_bar(
     (tmp_path / "a.jsonl").write_text(content)
     files = find_source_files({"a": [str(tmp_path / "a.jsonl")]})
     with pytest.raises(DataError, match=line):
-        write_text_index(files, TOKENIZER, tmp_path / "out", TextOptions())
+        write_index(files, tmp_path / "out", progress=True)
     assert capfd.readouterr().err == ""
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n' * 9)
-    write_text_index(files, TOKENIZER, tmp_path / "out", TextOptions())
+    write_index(files, tmp_path / "out", progress=True)
     assert "9 records" in capfd.readouterr().err
 
 

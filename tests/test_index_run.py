@@ -14,8 +14,8 @@ from datasets import Dataset
 
 from tests.megatron_peer import indexed_dataset
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.commands import index as run
-from verl_ext.commands.index import Report, load_config
+from verl_ext.commands.command_line import read_options
+from verl_ext.commands.index import IndexOptions, run
 from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.text.readers import ChunkSize
 from verl_ext.values import DataError, UsageError
@@ -31,10 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def index(sources: dict[str, Any], output: Path, model: Path, *overrides: str) -> Report:
+def index(sources: dict[str, Any], output: Path, model: Path, *overrides: str) -> str:
+    """The closing table of a run."""
     items = ",".join(f"{name}:'{path}'" for name, path in sources.items())
     base = [f"sources={{{items}}}", f"output_dir={output}", f"model.path={model}", "num_workers=1"]
-    return run.build_index(load_config([*base, *overrides]))
+    return run(read_options(IndexOptions, [*base, *overrides]))
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:
@@ -66,7 +67,7 @@ def names(folder: Path) -> list[str]:
 def test_each_source_has_an_index_and_the_report_accounts_for_it(tmp_path: Path, model: Path) -> None:
     records = write_jsonl(tmp_path / "in.jsonl", [{"text": "sat"}, {"text": ""}])
     sources = {"books": write_texts(tmp_path / "books", TEXTS), "web": records}
-    report = index(sources, tmp_path / "out", model, "on_bad_record=skip")
+    table = index(sources, tmp_path / "out", model, "on_bad_record=skip").splitlines()
     assert names(tmp_path / "out") == ["books.bin", "books.idx", "report.json", "web.bin", "web.idx"]
     assert documents(tmp_path / "out/books") == expected(TEXTS)
     assert documents(tmp_path / "out/web") == expected(["sat"])
@@ -85,10 +86,10 @@ def test_each_source_has_an_index_and_the_report_accounts_for_it(tmp_path: Path,
         "bos_token_id": None,
     }
     assert written["options"]["add_eos"] is True
-    table = report.table().splitlines()
     assert table[0].split() == ["source", "records", "bad", "documents", "tokens", "median", "longest"]
     assert table[2].split()[:4] == ["web", "2", "1", "1"]
-    assert table[-1].split()[:3] == ["web", "empty", "1"]
+    assert table[-3].split()[:3] == ["web", "empty", "1"]
+    assert table[-1] == f"written to {tmp_path / 'out'}"
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "json", "parquet", "arrow", "glob"])
@@ -173,7 +174,7 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["sources={}"], "sources must name at least one source"),
+        (["sources={}"], "sources is required: source: file, folder"),
         (["sources={a/b:in.txt}"], "sources.a/b must be a file's name"),
         (["sources={.a:in.txt}"], "sources..a must be a file's name"),
         (["sources={a:[]}"], "sources.a must be a path, a glob or a list of them; got []"),
@@ -183,7 +184,7 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
         (["num_workers=0"], "num_workers must be at least 1; got 0"),
         (["on_bad_record=skp"], "on_bad_record must be one of error, skip; got skp (nearest: skip)"),
         (["text_keys=a"], "unknown key text_keys; nearest: text_key"),
-        (["output_dir="], "output_dir must name the folder to write; got nothing"),
+        (["output_dir="], "output_dir is required: folder of the indices; it appears only when complete; got ''"),
         (["model.path=nowhere"], "model.path must be a folder that exists; got nowhere"),
     ],
 )
@@ -192,7 +193,7 @@ def test_mistakes_are_told_in_one_line_each(tmp_path: Path, overrides: list[str]
     if not overrides[0].startswith("sources"):
         base.append("sources={a:in.txt}")
     with pytest.raises(UsageError) as told:
-        load_config([*base, *overrides])
+        read_options(IndexOptions, [*base, *overrides])
     assert line in str(told.value)
     assert "\n" not in str(told.value)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_ext.data.megatron import blend, blend_order, megatron_blend_order, normalised
+from verl_ext.data.megatron.blend import blend_order, megatron_blend_order, normalised
 
 WEIGHTS = st.lists(
     st.one_of(st.floats(1e-9, 1.0), st.integers(1, 20), st.sampled_from([0, 0.5, 1e6, 1e-12, 1e300])),
@@ -63,16 +63,14 @@ def test_the_order_is_that_of_the_rule_as_stated(weights, n):
 
 @given(st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=9).filter(any), st.integers(0, 60))
 def test_each_source_gives_its_samples_in_order_whatever_the_blocks(weights, n):
-    with pytest.MonkeyPatch.context() as patched:
-        whole = [array.tolist() for array in (*blend_order(weights, n), *megatron_blend_order(weights, n))]
-        patched.setattr(blend, "BLOCK", 3)
-        for order in (blend_order, megatron_blend_order):
-            source, sample = order(weights, n)
-            assert [source.tolist(), sample.tolist()] == [whole.pop(0), whole.pop(0)]
-            assert len(source) == n
-            for number, weight in enumerate(weights):
-                assert sample[source == number].tolist() == list(range((source == number).sum()))
-                assert weight > 0 or not (source == number).any()
+    for order, options in ((blend_order, {}), (megatron_blend_order, {}), (megatron_blend_order, {"compiled": False})):
+        source, sample = order(weights, n, block=3, **options)
+        whole = order(weights, n)
+        assert [source.tolist(), sample.tolist()] == [array.tolist() for array in whole]
+        assert len(source) == n
+        for number, weight in enumerate(weights):
+            assert sample[source == number].tolist() == list(range((source == number).sum()))
+            assert weight > 0 or not (source == number).any()
 
 
 def test_written_weights_repeat_with_their_common_denominator():

@@ -6,16 +6,9 @@ import pickle
 import numpy as np
 import pytest
 
-from verl_ext.data.megatron import (
-    IndexWriter,
-    TokenIndex,
-    blend_order,
-    build_sample_indices,
-    cached_blend,
-    cached_sample_indices,
-    megatron_blend_order,
-    samples,
-)
+from verl_ext.data.megatron.blend import blend_order, megatron_blend_order
+from verl_ext.data.megatron.index import IndexWriter, TokenIndex
+from verl_ext.data.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
@@ -29,22 +22,15 @@ def index(tmp_path):
     return TokenIndex(tmp_path / "corpus", "data.val_dir")
 
 
-@pytest.fixture
-def built(monkeypatch):
-    """How often indices were built."""
-    calls = []
-
-    def build(*arguments, **options):
-        calls.append(arguments)
-        return build_sample_indices(*arguments, **options)
-
-    monkeypatch.setattr(samples, "build_sample_indices", build)
-    return calls
+def made(root):
+    """The folders of a cache, each with what tells it from one that was made anew."""
+    return {path.name: path.stat().st_ino for path in root.iterdir() if path.is_dir()}
 
 
 @pytest.mark.parametrize("documents", [None, np.array([4, 0, 2])])
-def test_cached_indices_are_those_that_are_built(tmp_path, index, documents, built):
+def test_cached_indices_are_those_that_are_built(tmp_path, index, documents):
     expected = build_sample_indices(index.lengths, documents, 4, 25, seed=1)
+    folders = []
     for _ in range(2):
         cached = cached_sample_indices(tmp_path / "cache", index, documents, 4, 25, seed=1)
         for name in ARRAYS:
@@ -52,7 +38,8 @@ def test_cached_indices_are_those_that_are_built(tmp_path, index, documents, bui
             np.testing.assert_array_equal(array, getattr(expected, name), strict=True)
             assert not array.flags.writeable
         assert [piece.tolist() for piece in cached.pieces(7)] == [piece.tolist() for piece in expected.pieces(7)]
-    assert len(built) == 1
+        folders.append(made(tmp_path / "cache"))
+    assert folders[0] == folders[1]
 
 
 def test_cached_indices_pickle_as_their_folder(tmp_path, index):
@@ -64,7 +51,7 @@ def test_cached_indices_pickle_as_their_folder(tmp_path, index):
     assert [piece.tolist() for piece in again.pieces(9)] == [piece.tolist() for piece in cached.pieces(9)]
 
 
-def test_everything_that_indices_follow_from_makes_others(tmp_path, index, built):
+def test_everything_that_indices_follow_from_makes_others(tmp_path, index):
     root = tmp_path / "cache"
     usual = {"documents": None, "seq_len": 4, "num_samples": 25, "seed": 1}
     cached_sample_indices(root, index, **usual)
@@ -77,23 +64,24 @@ def test_everything_that_indices_follow_from_makes_others(tmp_path, index, built
     ]
     for count, change in enumerate(others, 2):
         cached_sample_indices(root, index, **{**usual, **change})
-        assert len(built) == count
+        assert len(made(root)) == count
 
 
-def test_a_corpus_that_changed_has_other_indices(tmp_path, index, built):
+def test_a_corpus_that_changed_has_other_indices(tmp_path, index):
     cached_sample_indices(tmp_path / "cache", index, None, 4, 25, seed=1)
     changed = os.stat(index.files[0]).st_mtime_ns + 10**9
     os.utime(index.files[0], ns=(changed, changed))
     cached_sample_indices(tmp_path / "cache", index, None, 4, 25, seed=1)
-    assert len(built) == 2
+    assert len(made(tmp_path / "cache")) == 2
 
 
-def test_a_truncated_array_is_built_again(tmp_path, index, built):
+def test_a_truncated_array_is_built_again(tmp_path, index):
     cached_sample_indices(tmp_path / "cache", index, None, 4, 25, seed=1)
+    [(name, before)] = made(tmp_path / "cache").items()
     [path] = (tmp_path / "cache").glob("samples-*/sample_index.npy")
     path.write_bytes(path.read_bytes()[:-8])
     cached = cached_sample_indices(tmp_path / "cache", index, None, 4, 25, seed=1)
-    assert len(built) == 2
+    assert made(tmp_path / "cache")[name] != before
     expected = build_sample_indices(index.lengths, None, 4, 25, seed=1)
     assert cached.sample_index.tolist() == expected.sample_index.tolist()
 
@@ -118,12 +106,14 @@ def test_a_corpus_shorter_than_a_sample_is_refused_before_anything_is_written(tm
 
 
 @pytest.mark.parametrize(("rule", "order"), [("tijdeman", blend_order), ("megatron", megatron_blend_order)])
-def test_a_cached_blend_is_the_rules_order(tmp_path, monkeypatch, rule, order):
+def test_a_cached_blend_is_the_rules_order(tmp_path, rule, order):
     expected = order([0.5, 0.2, 0.3], 50)
+    folders = []
     for _ in range(2):
         for found, wanted in zip(cached_blend(tmp_path, [0.5, 0.2, 0.3], 50, rule), expected, strict=True):
             np.testing.assert_array_equal(found, wanted, strict=True)
-        monkeypatch.setattr(samples, "BLEND_RULES", {})  # not asked again
+        folders.append(made(tmp_path))
+    assert folders[0] == folders[1]
     assert len(list(tmp_path.glob("blend-*/source.npy"))) == 1
 
 
@@ -136,7 +126,7 @@ def test_a_blend_of_other_weights_is_another_one(tmp_path):
 def test_a_full_disk_is_one_line_with_the_key_and_leaves_no_folder(tmp_path, index, files_end_at):
     root = tmp_path / "cache"
     of_samples = {"root": root, "index": index, "documents": None, "seed": 1}
-    made = {
+    of_each = {
         "sample_index": lambda: cached_sample_indices(**of_samples, seq_len=1, num_samples=9000),
         "document_index": lambda: cached_sample_indices(**of_samples, seq_len=40, num_samples=4000),
         "source": lambda: cached_blend(root, [0.5, 0.5], 40_000),
@@ -145,13 +135,10 @@ def test_a_full_disk_is_one_line_with_the_key_and_leaves_no_folder(tmp_path, ind
     told = r"^data\.cache_dir must be a folder that can be written; got \S+cache: File too large$"
     root.mkdir()
 
-    def folders():
-        return {path.name for path in root.iterdir() if path.is_dir()}
-
-    for name, make in made.items():
-        before = folders()
+    for name, make in of_each.items():
+        before = made(root)
         with files_end_at(1 << 16), pytest.raises(ValueError, match=told):
             make()
-        assert folders() == before
+        assert made(root) == before
         make()
         assert max(path.stat().st_size for path in root.glob(f"*/{name}.npy")) > 1 << 16

@@ -21,16 +21,10 @@ from tests.megatron_peer import (
     utils,
 )
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron import (
-    IndexWriter,
-    TokenIndex,
-    blend,
-    build_sample_indices,
-    megatron_blend_order,
-    normalised,
-    optimal_dtype,
-)
-from verl_ext.data.megatron.index import HEADER, MAGIC, VERSION
+from verl_ext.data.megatron.blend import megatron_blend_order, megatron_helpers, normalised
+from verl_ext.data.megatron.index import HEADER, MAGIC, VERSION, IndexWriter, TokenIndex
+from verl_ext.data.megatron.samples import build_sample_indices
+from verl_ext.text.plain_text import optimal_dtype
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
@@ -189,12 +183,10 @@ def test_megatrons_blend_is_equal_for_the_same_weights_with_and_without_megatron
     assert normalised(weights).tolist() == shares
     source, sample = np.empty(n, np.int16), np.empty(n, np.int64)
     helpers.build_blending_indices(source, sample, np.array(shares), len(shares), n, False)
-    with pytest.MonkeyPatch.context() as patched:
-        assert blend._megatron_helpers() is not None
-        if not compiled:
-            patched.setattr(blend, "_megatron_helpers", lambda: None)
-        for found, expected in zip(megatron_blend_order(weights, n), (source, sample), strict=True):
-            np.testing.assert_array_equal(found, expected, strict=True)
+    assert megatron_helpers() is not None
+    found = megatron_blend_order(weights, n, compiled=compiled)
+    for array, expected in zip(found, (source, sample), strict=True):
+        np.testing.assert_array_equal(array, expected, strict=True)
 
 
 def test_megatrons_blend_leaves_out_sources_of_weight_0():

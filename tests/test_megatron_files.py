@@ -8,22 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.data.megatron import IndexWriter, TokenIndex, optimal_dtype
-from verl_ext.data.megatron import index as index_writer
-from verl_ext.data.megatron import index as token_index
+from verl_ext.data.megatron.index import BLOCK, BLOCK_TOKENS, IndexWriter, TokenIndex
+from verl_ext.text.plain_text import optimal_dtype
 
 DOCUMENTS = [[5, 6, 7], [], [65535], [1, 2, 3, 4]]
 HEADER = 34
 LENGTHS, POINTERS, ENDS = HEADER, HEADER + 16, HEADER + 48  # bytes of their first value, for DOCUMENTS
 
 
-def write(prefix, documents, dtype=np.uint16, batch=2):
+def write(prefix, documents, dtype=np.uint16, batch=2, block=BLOCK):
     writer = IndexWriter(prefix, dtype)
     for first in range(0, len(documents), batch):
         part = documents[first : first + batch]
         flat = np.array([token for document in part for token in document], np.int64)
         writer.add(flat, np.array([len(document) for document in part]))
-    writer.close()
+    writer.close(block)
     return prefix
 
 
@@ -42,10 +41,10 @@ def patch(path, at, data):
     path.write_bytes(content)
 
 
-def refusal(prefix, key="data.train_dir"):
+def refusal(prefix, key="data.train_dir", block=BLOCK):
     """The line that opening raises: one line, naming the key."""
     with pytest.raises(ValueError, match=key.replace(".", r"\.")) as error:
-        TokenIndex(prefix, key)
+        TokenIndex(prefix, key, block=block)
     line = str(error.value)
     assert "\n" not in line
     return line
@@ -62,15 +61,12 @@ def test_the_idx_file_is_header_lengths_pointers_and_document_indices(corpus):
 @given(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=12), st.sampled_from(["uint8", "int32", "int64"]))
 def test_what_was_written_is_read_whatever_the_batches_and_blocks(tmp_path_factory, documents, dtype):
     folder = tmp_path_factory.mktemp("corpus")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(index_writer, "BLOCK", 3)
-        patched.setattr(token_index, "BLOCK", 2)
-        patched.setattr(token_index, "BLOCK_TOKENS", 4)
-        index = TokenIndex(write(folder / "a", documents, dtype, batch=4))
-        assert read(index) == documents
-        write(folder / "b", documents, dtype, batch=1)
-        flat = [token for document in documents for token in document]
-        assert index.token_range() == ((min(flat), max(flat)) if flat else (0, -1))
+    index = TokenIndex(write(folder / "a", documents, dtype, batch=4, block=3), block=2)
+    assert read(index) == documents
+    write(folder / "b", documents, dtype, batch=1)
+    flat = [token for document in documents for token in document]
+    for block in (4, BLOCK_TOKENS):
+        assert index.token_range(block=block) == ((min(flat), max(flat)) if flat else (0, -1))
     assert (folder / "a.idx").read_bytes() == (folder / "b.idx").read_bytes()
     assert index.dtype == dtype
     assert index.num_tokens == len(flat)
@@ -161,12 +157,12 @@ def test_the_writer_overwrites_nothing(corpus, tmp_path):
 
 def test_an_unfinished_corpus_opens_nowhere_and_a_finished_one_is_not_abandoned(tmp_path, corpus):
     writer = IndexWriter(tmp_path / "half", np.uint16)
-    writer.add(np.array([1, 2]), np.array([2]))
-    writer._idx.flush()
+    writer.add(np.ones(10_000, np.uint16), np.ones(10_000, np.int64))  # more than Python keeps in memory of a file
+    assert (tmp_path / "half.idx").stat().st_size > HEADER
     assert "begin with b'MMIDIDX" in refusal(tmp_path / "half")
     writer.close()
     writer.abandon()
-    assert read(TokenIndex(tmp_path / "half")) == [[1, 2]]
+    assert read(TokenIndex(tmp_path / "half")) == [[1]] * 10_000
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -218,11 +214,10 @@ def test_refuses_a_folder_in_place_of_a_file(corpus):
         (ENDS + 32, b"\3", "and never fall in {idx}; got 3 at place 4"),
     ],
 )
-def test_refuses_an_idx_that_is_not_what_the_format_says(corpus, at, data, expected, monkeypatch):
+def test_refuses_an_idx_that_is_not_what_the_format_says(corpus, at, data, expected):
     patch(corpus.with_suffix(".idx"), at, data)
-    for block in (token_index.BLOCK, 2):
-        monkeypatch.setattr(token_index, "BLOCK", block)
-        assert expected.format(idx=f"{corpus}.idx", bin=f"{corpus}.bin") in refusal(corpus)
+    for block in (BLOCK, 2):
+        assert expected.format(idx=f"{corpus}.idx", bin=f"{corpus}.bin") in refusal(corpus, block=block)
 
 
 @pytest.mark.parametrize("size", [0, 5, 20, 60, 121])

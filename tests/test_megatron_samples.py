@@ -6,14 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.corpora import LONGEST, corpora
-from verl_ext.data.megatron import (
-    TokenStream,
-    Windows,
-    build_sample_indices,
-    epochs_needed,
-    in_order_starts,
-    random_starts,
-)
+from verl_ext.data.megatron.samples import build_sample_indices, epochs_needed
+from verl_ext.data.multidoc_plan import TokenStream, Windows, random_starts
 
 
 def tokens_of(lengths, documents):
@@ -32,14 +26,12 @@ def test_samples_are_the_shuffled_stream_cut_every_seq_len_tokens(corpus, num_sa
     lengths, documents, seq_len = corpus
     chosen = np.arange(len(lengths)) if documents is None else documents
     num_tokens = int(lengths[chosen].sum())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("verl_ext.data.megatron.samples.BLOCK", block)
-        if num_tokens < seq_len + 1:
-            with pytest.raises(ValueError, match=rf"data\.val_dir .* {seq_len + 1} .*got {num_tokens} tokens$"):
-                build_sample_indices(lengths, documents, seq_len, num_samples, seed, "data.val_dir")
-            return
-        indices = build_sample_indices(lengths, documents, seq_len, num_samples, seed)
-        counts = indices.piece_counts()
+    if num_tokens < seq_len + 1:
+        with pytest.raises(ValueError, match=rf"data\.val_dir .* {seq_len + 1} .*got {num_tokens} tokens$"):
+            build_sample_indices(lengths, documents, seq_len, num_samples, seed, "data.val_dir")
+        return
+    indices = build_sample_indices(lengths, documents, seq_len, num_samples, seed, block=block)
+    counts = indices.piece_counts(block)
     epochs = epochs_needed(num_tokens, seq_len, num_samples)
     assert sorted(indices.document_index.tolist()) == sorted(chosen.tolist() * epochs)
     assert len(indices) == (epochs * num_tokens - 1) // seq_len >= (num_samples or 1)
@@ -82,15 +74,13 @@ def test_positions_are_exact_beyond_2_to_the_40():
 
 @settings(deadline=None)
 @given(corpora(), st.randoms(use_true_random=False))
-def test_a_stream_locates_its_tokens_and_cuts_pieces(corpus, random):
+def test_a_stream_cuts_pieces_of_its_documents(corpus, random):
     lengths, documents, _ = corpus
     stream = TokenStream(lengths, documents)
     tokens = tokens_of(lengths, np.arange(len(lengths)) if documents is None else documents)
     assert stream.num_tokens == len(tokens)
     if not tokens:
         return
-    place, offset = stream.locate(np.arange(len(tokens)))
-    assert list(zip(stream.documents[place].tolist(), offset.tolist(), strict=True)) == tokens
     start = random.randrange(len(tokens))
     stop = random.randrange(start, len(tokens)) + 1
     pieces = stream.pieces(start, stop)
@@ -103,8 +93,8 @@ def test_a_stream_is_exact_beyond_2_to_the_40():
     stream = TokenStream(np.array([LONGEST] * 600, np.int32), np.arange(599, -1, -1))
     assert stream.num_tokens == 600 * LONGEST
     for position in (2**31 - 2, 2**31 - 1, 2**32, 2**40, 600 * LONGEST - 1):
-        place, offset = stream.locate(np.array([position]))
-        assert (int(place[0]), int(offset[0])) == divmod(position, LONGEST)
+        [document], [start], _ = stream.pieces(position, position + 1)
+        assert (599 - document, start) == divmod(position, LONGEST)
     document, start, stop = stream.pieces(512 * LONGEST - 2, 512 * LONGEST + 3)
     assert document.tolist() == [88, 87]
     assert start.tolist() == [LONGEST - 2, 0]
@@ -116,7 +106,7 @@ def test_a_stream_is_exact_beyond_2_to_the_40():
 def test_windows_in_order_hold_every_token_once_and_the_last_is_partial(corpus):
     lengths, documents, seq_len = corpus
     stream = TokenStream(lengths, documents)
-    windows = Windows(stream, in_order_starts(stream.num_tokens, seq_len), seq_len)
+    windows = Windows(stream, np.arange(0, stream.num_tokens, seq_len), seq_len)
     pieces = [windows.pieces(k) for k in range(len(windows))]
     expected = tokens_of(lengths, np.arange(len(lengths)) if documents is None else documents)
     assert [token for part in pieces for token in tokens_in(part)] == expected

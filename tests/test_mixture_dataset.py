@@ -73,7 +73,7 @@ def test_a_source_draws_from_its_own_folder_or_from_train_dir(folders, mixture):
 def test_train_dir_is_not_needed_where_every_source_has_its_own(folders):
     mixture = {"sources": {"one": {"weight": 1, "train_dir": folders[1]}}}
     assert SFTDataSet(None, 50, mixture=mixture).folders == (folders[1],)
-    with pytest.raises(ValueError, match=r"data.train_dir must name a tokenised dataset folder; got None"):
+    with pytest.raises(ValueError, match=r"data.train_dir must name a tokenized dataset folder; got None"):
         SFTDataSet(None, 50, mixture={"sources": {"one": {"weight": 1}}})
     assert SFTDataSet("/no/such", 50, mixture=mixture).folders == (folders[1],)  # nothing draws from it
     missing = {"sources": {"one": {"weight": 1, "train_dir": "/no/such"}}}
@@ -97,7 +97,7 @@ def test_the_config_node_gives_the_same_packs_as_the_keyword(folders, mixture):
     assert theirs.plan.document_index.tolist() == ours.plan.document_index.tolist()
     assert theirs.mixture_report == ours.mixture_report
     none = SFTDataSet(parquet_files=folders[0], config=OmegaConf.create({"max_tokens": 50, "mixture": None}))
-    assert (none.mixture_report, len(none.plan.document_index)) == ([], 60)
+    assert (list(none.mixture_report), len(none.plan.document_index)) == ([], 60)
 
 
 def test_the_lengths_of_a_mixture_are_those_after_over_length_handling(folders):

@@ -5,7 +5,10 @@ import json
 import pickle
 import re
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from transformers import AutoTokenizer
 from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
 from tests.megatron_peer import megatron_file, open_gpt_dataset
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron import IndexWriter
+from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.packing import TOKENS
 from verl_ext.trainer.report import data_facts, report_lines, step_facts
 from verl_ext.trainer.step_plan import StepPlan
@@ -352,15 +355,42 @@ def test_texts_are_tokenised_once_and_again_when_they_change(tokenizer, tmp_path
     assert len(folders()) == 2
 
 
-def test_the_token_range_is_read_in_shares_and_kept(opened, tmp_path):
+class ThreadRanks:
+    """The ranks of a run as threads of this process."""
+
+    def __init__(self, rank, values, barrier):
+        self.rank, self.size, self.values, self.barrier = rank, len(values), values, barrier
+
+    def guard(self):
+        return nullcontext()
+
+    def gather(self, value):
+        self.values[self.rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+
+def test_the_token_range_is_read_in_shares_and_kept(tmp_path):
     prefix = write_index(tmp_path / "corpus", [[9, 50], [], [7], [80, 8, 8, 8]])
-    dataset = opened(prefix, seq_len=2)
-    parts = [dataset.token_range_part(part, 5) for part in range(5)]
-    found = [part for part in parts if part is not None]
-    assert (min(low for low, _ in found), max(high for _, high in found)) == dataset.token_range == (7, 80)
-    assert dataset.cached_token_range() is None
-    dataset.cache_token_range()
-    assert opened(prefix, seq_len=2).cached_token_range() == (7, 80)
+
+    def read_by_ranks():
+        barrier, values = Barrier(5), [None] * 5
+        datasets = [MultiDocDataset(prefix, None, 2, cache_dir=str(tmp_path / "cache")) for _ in range(5)]
+        with ThreadPoolExecutor(5) as pool:
+            ranks = [ThreadRanks(rank, values, barrier) for rank in range(5)]
+            list(pool.map(MultiDocDataset.read_together, datasets, ranks))
+        return [dataset.token_range for dataset in datasets]
+
+    assert read_by_ranks() == [(7, 80)] * 5
+    [kept] = (tmp_path / "cache").glob("range-*/token_range.json")
+    assert json.loads(kept.read_text()) == [7, 80]
+    kept.write_text(kept.read_text().replace("80", "81"))
+    assert read_by_ranks() == [(7, 81)] * 5  # not read again
 
 
 def _documents(stream):

@@ -13,7 +13,7 @@ from tests.document_texts import random_words, write_jsonl, write_texts
 from verl_ext.config import compose
 from verl_ext.config.check import check_run
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron import IndexWriter
+from verl_ext.data.megatron.index import IndexWriter
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,9 @@ def refused(tokenizer, tmp_path):
     """Checks that the samples of some paths are refused in one line that matches."""
 
     def check(paths, match, **options):
+        options = {"config": {"cache_dir": str(tmp_path / "cache")}, **options}
         with pytest.raises(ValueError, match=match) as error:
-            MultiDocDataset(paths, tokenizer, options.pop("seq_len", 8), cache_dir=str(tmp_path / "cache"), **options)
+            MultiDocDataset(paths, tokenizer, options.pop("seq_len", 8), **options)
         assert "\n" not in str(error.value)
 
     return check
@@ -83,15 +84,18 @@ def test_a_blend_beside_train_dir_and_other_samplings_of_it(prefix, refused):
         ({"sampling": "random"}, r"data\.sampling must be one of random_starts, document_stream, in_order"),
         ({"num_samples": 0}, r"data\.num_samples must be at least 1; got 0"),
         ({"max_tokens": 0}, r"data\.max_corpus_tokens must be at least 1; got 0"),
-        ({"train_ratio": 0.0}, r"data\.train_ratio must be a number above 0 and at most 1"),
+        ({"train_ratio": 0.0}, r"data\.train_ratio must be above 0; got 0\.0"),
+        ({"train_ratio": 1.5}, r"data\.train_ratio must be at most 1; got 1\.5"),
         ({"seed": -1}, r"data\.seed must be at least 0; got -1"),
         ({"seed": 2**32}, r"data\.seed must be"),
-        ({"attend_across_documents": "no"}, r"data\.attend_across_documents must be true or false; got 'no'"),
+        ({"attend_across_documents": "no"}, r"data\.attend_across_documents must be true or false; got no"),
         ({"config": {"on_bad_record": "ignore"}}, r"data\.on_bad_record must be one of error, skip"),
         ({"config": {"blend_rule": "random"}}, r"data\.blend_rule must be one of tijdeman, megatron"),
         ({"config": {"val_sampling": "document_stream"}}, r"data\.val_sampling must be one of in_order, random_starts"),
-        ({"config": {"strategy": "best_fit"}}, r"data\.strategy must be none for samples of a stream; got 'best_fit'"),
+        ({"config": {"strategy": "best_fit"}}, r"data\.strategy must be one of none; got best_fit"),
+        ({"config": {"mixture": {"a": 1}}}, r"data\.mixture must be null for samples of a stream; got \{'a': 1\}"),
         ({"config": {"text_key": []}}, r"data\.text_key must name a field"),
+        ({"config": {"cache_dir": ""}}, r"data\.cache_dir must be a folder or null; got ''"),
     ],
 )
 def test_an_option_that_cannot_be(options, match, prefix, refused):
@@ -101,6 +105,8 @@ def test_an_option_that_cannot_be(options, match, prefix, refused):
 def test_a_seq_len_that_is_not_the_packs_budget(prefix, tokenizer):
     with pytest.raises(ValueError, match=r"data\.max_tokens must be data\.seq_len=16 .*; got 8"):
         MultiDocDataset(prefix, tokenizer, config={"seq_len": 16, "max_tokens": 8})
+    with pytest.raises(TypeError, match="no option sample"):
+        MultiDocDataset(prefix, tokenizer, 16, sample="in_order")
 
 
 @pytest.mark.parametrize("sampling", ["random_starts", "document_stream"])
@@ -152,7 +158,7 @@ def test_a_text_that_is_no_utf8_names_the_file_and_the_byte(tmp_path, refused, t
     refused(folder, r"000\.txt.*UTF-8.*byte 7.*data\.on_bad_record=skip")
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
     dataset = MultiDocDataset(folder, tokenizer, config=config)
-    assert [(row.category, row.documents) for row in dataset.not_as_they_stand()] == [("texts", 1)]
+    assert [(row.category, row.documents) for row in dataset.changed_documents()] == [("texts", 1)]
     assert dataset.facts()["sources"][0]["tokens"] == 13
 
 
@@ -174,7 +180,7 @@ def test_an_empty_document_is_a_bad_record(tmp_path, refused, tokenizer):
     path = write_jsonl(tmp_path / "texts.jsonl", ["w1 w2 w3", " ", *random_words((20,))])
     refused(path, r"texts\.jsonl:2: .*empty")
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "on_bad_record": "skip"}
-    row = MultiDocDataset(path, tokenizer, config=config).not_as_they_stand()[0]
+    row = MultiDocDataset(path, tokenizer, config=config).changed_documents()[0]
     assert (row.reason, row.documents) == ("bad record: empty", 1)
 
 
@@ -183,7 +189,7 @@ def test_records_whose_special_tokens_are_text_are_counted(tmp_path):
     config = {"seq_len": 8, "cache_dir": str(tmp_path / "cache"), "add_eos": False}
     for _ in range(2):  # made, and opened again
         dataset = MultiDocDataset(path, byte_tokenizer(), config=config)
-        (row,) = dataset.not_as_they_stand()
+        (row,) = dataset.changed_documents()
         assert (row.category, row.reason, row.documents) == ("texts", "special tokens encoded as text", 2)
         assert dataset.token_range[0] > 2  # the ids of <pad>, <bos> and <eos>
 

@@ -14,7 +14,7 @@ from tests.reference import load_eager
 from tests.training import SMALL, metrics, train, train_alone
 from verl_ext.config import compose
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.megatron import IndexWriter
+from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.trainer.distributed import share_token_range
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
@@ -215,16 +215,17 @@ def _evaluate(overrides):
         trainer.evaluate_only()
 
 
-def _range_and_memo(prefix, cache):
+def _token_range(prefix, cache):
     dataset = MultiDocDataset(prefix, None, 16, cache_dir=cache)
     share_token_range(dataset)
-    return dataset.token_range, dataset.cached_token_range()
+    return dataset.token_range
 
 
 def test_the_token_range_is_of_all_ranks_and_is_kept(tmp_path):
     writer = IndexWriter(tmp_path / "corpus", np.uint16)
     writer.add(np.array([50] * 80 + [5] * 79 + [90], np.uint16), np.full(16, 10))
     writer.close()
-    said = run_ranks(_range_and_memo, 2, str(tmp_path / "corpus"), str(tmp_path / "cache"))
-    assert [found for found, _ in said] == [(5, 90)] * 2
-    assert said[0][1] == (5, 90)  # rank 0 writes it
+    said = run_ranks(_token_range, 2, str(tmp_path / "corpus"), str(tmp_path / "cache"))
+    assert said == [(5, 90)] * 2
+    [kept] = (tmp_path / "cache").glob("range-*/token_range.json")
+    assert json.loads(kept.read_text()) == [5, 90]

@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import load_from_disk
 
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.ranks import run_ranks
 from tests.stock_verl import train_with_stock_verl
-from verl_ext.data import pretrain as pretrain_cache
-from verl_ext.data.pretrain import PreTrainDataset
+from verl_ext.data.pretrain import PreTrainDataset, PreTrainEncoder, find_files
+from verl_ext.text.tokenized import tokenized
 
 
 @pytest.fixture
 def built(monkeypatch):
     """One entry for each time that something is tokenised."""
     calls = []
-    original = pretrain_cache._Maker.write
-    monkeypatch.setattr(pretrain_cache._Maker, "write", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    original = PreTrainEncoder.encode
+    monkeypatch.setattr(PreTrainEncoder, "encode", lambda *arguments: (calls.append(1), original(*arguments))[1])
     return calls
 
 
@@ -73,7 +74,7 @@ def test_other_options_tokenizers_or_files_are_tokenised_anew(path, built):
     assert open_files(str(Path(path).with_name("books.jsonl"))).categories.names == ("books",)
 
 
-@pytest.mark.parametrize("damage", ["documents.arrow", "data-00000-of-00001.arrow", "pretrain.json"])
+@pytest.mark.parametrize("damage", ["state.json", "data-00000-of-00001.arrow", "report.json"])
 def test_a_damaged_folder_is_made_anew(path, built, caplog, damage):
     rows = [row["input_ids"] for row in open_files(path)]
     (folder,) = open_files(path).folders
@@ -86,26 +87,36 @@ def test_a_damaged_folder_is_made_anew(path, built, caplog, damage):
 
 
 def test_a_file_that_changes_meanwhile_is_refused(path, monkeypatch):
-    original = pretrain_cache._Maker.write
-    monkeypatch.setattr(
-        pretrain_cache._Maker,
-        "write",
-        lambda *arguments: (original(*arguments), write_jsonl(Path(path), texts_of([1])))[0],
-    )
-    with pytest.raises(ValueError, match=r"^data\.train_dir must not change while it is tokenised"):
+    original = PreTrainEncoder.encode
+
+    def changes(*arguments):
+        yield from original(*arguments)
+        write_jsonl(Path(path), texts_of([1]))
+
+    monkeypatch.setattr(PreTrainEncoder, "encode", changes)
+    with pytest.raises(ValueError, match=r"^data\.train_dir must not change while it is tokenized"):
         open_files(path)
 
 
-def test_what_is_cut_is_said_once_in_every_process_that_opens_it(path, caplog):
-    with caplog.at_level(logging.WARNING):
-        open_files(path)
-        open_files(path, rows="padded")
-        pretrain_cache._tell.cache_clear()  # as in another process
-        open_files(path)
-    lines = [entry.getMessage() for entry in caplog.records if entry.name == "verl_ext.data.pretrain"]
-    assert lines == 2 * [
-        "1 of 4 documents of data.train_dir are longer than data.max_length=8: 3 tokens in all are cut off their ends"
-    ]
+def _lines_of_opening(path):
+    """What a process logs that opens the files twice."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: lines.append(entry.getMessage())
+    logging.getLogger("verl_ext.text.tokenized").addHandler(handler)
+    open_files(path)
+    open_files(path, rows="padded")
+    return lines
+
+
+def test_what_is_cut_is_said_once_in_every_process_that_opens_it(path):
+    for _ in range(2):
+        assert run_ranks(_lines_of_opening, 1, path) == [
+            [
+                "1 of 4 documents of data.train_dir are longer than data.max_length=8: 3 tokens in all are cut off "
+                "their ends"
+            ]
+        ]
 
 
 def test_a_mistake_in_a_file_is_told_without_a_bar(path, capsys):
@@ -119,32 +130,34 @@ def test_a_mistake_in_a_file_is_told_without_a_bar(path, capsys):
 
 def test_the_folder_says_what_it_was_made_of(path):
     (folder,) = open_files(path).folders
-    made_of = json.loads((Path(folder) / "pretrain.json").read_text())
+    made_of = json.loads((Path(folder) / "report.json").read_text())
     assert made_of["files"] == [path]
     assert made_of["options"]["max_length"] == 8
-    assert made_of["bad_records"] == {}
+    assert made_of["total"]["bad_records"] == {}
+    assert made_of["categories"]["web"]["documents"] == 4
 
 
-def test_files_of_several_batches_are_one_dataset(path, monkeypatch):
+def test_files_of_several_batches_are_one_dataset(path):
     texts = texts_of([3] * 600)
     write_jsonl(Path(path), texts)
     whole = [row["input_ids"] for row in open_files(path, rows="padded")]
-    monkeypatch.setattr(pretrain_cache, "BATCH_BYTES", 1000)
-    other = open_files(path, rows="padded", cache_dir=str(Path(path).parent / "other"))
+    files, names = find_files([path], "data.train_dir")
+    folder = tokenized(files, names, PreTrainEncoder(word_tokenizer(), 8), Path(path).parent / "other", batch_bytes=1)
+    other = load_from_disk(str(folder))["input_ids"]
     assert len(whole) == len(other) == 600
-    assert all(torch.equal(row["input_ids"], wanted) for row, wanted in zip(other, whole, strict=True))
+    assert all(row == wanted[: len(row)].tolist() for row, wanted in zip(other, whole, strict=True))
 
 
 def _open_on_a_rank(path):
     """(times that this rank tokenised, the labels of its rows, the targets by the shared scan)"""
-    from verl_ext.trainer.distributed import share_scan
+    from verl_ext.trainer.distributed import RunRanks
 
     built = []
-    original = pretrain_cache._Maker.write
-    pretrain_cache._Maker.write = lambda *arguments: (built.append(1), original(*arguments))[1]
+    original = PreTrainEncoder.encode
+    PreTrainEncoder.encode = lambda *arguments: (built.append(1), original(*arguments))[1]
     dist.barrier()
     dataset = open_files(path, split="train", train_ratio=0.9, max_tokens=30)
-    share_scan(dataset)
+    dataset.read_together(RunRanks())
     return len(built), [row["labels"].tolist() for row in dataset], dataset.pack_targets().tolist()
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, default_collate, random_split
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import verl_ext.attention.packed  # noqa: F401  makes the attention known to transformers
 from tests.babilong_files import byte_tokenizer
 from tests.pretrain_files import plain_document, plain_row, texts_of, word_tokenizer, write_jsonl
 from verl_ext.attention import PACKED_ATTENTION, document_layout
@@ -174,7 +175,7 @@ def test_both_constructor_forms_give_the_same_rows(tmp_path, cache, rows):
 def test_an_argument_wins_over_the_config(opened):
     config = {"max_length": 64, "max_tokens": 64, "seed": 5, "strategy": "next_fit"}
     dataset = opened(texts_of([4]), config=config, max_length=9, seed=1)
-    assert (dataset.text.max_length, dataset.options.seed) == (9, 1)
+    assert (dataset.options.max_length, dataset.options.seed) == (9, 1)
     assert (dataset.max_tokens, dataset.options.strategy) == (64, "next_fit")
 
 
@@ -192,7 +193,7 @@ def test_max_samples_limits_the_documents_of_the_split_and_says_so_by_category(t
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", texts_of([4] * count)) for name, count in (("a", 3), ("b", 5))]
     dataset = PreTrainDataset(TOKENIZER, paths, 8, cache_dir=cache, max_samples=4)
     assert int(dataset.pack_documents().sum()) == 4
-    (beyond,) = dataset.not_as_they_stand()
+    (beyond,) = dataset.changed_documents()
     assert (beyond.category, beyond.reason, beyond.documents) == ("b", "beyond max_samples", 4)
     assert (beyond.tokens, beyond.tokens_removed, beyond.share) == (24, 24, 24 / 48)
     assert dataset.categories.names == ("a", "b")
@@ -222,9 +223,8 @@ def test_documents_over_the_budget_of_a_pack_follow_over_length(opened, policy, 
 
 def test_documents_over_the_budget_are_counted_among_those_in_use(opened):
     dataset = opened(texts_of([9, 2, 6, 6]), max_tokens=6, over_length="truncate", strategy="none", max_samples=3)
-    read = dataset.over_length_part(0, len(dataset.over_length))
-    assert [(count.documents, count.tokens, count.tokens_kept) for count in read] == [(2, 16, 12)]
-    assert [(row.reason, row.documents, row.tokens_removed) for row in dataset.not_as_they_stand()] == [
+    assert [(count.documents, count.tokens, count.tokens_kept) for count in dataset.scan.over_length] == [(2, 16, 12)]
+    assert [(row.reason, row.documents, row.tokens_removed) for row in dataset.changed_documents()] == [
         ("truncated to max_length", 1, 3),
         ("truncate", 2, 4),
         ("beyond max_samples", 1, 8),
@@ -247,7 +247,7 @@ def test_the_scan_needs_no_token_and_is_that_of_a_tokenised_folder(opened):
 def test_a_dataset_pickles_and_loads_in_workers(opened):
     dataset = opened(texts_of([3, 9, 1, 5, 2, 4]), split="train", train_ratio=0.9, rows="padded")
     again = pickle.loads(pickle.dumps(dataset))
-    assert again.not_as_they_stand() == dataset.not_as_they_stand()
+    assert again.changed_documents() == dataset.changed_documents()
     loaded = list(DataLoader(again, batch_size=2, num_workers=1, multiprocessing_context="fork"))
     for number, batch in enumerate(loaded[:2]):
         wanted = default_collate([dataset[2 * number], dataset[2 * number + 1]])

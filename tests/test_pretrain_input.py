@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from datasets import load_from_disk
 
 from tests.pretrain_files import plain_document, texts_of, word_tokenizer, write_jsonl
 from verl_ext.data.pretrain import PreTrainDataset
@@ -86,7 +87,7 @@ def test_folders_globs_and_lists_are_read_in_order_and_a_files_name_is_its_categ
     order = [texts[1], texts[0], texts[3], texts[2]]
     assert tokens_of(dataset) == [plain_document(TOKENIZER, text, 8) for text in order]
     assert dataset.categories.names == ("a.v2", "b", "z")
-    assert dataset._facts.category_id.tolist() == [1, 2, 3, 2]
+    assert load_from_disk(dataset.folders[0])["document_category"][:] == [1, 2, 3, 2]
 
 
 def test_a_text_file_is_one_document_whatever_the_text_key(tmp_path, opened):
@@ -134,7 +135,7 @@ def test_records_left_out_are_counted_told_in_one_line_and_reported(tmp_path, op
     (line,) = (entry.getMessage() for entry in caplog.records if "left out" in entry.getMessage())
     assert line.startswith("10 of 12 records of data.train_dir are left out (data.on_bad_record=skip): 2 empty, ")
     assert f"one of them is {path}:2: " in line
-    report = dataset.not_as_they_stand()
+    report = dataset.changed_documents()
     assert {row.reason: row.documents for row in report} == {
         "bad record: empty": 2,
         "bad record: no_text": 2,
@@ -144,7 +145,7 @@ def test_records_left_out_are_counted_told_in_one_line_and_reported(tmp_path, op
         "bad record: invalid_text": 1,
     }
     assert {row.category for row in report} == {"web"}
-    assert val.not_as_they_stand() == []
+    assert val.changed_documents() == []
 
 
 def test_a_file_that_cannot_be_read_on_ends_the_run_under_skip_too(tmp_path, refusal):
@@ -187,14 +188,14 @@ def test_paths_that_name_no_file(tmp_path, refusal):
     [
         ({"max_length": 2}, "data.max_length must be at least 3; got 2"),
         ({"max_length": 8.5}, "data.max_length must be a whole number; got 8.5"),
-        ({"text_key": ""}, "data.text_key must name a field of the records; got ''"),
-        ({"rows": "raw"}, "data.rows must be one of packed, padded; got 'raw'"),
-        ({"on_bad_record": "warn"}, "data.on_bad_record must be one of error, skip; got 'warn'"),
-        ({"train_ratio": 0}, "data.train_ratio must be a number above 0 and at most 1; got 0"),
+        ({"text_key": ""}, "data.text_key is required: field of a record that holds its text; got ''"),
+        ({"rows": "raw"}, "data.rows must be one of packed, padded; got raw"),
+        ({"on_bad_record": "warn"}, "data.on_bad_record must be one of error, skip; got warn"),
+        ({"train_ratio": 0}, "data.train_ratio must be above 0; got 0"),
         ({"seed": -1}, "data.seed must be at least 0; got -1"),
-        ({"split": "test"}, "split must be one of train, val; got 'test'"),
+        ({"split": "test"}, "split must be one of train, val; got test"),
         ({"split": "val"}, "data.train_ratio must leave samples for training"),
-        ({"cache_dir": 3}, "data.cache_dir must be a folder or null; got 3"),
+        ({"cache_dir": ["a"]}, "data.cache_dir must be a text; got ['a']"),
         ({"max_tokens": 1}, "data.max_tokens must be at least 2; got 1"),
         ({"strategy": "worst_fit"}, "data.strategy must be one of"),
         ({"over_length": "cut"}, "data.over_length must be one of"),

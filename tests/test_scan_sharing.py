@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from tests.ranks import run_ranks
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet
-from verl_ext.data.stats import FILE_NAME, ScanMemo
+from verl_ext.data.scan import FILE_NAME, shares
+from verl_ext.text.counts import Counts
+from verl_ext.text.documents import Documents
+from verl_ext.text.tokenized import DatasetWriter
 
 LENGTHS = (5, 1, 9, 16, 3, 7, 2, 12, 30, 4)
 
@@ -33,28 +36,16 @@ def shared_scan(folder, **options):
     from contextlib import redirect_stderr
     from io import StringIO
 
-    from verl_ext.trainer.distributed import share_scan
+    from verl_ext.trainer.distributed import RunRanks
 
-    dataset = CountingDataset(folder, **{"max_tokens": 100, **options})
+    dataset = SFTDataSet(folder, **{"max_tokens": 100, **options})
     errors = StringIO()
     try:
         with redirect_stderr(errors):
-            share_scan(dataset)
+            dataset.read_together(RunRanks())
     except SystemExit as left:
-        return None, dataset.tokens_read, (left.code, errors.getvalue())
-    return as_tuple(dataset.scan), dataset.tokens_read, None
-
-
-class CountingDataset(SFTDataSet):
-    tokens_read = 0
-
-    def scan_part(self, first, last, progress=True):
-        self.tokens_read += int(self.spans.length[first:last].sum())
-        return super().scan_part(first, last, progress)
-
-    def over_length_part(self, first, last, progress=True):
-        self.tokens_read += int(self.over_length.lengths[first:last].sum())
-        return super().over_length_part(first, last, progress)
+        return None, None, (left.code, errors.getvalue())
+    return as_tuple(dataset.scan), dataset.scan.tokens_read, None
 
 
 def as_tuple(scan):
@@ -71,7 +62,7 @@ def test_every_rank_reads_a_share_and_gets_the_whole_scan(folder, ranks, policy)
     read = [tokens for _, tokens, _ in results]
     over = [] if policy == "error" else [length for length in LENGTHS if length > 6]
     assert sum(count.tokens for count in alone.scan.over_length) == sum(over)
-    assert sum(read) == alone.spans.length.sum() + sum(over)
+    assert sum(read) == sum(LENGTHS)
     assert max(read) <= sum(read) / ranks + 2 * max(LENGTHS)
 
 
@@ -87,8 +78,6 @@ def test_more_ranks_than_documents_is_no_problem(tmp_path, documents):
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 9))
 def test_shares_are_contiguous_and_within_a_document_of_even(lengths, ranks):
-    from verl_ext.trainer.distributed import shares
-
     edges = shares(np.asarray(lengths, np.int32), ranks)
     assert edges[0] == 0
     assert edges[-1] == len(lengths)
@@ -131,59 +120,48 @@ def test_a_share_without_a_target_is_no_mistake(tmp_path, documents):
     assert [scan for scan, _, _ in results] == [as_tuple(SFTDataSet(folder, 100).scan)] * 2
 
 
-# The memo itself
+# What is kept
 
 
-def memo_of(*folders, **options):
-    dataset = SFTDataSet(list(folders), **{"max_tokens": 100, **options})
-    return ScanMemo(dataset.folders, dataset.spans, dataset.over_length), dataset
-
-
-def written(folder, **options):
-    memo, dataset = memo_of(folder, **options)
-    memo.write(dataset.scan)
-    return dataset.scan
+def start(folder, **options):
+    """What a start of one rank reads: (scan as a tuple, tokens read)."""
+    (result,) = run_ranks(run_shared, 1, folder, options)
+    return result[:2]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 6, "over_length": "drop"}])
-def test_a_memo_gives_back_what_was_scanned(folder, options):
-    scan = written(folder, **options)
-    read = memo_of(folder, **options)[0].read()
-    assert bool(read.over_length) == bool(options)
-    assert as_tuple(read) == as_tuple(scan)
-    assert read.targets.dtype == np.int32
-    assert all(type(number) is int for number in (read.min_token_id, read.max_token_id, *read.category_ids))
+def test_a_kept_scan_gives_back_what_was_read(folder, options):
+    scan, tokens = start(folder, **options)
+    assert tokens == sum(LENGTHS)
+    assert start(folder, **options) == (scan, 0)
+    assert scan == as_tuple(SFTDataSet(folder, **{"max_tokens": 100, **options}).scan)
 
 
-def test_a_memo_of_other_spans_or_folders_is_not_taken(tmp_path, folder, documents):
-    written(folder)
-    assert memo_of(folder, max_tokens=200)[0].read() is not None  # the same spans
-    assert memo_of(folder, max_samples=9)[0].read() is None
-    assert memo_of(folder, max_tokens=6, over_length="drop")[0].read() is None
-    written(folder, max_tokens=29, over_length="drop")
-    assert memo_of(folder, max_tokens=28, over_length="drop")[0].read() is None  # the same spans, counted differently
+def test_a_kept_scan_of_other_spans_or_folders_is_not_taken(tmp_path, folder, documents):
+    start(folder)
+    assert start(folder, max_tokens=200)[1] == 0  # the same spans
+    assert start(folder, max_samples=9)[1] > 0
+    assert start(folder, max_tokens=6, over_length="drop")[1] > 0
+    start(folder, max_tokens=29, over_length="drop")
+    assert start(folder, max_tokens=28, over_length="drop")[1] > 0  # the same spans, counted differently
     other = write_tokenised(tmp_path / "other", documents[:2])
-    assert memo_of(folder, other)[0].read() is None
+    assert start([folder, other])[1] > 0
 
 
-def test_a_memo_of_data_that_changed_is_not_taken(folder):
-    written(folder)
+def test_a_kept_scan_of_data_that_changed_is_not_taken(folder):
+    start(folder)
     shard = next(path for path in sorted(os.listdir(folder)) if path.endswith(".arrow"))
     os.utime(f"{folder}/{shard}")
-    assert memo_of(folder)[0].read() is None
-    written(folder)
-    assert memo_of(folder)[0].read() is not None
+    assert start(folder)[1] > 0
+    assert start(folder)[1] == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other_file", "pickle", "wrong_count", "no_key"])
-def test_a_broken_memo_is_ignored_and_overwritten(folder, damage):
-    scan = written(folder)
-    path = f"{folder}/{FILE_NAME}"
-    DAMAGES[damage](path)
-    memo, _ = memo_of(folder)
-    assert memo.read() is None
-    memo.write(scan)
-    assert as_tuple(memo.read()) == as_tuple(scan)
+def test_a_broken_scan_is_ignored_and_overwritten(folder, damage):
+    scan, _ = start(folder)
+    DAMAGES[damage](f"{folder}/{FILE_NAME}")
+    assert start(folder) == (scan, sum(LENGTHS))
+    assert start(folder) == (scan, 0)
 
 
 def _cut(path):
@@ -222,19 +200,74 @@ DAMAGES = {
 }
 
 
-def test_a_memo_that_cannot_be_written_leaves_nothing_behind(folder, monkeypatch):
-    def full_disk(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+def _start_in(folder, cache, options):
+    """A start of a rank that cannot write beside the data."""
+    from pathlib import Path
 
-    before = sorted(os.listdir(folder))
-    monkeypatch.setattr(np, "savez", full_disk)
-    written(folder)
-    assert sorted(os.listdir(folder)) == before
+    import datasets.config
+
+    datasets.config.HF_DATASETS_CACHE = cache
+    os.mkdir(f"{folder}/{FILE_NAME}") if not os.path.exists(f"{folder}/{FILE_NAME}") else None
+    result = shared_scan(folder, **options)[:2]
+    return result, sorted(path.name for path in Path(folder).iterdir()), len(os.listdir(cache))
 
 
-def test_a_folder_with_a_memo_opens_as_before(folder, documents, tmp_path):
-    written(folder)
-    assert os.path.exists(f"{folder}/{FILE_NAME}")
-    assert len(load_from_disk(folder)) == len(documents)
-    assert len(SFTDataSet(folder, 100)) == len(memo_of(folder)[1])
+def test_a_scan_of_a_folder_that_cannot_be_written_is_kept_in_the_cache(folder, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    names = sorted([*os.listdir(folder), FILE_NAME])
+    ((scan, tokens), found, caches) = run_ranks(_start_in, 1, folder, str(cache), {})[0]
+    assert (tokens, found, caches) == (sum(LENGTHS), names, 1)
+    assert run_ranks(_start_in, 1, folder, str(cache), {})[0] == ((scan, 0), names, 1)
+
+
+def test_a_folder_with_a_kept_scan_opens_as_before(folder, documents):
+    start(folder)
     assert [name for name in os.listdir(folder) if name.startswith(FILE_NAME)] == [FILE_NAME]
+    assert len(load_from_disk(folder)) == len(documents)
+    assert len(SFTDataSet(folder, 100)) > 0
+
+
+# Folders that verl-ext has written
+
+
+@pytest.fixture
+def ours(tmp_path, documents):
+    """The same documents, each of one category, as `verl-ext tokenize` writes them; and the same by another writer."""
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    ours.mkdir()
+    writer = DatasetWriter(ours)
+    for number, document in enumerate(documents):
+        category = number % 3 + 1
+        document["category_ids"] = document["loss_mask"] * np.int32(category)
+        lengths = np.array([len(document["input_ids"])], np.int32)
+        ids, mask = document["input_ids"].astype(np.int32), document["loss_mask"].astype(np.int8)
+        writer.add(Documents(category, 0, ids, mask, lengths, None, Counts()))
+    writer.close()
+    return str(ours), write_tokenised(other, documents)
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "truncate", "split"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_our_folders_only_documents_longer_than_a_pack_are_read(ours, policy, ranks):
+    options = {} if policy == "error" else {"max_tokens": 6, "over_length": policy}
+    results = run_ranks(run_shared, ranks, ours[0], options)
+    expected = as_tuple(SFTDataSet(ours[1], **{"max_tokens": 100, **options}).scan)
+    assert [scan for scan, _, _ in results] == [expected] * ranks
+    over = [] if policy == "error" else [length for length in LENGTHS if length > 6]
+    assert sum(tokens for _, tokens, _ in results) == sum(over)
+
+
+def test_a_folder_of_ours_and_one_of_another_writer_are_one_dataset(ours):
+    both = SFTDataSet(list(ours), 100, strategy="none")
+    other = SFTDataSet([ours[1], ours[1]], 100, strategy="none")
+    assert as_tuple(both.scan) == as_tuple(other.scan)
+    assert (both.scan.tokens_read, other.scan.tokens_read) == (sum(LENGTHS), 2 * sum(LENGTHS))
+
+
+def test_a_folder_that_was_changed_with_datasets_is_read(ours, tmp_path):
+    changed = load_from_disk(ours[0]).map(lambda row: {"loss_mask": [0] + [1] * (len(row["loss_mask"]) - 1)})
+    changed.save_to_disk(str(tmp_path / "changed"))
+    scan = SFTDataSet(str(tmp_path / "changed"), 100).scan
+    assert scan.targets.tolist() == [length - 1 for length in LENGTHS]
+    assert scan.tokens_read == sum(LENGTHS)

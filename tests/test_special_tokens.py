@@ -15,11 +15,11 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.test_tokenize_templates import CHATML, GENERATION_WITHOUT_END, SPECIAL_TOKENS, WITH_TOOLS, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.index import build_index
-from verl_ext.commands.index import load_config as load_index_config
+from verl_ext.commands.index import IndexOptions
+from verl_ext.commands.index import run as index
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import MultiDocDataset, PreTrainDataset
-from verl_ext.data.megatron import TokenIndex
+from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
@@ -232,25 +232,31 @@ def write_jsonl(path: Path, records: list[dict[str, str]]) -> str:
 
 def command(name: str, source: str, output: Path, model: Path, *overrides: str) -> Any:
     base = [f"sources={{a:{source}}}", f"output_dir={output}", f"model.path={model}", "num_workers=1", *overrides]
-    return tokenize(read_options(TokenizeOptions, base)) if name == "tokenize" else build_index(load_index_config(base))
+    return (
+        tokenize(read_options(TokenizeOptions, base)) if name == "tokenize" else index(read_options(IndexOptions, base))
+    )
+
+
+def counted(output: Path) -> dict[str, Any]:
+    return json.loads((output / "report.json").read_text())["total"]
 
 
 def test_the_commands_count_what_they_encode_as_text(tmp_path: Path, model: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", RECORDS)
     report = command("tokenize", source, tmp_path / "out", model)
-    assert report.as_dict()["total"]["special_tokens_in_text"] == {"records": 2, "occurrences": 4}
+    assert counted(tmp_path / "out")["special_tokens_in_text"] == {"records": 2, "occurrences": 4}
     assert "a         special tokens   " in report.table()
     rows = load_from_disk(str(tmp_path / "out")).to_list()
     assert [token for token in rows[3]["input_ids"] if token in SPECIAL_IDS] == [START, END, START, END]
     assert rows[0]["input_ids"] == [*PLAIN.encode(RECORDS[0]["text"]).ids, END]
 
-    index = command("index", write_jsonl(tmp_path / "t.jsonl", RECORDS[:3]), tmp_path / "index", model)
-    assert index.as_dict()["total"]["special_tokens_in_text"] == {"records": 1, "occurrences": 2}
-    assert "special tokens" in index.table()
+    table = command("index", write_jsonl(tmp_path / "t.jsonl", RECORDS[:3]), tmp_path / "index", model)
+    assert counted(tmp_path / "index")["special_tokens_in_text"] == {"records": 1, "occurrences": 2}
+    assert "special tokens" in table
     assert TokenIndex(tmp_path / "index/a").tokens(0).tolist() == rows[0]["input_ids"]
 
-    cut = command("index", source, tmp_path / "cut", model, "max_corpus_tokens=3", "special_tokens_in_text=keep")
-    assert cut.as_dict()["total"]["special_tokens_in_text"] == {"records": 0, "occurrences": 0}
+    command("index", source, tmp_path / "cut", model, "max_corpus_tokens=3", "special_tokens_in_text=keep")
+    assert counted(tmp_path / "cut")["special_tokens_in_text"] == {"records": 0, "occurrences": 0}
 
 
 @pytest.mark.parametrize("name", ["tokenize", "index"])
@@ -259,8 +265,8 @@ def test_error_is_a_bad_record_of_both_commands(tmp_path: Path, model: Path, nam
     told = r"in\.jsonl:3: the text holds the special token <\|im_end\|>; .* \(special_token; on_bad_record=skip"
     with pytest.raises(DataError, match=told):
         command(name, source, tmp_path / "none", model, "special_tokens_in_text=error")
-    report = command(name, source, tmp_path / "out", model, "special_tokens_in_text=error", "on_bad_record=skip")
-    assert report.as_dict()["total"]["bad_records"] == {"special_token": 1}
+    command(name, source, tmp_path / "out", model, "special_tokens_in_text=error", "on_bad_record=skip")
+    assert counted(tmp_path / "out")["bad_records"] == {"special_token": 1}
     with pytest.raises(UsageError, match=r"special_tokens_in_text must be one of encode, keep, error; got drop"):
         command(name, source, tmp_path / "none", model, "special_tokens_in_text=drop")
 

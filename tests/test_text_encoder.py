@@ -15,13 +15,13 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, encoded_chat
 from tests.test_tokenize_templates import tiny_tokenizer
-from verl_ext.data.megatron import TokenIndex
-from verl_ext.data.megatron.text_index import write_text_index
+from verl_ext.data.megatron.index import TokenIndex
+from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.text import readers as chunks
 from verl_ext.text.chat_spans import RenderedChat
 from verl_ext.text.encoders import ListedCharacters, TextEncoder, Windows
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.plain_text import TextOptions
+from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import TextFile, read_chunks
 from verl_ext.text.sources import find_source_files
 from verl_ext.text.special_tokens import ChatText
@@ -280,7 +280,7 @@ def write_and_index(folder: Path, content: bytes, name: str = "a.txt", on_bad_re
     (folder / name).write_bytes(content)
     files = find_source_files({"a": [str(folder / name)]})
     options = TextOptions(on_bad_record=on_bad_record, add_eos=False)
-    write_text_index(files, tiny_tokenizer(), folder / "out", options, progress=False)
+    write_text_indices(files, TextTokenizer(tiny_tokenizer(), options), {"a": folder / "out"}, progress=False)
     return TokenIndex(folder / "out").tokens(0).tolist()
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.tokenised_data import random_documents, write_tokenised
 from verl_ext.data import SFTDataSet, check_vocabulary
-from verl_ext.data.arrow import ListColumn, TokenisedData
-from verl_ext.data.stats import OverLengthCount, OverLengthDocuments, add_counts, count_over_length, scan_documents
+from verl_ext.data.arrow import ListColumn, TokenizedData
+from verl_ext.data.left_out import OverLengthCount
+from verl_ext.data.scan import OverLengthDocuments, add_counts, scan_documents
 from verl_ext.packing import cut_spans
 
 
@@ -42,17 +43,18 @@ def slow_scan(documents, spans):
 
 
 def scan_of(folder, max_tokens=100, policy="error", block_tokens=1 << 22):
-    data = TokenisedData([folder])
-    return scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), block_tokens)
+    data = TokenizedData([folder])
+    return scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), block_tokens=block_tokens)
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
 @pytest.mark.parametrize("block_tokens", [1, 10, 1000])
 def test_the_scan_counts_the_targets_of_every_span(tmp_path, documents, policy, block_tokens):
     folder = write_tokenised(tmp_path / "data", documents, num_shards=3)
-    data = TokenisedData([folder])
+    data = TokenizedData([folder])
     spans = cut_spans(data.lengths(), 6, policy)
-    scan = scan_documents(data, spans, block_tokens)
+    over_length = OverLengthDocuments.of(data.lengths(), 6, policy)
+    scan = scan_documents(data, spans, over_length, block_tokens=block_tokens)
     found = (scan.targets.tolist(), scan.min_token_id, scan.max_token_id, scan.category_ids)
     assert found == slow_scan(documents, spans)
     assert scan.targets.dtype == np.int32
@@ -114,13 +116,12 @@ def test_over_length_counts_are_those_of_each_document(
         }
         for length in lengths
     ]
+    documents.append(document([0, 1]))  # which fits and has a target
     folder = write_tokenised(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
-    over = OverLengthDocuments.of(np.asarray(lengths), max_tokens, policy)
-    expected = slow_count(documents, over.rows, max_tokens, policy)
-    data = TokenisedData([folder])
-    assert count_over_length(data, over, block_tokens) == add_counts(expected)
-    parts = [count_over_length(data, over.part(*part), block_tokens) for part in ((0, 2), (2, 2), (2, len(over)))]
-    assert add_counts(count for part in parts for count in part) == add_counts(expected)
+    data = TokenizedData([folder])
+    over = OverLengthDocuments.of(data.lengths(), max_tokens, policy)
+    scan = scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), over, block_tokens=block_tokens)
+    assert scan.over_length == add_counts(slow_count(documents, over.rows, max_tokens, policy))
 
 
 OTHER_WRITERS = {
@@ -179,7 +180,7 @@ def test_several_folders_are_one_dataset(tmp_path, documents):
 
 
 def test_tokenised_data_pickles_as_its_paths(tmp_path, documents):
-    data = TokenisedData([write_tokenised(tmp_path / "data", documents)])
+    data = TokenizedData([write_tokenised(tmp_path / "data", documents)])
     text = pickle.dumps(data)
     assert len(text) < 500
     assert pickle.loads(text).columns["input_ids"].row(3).tolist() == documents[3]["input_ids"].tolist()
@@ -190,7 +191,7 @@ def test_tokenised_data_pickles_as_its_paths(tmp_path, documents):
 def test_blocks_cover_every_row_once_within_their_budget(tmp_path_factory, lengths, budget):
     documents = random_documents(np.random.default_rng(0), lengths, vocab=9, categories=1)
     folder = tmp_path_factory.mktemp("blocks") / "data"
-    data = TokenisedData([write_tokenised(folder, documents, num_shards=min(3, len(lengths)))])
+    data = TokenizedData([write_tokenised(folder, documents, num_shards=min(3, len(lengths)))])
     blocks = list(data.blocks(0, len(lengths), budget))
     assert [row for begin, end in blocks for row in range(begin, end)] == list(range(len(lengths)))
     for begin, end in blocks:

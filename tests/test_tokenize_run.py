@@ -20,6 +20,7 @@ from verl_ext.commands.tokenize_report import Report
 from verl_ext.text.counts import Counts
 from verl_ext.text.json_records import JsonList
 from verl_ext.text.readers import ChunkSize
+from verl_ext.text.tokenized import DOCUMENT_COLUMNS
 from verl_ext.values import DataError, UsageError
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
@@ -44,7 +45,8 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    return load_from_disk(str(output)).to_list()
+    """The columns of tokens; those of documents follow from them."""
+    return load_from_disk(str(output)).remove_columns(list(DOCUMENT_COLUMNS)).to_list()
 
 
 def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: Path, model: Path) -> None:
@@ -57,11 +59,17 @@ def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: 
         "loss_mask": pa.list_(pa.int8()),
         "category_ids": pa.list_(pa.int32()),
         "length": pa.int32(),
+        **dict.fromkeys(DOCUMENT_COLUMNS, pa.int32()),
     }
     assert json.loads((tmp_path / "out/categories.json").read_text()) == {"1": "qa", "2": "prose"}
     data = dataset.to_list()
     assert all(row["length"] == len(row["input_ids"]) == len(row["loss_mask"]) for row in data)
     assert all(row["category_ids"] == row["loss_mask"] for row in data[:20])
+    for row in data:
+        assert [row[name] for name in DOCUMENT_COLUMNS] == [
+            *(sum(row["loss_mask"][1:]), min(row["input_ids"]), max(row["input_ids"])),
+            *(row["length"], max(row["category_ids"])),
+        ]
     eos = tiny_tokenizer(CHATML).eos_token_id
     assert data[20]["input_ids"][-1] == eos
     assert data[20]["input_ids"].count(eos) == 1

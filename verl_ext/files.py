@@ -1,20 +1,11 @@
-"""An output folder that appears only when it is complete.
-
-Whether a command may write its output folder, told before anything is computed.
-
-Whether a folder that does not exist yet can be made, told before anything is computed.
-
-A JSON file of a run that is written whole or not at all.
-
-A folder made once, by one process, and opened by all others.
+"""Files and folders that appear whole or not at all, and folders that are made once and then opened by everyone.
 
     ROOT/<name>/                what `make` wrote, and
-        contents.json           the sizes of its files, which tell a damaged folder
+        contents.json           the sizes of its files, by which a damaged folder is known
     ROOT/<name>.lock            held by the process that makes it
-    ROOT/<name>.failed          why the last attempt ended, for those that waited for it
+    ROOT/<name>.failed          why the last attempt failed, for those that waited for it
 
-The folder appears whole, by one rename. One whose files have other sizes than contents.json says is made anew. The name
-should be a digest of everything that the content follows from, so that nothing is ever stale.
+The name of a cached folder should be a digest of everything that its content follows from, so that none is ever stale.
 """
 
 import contextlib
@@ -29,11 +20,31 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from verl_ext.values import MISSING, DataError, file_of, reason_of
 
-from verl_ext.values import DataError, file_of, reason_of
-
+CONTENTS = "contents.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
+
+_logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to, which replaces `path` when the block ends well and is removed otherwise."""
+    partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as JSON at `path`, whose folder is made; what was there stays until all of it is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class OutputFolder:
@@ -47,11 +58,10 @@ class OutputFolder:
     def __init__(self, output_dir: str, overwrite: bool, key: str = "output_dir", named: str | None = None) -> None:
         """`key` and `named`: the option that errors name, and its value (None: output_dir)."""
         self.output = Path(os.path.realpath(output_dir))
-        self.key, self.named = key, named or output_dir
-        self.overwrite = overwrite
+        self.key, self.named, self.overwrite = key, named or output_dir, overwrite
         host = re.sub(r"[^\w.]", "_", socket.gethostname())
         self._prefixes = {kind: f".{self.output.name}.{kind}-{host}-" for kind in ("unfinished", "replaced")}
-        self.path = self.output.parent / f"{self._prefixes['unfinished']}{os.getpid()}"
+        self.path, self._aside = (self.output.parent / f"{prefix}{os.getpid()}" for prefix in self._prefixes.values())
 
     def __enter__(self) -> "OutputFolder":
         try:
@@ -78,20 +88,19 @@ class OutputFolder:
 
     def publish(self) -> None:
         """Put the folder in its place. What was there, under `overwrite`, is moved aside first and deleted last."""
-        is_full = self.output.is_dir() and any(self.output.iterdir())
+        is_full = _has_files(self.output)
         if is_full and not self.overwrite:
             raise DataError(f"output_dir was filled by another run meanwhile, overwrite=true not given: {self.named}")
         if not is_full:
             os.replace(self.path, self.output)  # also over an empty folder
             return
-        aside = self.output.parent / f"{self._prefixes['replaced']}{os.getpid()}"
-        os.replace(self.output, aside)
+        os.replace(self.output, self._aside)
         try:
             os.replace(self.path, self.output)
         except OSError:
-            os.replace(aside, self.output)
+            os.replace(self._aside, self.output)
             raise
-        shutil.rmtree(aside)
+        shutil.rmtree(self._aside)
 
     def _clean_up_after_killed_runs(self) -> None:
         for sibling in self.output.parent.iterdir():
@@ -108,17 +117,19 @@ class OutputFolder:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
+
+
+def _has_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def output_problems(
     output_dir: str, overwrite: bool, marker: str, keep: Iterable[str | os.PathLike[str] | None], kept: str
 ) -> list[str]:
-    """One line where `output_dir` must not be written, none where it may.
+    """One line where `output_dir` must not be written, none where it may; told before anything is computed.
 
     Args:
         marker: file by which a folder that the command wrote is known; only such a one is replaced.
@@ -129,8 +140,7 @@ def output_problems(
         return ["output_dir must name the folder to write; got nothing"]
     if problem := writable_problem("output_dir", output_dir):
         return [problem]
-    output = Path(output_dir)
-    is_full = output.is_dir() and any(output.iterdir())
+    output, is_full = Path(output_dir), _has_files(Path(output_dir))
     if not overwrite and is_full:
         return [f"output_dir must be empty or new, or overwrite=true given to replace it; got {output_dir}"]
     kept_paths = [Path(path).resolve() for path in (".", *keep) if path]
@@ -142,7 +152,7 @@ def output_problems(
 
 
 def writable_problem(key: str, folder: str) -> str | None:
-    """One line when ``folder`` cannot be made or written to; ``key`` is the config key that names it."""
+    """One line when `folder` cannot be made or written to; `key` is the config key that names it."""
     path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
@@ -152,32 +162,13 @@ def writable_problem(key: str, folder: str) -> str | None:
     return None
 
 
-def write_json(path: Path, value: Any) -> None:
-    """`value` at `path`, whose folder is made; what was there stays until all of it is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-CONTENTS = "contents.json"
-
-_logger = logging.getLogger(__name__)
-
-
-def default_root(name: str, cache_dir: str | None) -> Path:
+def default_root(name: str, cache_dir: str | os.PathLike[str] | None) -> Path:
     """`cache_dir` with ~ expanded, absolute; where it is None, the folder `name` in the cache of `datasets`."""
     if cache_dir is not None:
         return Path(os.path.abspath(os.path.expanduser(cache_dir)))
     from datasets.config import HF_DATASETS_CACHE  # here, because importing it takes a second
 
     return Path(HF_DATASETS_CACHE) / name
-
-
-def check_cache_dir(cache_dir: Any) -> None:
-    """ValueError for a data.cache_dir that is neither null nor a path."""
-    if cache_dir is not None and not (isinstance(cache_dir, (str, os.PathLike)) and str(cache_dir)):
-        raise ValueError(f"data.cache_dir must be a folder or null; got {cache_dir!r}")
 
 
 def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: str = "data.cache_dir") -> Path:
@@ -196,19 +187,38 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
         return folder
     from filelock import FileLock
 
-    failed = _Failure(root / f"{name}.failed")
+    # The same input fails in the same way, and ranks would otherwise fail one after another: those that waited for an
+    # attempt raise its error. A note of an older attempt is known by its time of change, as clocks need not agree.
+    note = root / f"{name}.failed"
+    before = _changed(note)
     try:
         if folder.exists():  # told by all that see it: of a run's ranks, only the first is heard
             _logger.warning("%s is made anew: %s", folder, wrong)
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
-            if damage(folder) is not None:
-                failed.tell_those_that_waited()
-                with failed.noted():
-                    _make(folder, make, key)
+            if damage(folder) is None:
+                return folder
+            if _changed(note) not in (None, before):
+                raise ValueError(note.read_text(encoding="utf-8"))
+            try:
+                _make(folder, make, key)
+            except ValueError as error:
+                try:
+                    note.write_text(str(error), encoding="utf-8")
+                except OSError:  # those that waited try again, where the disk has no room for a note
+                    note.unlink(missing_ok=True)
+                raise
+            note.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{key} must be a folder that can be written; got {root}: {reason_of(error)}") from error
     return folder
+
+
+def _changed(file: Path) -> int | None:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def damage(folder: Path) -> str | None:
@@ -231,50 +241,14 @@ def damage(folder: Path) -> str | None:
 
 
 def _make(folder: Path, make: Callable[[Path], None], key: str) -> None:
-    with OutputFolder(str(folder), overwrite=True, key=key, named=str(folder.parent)) as staging:
+    with OutputFolder(str(folder), overwrite=True, key=key, named=str(folder.parent)) as output:
         try:
-            make(staging.path)
+            make(output.path)
         except OSError as error:
-            if staging.is_cause_of(error):
+            if output.is_cause_of(error):
                 raise
             raise ValueError(f"{file_of(error) or f'{folder} cannot be made'}: {reason_of(error)}") from error
-        files = sorted(entry for entry in staging.path.rglob("*") if entry.is_file())
-        sizes = {entry.relative_to(staging.path).as_posix(): entry.stat().st_size for entry in files}
-        (staging.path / CONTENTS).write_text(json.dumps({"sizes": sizes}, indent=2), encoding="utf-8")
-        staging.publish()
-
-
-class _Failure:
-    """The note of an attempt that failed. Processes that waited for it raise what it did: the same input fails in the
-    same way, and ranks would otherwise fail one after another. One that comes later tries again."""
-
-    def __init__(self, note: Path) -> None:
-        """Before the lock is asked for: a note that changes from here on is of an attempt that this process waited
-        for. Its own time of change is compared, so that clocks of several machines need not agree."""
-        self._note = note
-        self._before = self._changed()
-
-    def tell_those_that_waited(self) -> None:
-        """ValueError of the attempt that ended since; to be called under the lock."""
-        changed = self._changed()
-        if changed is not None and changed != self._before:
-            raise ValueError(self._note.read_text(encoding="utf-8"))
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Writes the note where the body raises ValueError, and removes it where it ends well."""
-        try:
-            yield
-        except ValueError as error:
-            try:
-                self._note.write_text(str(error), encoding="utf-8")
-            except OSError:  # those that waited try again, where the disk has no room for a note
-                self._note.unlink(missing_ok=True)
-            raise
-        self._note.unlink(missing_ok=True)
-
-    def _changed(self) -> int | None:
-        try:
-            return self._note.stat().st_mtime_ns
-        except OSError:
-            return None
+        files = sorted(entry for entry in output.path.rglob("*") if entry.is_file())
+        sizes = {entry.relative_to(output.path).as_posix(): entry.stat().st_size for entry in files}
+        write_json(output.path / CONTENTS, {"sizes": sizes})
+        output.publish()

@@ -1,28 +1,26 @@
-"""Opening a tokenised folder: a memory-mapped Arrow table, or one line that says why not.
-
-One list column of a memory-mapped table as numpy views: row lengths and flat values, no token copied.
+"""Tokenized folders, checked and memory-mapped, their columns as numpy views: no token is copied.
 
 Arrow keeps a list column in chunks (record batches); each has the values of its rows back to back:
 
     rows      [7 8 9] [4] [] [5 6]
     offsets   0       3   4  4     6      one more than rows, int32 or int64
     values    7 8 9   4      5 6
-
-The columns of one or several tokenised folders, one after the other, checked and memory-mapped.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryNumbers
+from verl_ext.text.tokenized import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
 
-MANDATORY_COLUMNS = ("input_ids", "loss_mask", "category_ids", "length")
+MANDATORY_COLUMNS = tuple(TOKEN_COLUMNS)
 
 
 def open_folder(folder: str, key: str) -> Any:
@@ -101,8 +99,8 @@ class ListColumn:
     def __init__(
         self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, lookups: Sequence[Lookup] = ()
     ) -> None:
-        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: for each chunk
-        what its values are read as, None: as they are. ValueError names `key`."""
+        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: what the values of each
+        chunk are read as, None: as they are. ValueError names `key`."""
         self._chunks = [chunk for chunk in chunks if len(chunk)]
         self._lookups = [lookup for chunk, lookup in zip(chunks, lookups, strict=True) if len(chunk)] if lookups else []
         for kind in {chunk.type: None for chunk in self._chunks}:
@@ -165,31 +163,24 @@ class ListColumn:
             chunk = self._chunks[number]
             offsets = _offsets(chunk)
             values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-            flat = _Bits(values) if pa.types.is_boolean(values.type) else values.to_numpy(zero_copy_only=True)
+            if pa.types.is_boolean(values.type):
+                flat: Any = _Converted(values, lambda bits: bits.to_numpy(zero_copy_only=False))
+            else:
+                flat = values.to_numpy(zero_copy_only=True)
             if self._lookups and (lookup := self._lookups[number]) is not None:
-                flat = _LookedUp(flat, lookup)
+                flat = _Converted(flat, lookup)
             view = self._views[number] = (offsets, flat)
         return view
 
 
-class _Bits:
-    """Bit-packed values, unpacked slice by slice."""
+class _Converted:
+    """Values that are converted slice by slice."""
 
-    def __init__(self, values: pa.Array) -> None:
-        self._values = values
+    def __init__(self, values: Any, convert: Callable[[Any], NDArray[Any]]) -> None:
+        self._values, self._convert = values, convert
 
-    def __getitem__(self, part: slice) -> NDArray[np.bool_]:
-        return self._values[part].to_numpy(zero_copy_only=False)
-
-
-class _LookedUp:
-    """Values as a lookup reads them, slice by slice."""
-
-    def __init__(self, values: Any, lookup: Callable[[NDArray[Any]], NDArray[np.int64]]) -> None:
-        self._values, self._lookup = values, lookup
-
-    def __getitem__(self, part: slice) -> NDArray[np.int64]:
-        return self._lookup(self._values[part])
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        return self._convert(self._values[part])
 
 
 def _offsets(chunk: pa.Array) -> NDArray[Any]:
@@ -212,17 +203,29 @@ VALUE_KINDS = {
 }
 
 
-class TokenisedData:
-    """`columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, when the folders have it,
-    loss_weight; `lengths()` reads the length column. Categories of one name have one number in all folders (see
-    category_numbers.py; values that could be of two categories are a ValueError where they are read). Pickles as its
-    folders' paths."""
+class DocumentColumns(NamedTuple):
+    """Numbers of each document, integer[N]; -1 in the rows of folders that do not have them."""
+
+    num_targets: NDArray[Any]
+    lowest_token_id: NDArray[Any]
+    highest_token_id: NDArray[Any]
+    full_length: NDArray[Any]  # before it was cut
+    category: NDArray[Any]
+
+
+class TokenizedData:
+    """The columns of one or several tokenized folders, one after the other; pickles as the folders' paths.
+
+    `columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, when the folders have it,
+    loss_weight. Categories of one name have one number in all folders (see categories.py); values that could be of two
+    categories are a ValueError where they are read.
+    """
 
     def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
         """Open `folders`; with `check`, every list column must be as long as `length` says, in every row.
 
         Raises:
-            ValueError: a folder that is no tokenised dataset, columns of a wrong type, lengths that disagree.
+            ValueError: a folder that is no tokenized dataset, columns of a wrong type, lengths that disagree.
         """
         self.folders, self.key = tuple(folders), key
         self._tables = [open_folder(folder, key).data for folder in self.folders]
@@ -233,9 +236,17 @@ class TokenisedData:
         elif not all(with_weight):
             lacking = self.folders[with_weight.index(False)]
             raise ValueError(f"{key} must have loss_weight in all of its folders or in none; {lacking} lacks it")
-        numbers = {"category_ids": self._category_lookups()}
+        self._lookups = CategoryNumbers.read(self.folders).lookups  # of each folder
+        lookups = [
+            lookup
+            for table, lookup in zip(self._tables, self._lookups, strict=True)
+            for _ in table.column("category_ids").chunks
+        ]
         self.columns = {
-            name: ListColumn(self._chunks(name), name, VALUE_KINDS[name], key, numbers.get(name, ())) for name in names
+            name: ListColumn(
+                self._chunks(name), name, VALUE_KINDS[name], key, lookups if name == "category_ids" else ()
+            )
+            for name in names
         }
         first_row = self.columns["input_ids"].first_row
         assert all(np.array_equal(column.first_row, first_row) for column in self.columns.values()), (
@@ -267,6 +278,25 @@ class TokenisedData:
             row += len(chunk)
         return lengths
 
+    @cached_property
+    def document_columns(self) -> DocumentColumns | None:
+        """What the folders that verl-ext has written tell of each document; None where no folder is one."""
+        ours = [has_document_columns(Path(folder)) for folder in self.folders]
+        if not any(ours):
+            return None
+        columns = []
+        for name in DOCUMENT_COLUMNS:
+            parts = []
+            for table, lookup, is_ours in zip(self._tables, self._lookups, ours, strict=True):
+                part = table.column(name).to_numpy() if is_ours else np.full(table.num_rows, -1, np.int32)
+                parts.append(lookup(part) if name == "document_category" and is_ours and lookup else part)
+            columns.append(np.concatenate(parts))
+        return DocumentColumns(*columns)
+
+    def text(self, name: str, row: int) -> str:
+        """A row of a column of texts, of the first folder."""
+        return self._tables[0].column(name)[row].as_py()
+
     def first_rows(self) -> NDArray[np.int64]:
         """int64[F+1]: the first row of every folder, and the number of rows."""
         return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
@@ -291,14 +321,6 @@ class TokenisedData:
 
     def _chunks(self, name: str) -> list[pa.Array]:
         return [chunk for table in self._tables for chunk in table.column(name).chunks]
-
-    def _category_lookups(self) -> list[Lookup]:
-        """For each chunk, by what its folder's category numbers are read."""
-        by_folder = CategoryNumbers.read(self.folders).lookups
-        if not any(lookup is not None for lookup in by_folder):
-            return []
-        tables = zip(self._tables, by_folder, strict=True)
-        return [lookup for table, lookup in tables for _ in table.column("category_ids").chunks]
 
     def _check_lengths(self) -> None:
         lengths = self.lengths()

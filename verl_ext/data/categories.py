@@ -1,6 +1,4 @@
-"""CategoryTable: the fixed list of categories that every rank uses, from categories.json and from the data.
-
-CategoryNumbers: one number for each category's name over several folders, which were each numbered on their own.
+"""Categories by number and name: of one folder, of several that were numbered on their own, and of a whole run.
 
 folder         categories.json              number here
 train          1 gsm8k    2 code            1, 2         the first folder keeps its numbers
@@ -19,10 +17,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-FILE_NAME = "categories.json"
-SMALL_NUMBERS = 1 << 16
+from verl_ext.text.tokenized import CATEGORIES
+
+SMALL = 1 << 16  # numbers below it are looked up in a table, which is many times faster than searching
 _HIGHEST = (1 << 62) - 1
 _AMBIGUOUS = np.iinfo(np.int64).min
+
+
+class _Lookup:
+    """Whole numbers as others; those that are not in the mapping become `missing`, or stay (None)."""
+
+    def __init__(self, mapping: Mapping[int, int], missing: int | None = None) -> None:
+        self.missing = missing
+        self.known = np.array(sorted(mapping), np.int64)
+        self.numbers = np.array([mapping[number] for number in sorted(mapping)], np.int64)
+        small = self.known < SMALL
+        size = int(max(self.known[small], default=0)) + 1
+        self.table = np.arange(size) if missing is None else np.full(size, missing)
+        self.table[self.known[small]] = self.numbers[small]
+
+    def __call__(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        if values.size == 0:
+            return values
+        if values.min() >= 0 and values.max() < len(self.table):
+            return self.table[values]
+        at = np.minimum(np.searchsorted(self.known, values), len(self.known) - 1)
+        return np.where(self.known[at] == values, self.numbers[at], values if self.missing is None else self.missing)
 
 
 @dataclass(frozen=True)
@@ -35,20 +55,10 @@ class FolderNumbers:
     ambiguous: Mapping[int, str]
 
     def __call__(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """The numbers over all folders, of the same shape; those that no file names stay as they are.
-
-        Raises:
-            ValueError: values with a number that is ambiguous.
-        """
+        """The numbers over all folders, of the same shape; those that no file names stay as they are. ValueError for a
+        number that is ambiguous."""
         wanted = values.astype(np.int64, copy=False)
-        if wanted.size == 0:
-            return wanted
-        if wanted.min() >= 0 and wanted.max() < len(self._table):  # looking up is many times faster than searching
-            found = self._table[wanted]
-        else:
-            known, numbers = self._sorted
-            at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-            found = np.where(known[at] == wanted, numbers[at], wanted)
+        found = self._lookup(wanted)
         if self.ambiguous and (refused := found == _AMBIGUOUS).any():
             number = int(wanted[refused].max())
             if number in self.ambiguous:
@@ -62,19 +72,8 @@ class FolderNumbers:
         return not self.ambiguous and all(number == here for number, here in self.here.items())
 
     @cached_property
-    def _sorted(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(known numbers ascending, what each is read as)."""
-        numbers = {**self.here, **dict.fromkeys(self.ambiguous, _AMBIGUOUS)}
-        return np.array(sorted(numbers)), np.array([numbers[number] for number in sorted(numbers)])
-
-    @cached_property
-    def _table(self) -> NDArray[np.int64]:
-        """What 0, 1, … are read as, below SMALL_NUMBERS."""
-        known, numbers = self._sorted
-        small = known < SMALL_NUMBERS
-        table = np.arange(max(known[small], default=0) + 1)
-        table[known[small]] = numbers[small]
-        return table
+    def _lookup(self) -> _Lookup:
+        return _Lookup({**self.here, **dict.fromkeys(self.ambiguous, _AMBIGUOUS)})
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class CategoryNumbers:
         Raises:
             ValueError: a file that is not {"1": "name", …}, or that gives two numbers one name.
         """
-        paths = [Path(folder) / FILE_NAME for folder in folders]
+        paths = [Path(folder) / CATEGORIES for folder in folders]
         files = [_read_file(path) for path in paths]
         free = max((number for file in files for number in file), default=0) + 1
         names: dict[int, str] = {}
@@ -125,28 +124,29 @@ def _read_file(path: Path) -> dict[int, str]:
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         raise ValueError(f'{path} must be an object like {{"1": "gsm8k"}}; got {str(pairs)[:60]}')
     names: dict[int, str] = {}
+    numbers: dict[str, int] = {}
     for text, name in pairs:
         if not (text.isascii() and text.isdigit() and int(text) > 0):
             raise ValueError(f"{path} must have category numbers above 0 as its keys; got {text!r}")
-        if int(text) > _HIGHEST:
+        number = int(text)
+        if number > _HIGHEST:
             raise ValueError(f"{path} must have category numbers up to {_HIGHEST} as its keys; got {text}")
-        if int(text) in names:
+        if number in names:
             raise ValueError(f"{path} must name each category once; got {text!r} twice")
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"{path} must give category {text} a name; got {name!r}")
-        if name in names.values():
-            known = next(number for number, other in names.items() if other == name)
-            raise ValueError(f"{path} must give every category its own name; got {name!r} for {known} and {int(text)}")
-        names[int(text)] = name
+        if numbers.setdefault(name, number) != number:
+            raise ValueError(
+                f"{path} must give every category its own name; got {name!r} for {numbers[name]} and {number}"
+            )
+        names[number] = name
     return names
-
-
-SMALL_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
 class CategoryTable:
-    """ids ascending, without 0 (which means no category), and one name each. Dense index c belongs to ids[c-1]."""
+    """The fixed list of categories that every rank uses: ids ascending, without 0 (which means no category), and one
+    name each. Dense index c belongs to ids[c-1]."""
 
     ids: tuple[int, ...]
     names: tuple[str, ...]
@@ -157,26 +157,14 @@ class CategoryTable:
     def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
         """Dense index 1..C of each category id, 0 for id 0; same shape. ValueError for an id not in the table."""
         wanted = np.asarray(category_ids, np.int64)
-        if wanted.size == 0:
-            return wanted
-        if wanted.min() >= 0 and wanted.max() < len(self._dense):  # looking up is many times faster than searching
-            dense = self._dense[wanted]
-            unknown = dense < 0
-        else:
-            known = np.asarray((0, *self.ids), np.int64)
-            dense = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-            unknown = known[dense] != wanted
-        if unknown.any():
+        dense = self._dense(wanted)
+        if (unknown := dense < 0).any():
             raise ValueError(f"category ids must be of the table {self.ids}; got {wanted[unknown][0]}")
         return dense
 
     @cached_property
-    def _dense(self) -> NDArray[np.int64]:
-        """Dense index by id, for ids below SMALL_IDS; -1 where there is none."""
-        small = [number for number in (0, *self.ids) if number < SMALL_IDS]
-        dense = np.full(small[-1] + 1, -1, np.int64)
-        dense[small] = np.arange(len(small))
-        return dense
+    def _dense(self) -> _Lookup:
+        return _Lookup({number: index for index, number in enumerate((0, *self.ids))}, missing=-1)
 
     @classmethod
     def read(cls, folders: str | Sequence[str], category_ids: Iterable[int] = ()) -> "CategoryTable":
@@ -186,15 +174,11 @@ class CategoryTable:
             ValueError: a file that is not {"1": "name", …}, or two ids with one name.
         """
         names = CategoryNumbers.read([folders] if isinstance(folders, str) else folders).names
-        ids = sorted({*names, *category_ids})
-        return cls(tuple(ids), _unique([names.get(number, str(number)) for number in ids], ids))
-
-
-def _unique(names: list[str], ids: list[int]) -> tuple[str, ...]:
-    seen: dict[str, int] = {}
-    for number, name in zip(ids, names, strict=True):
-        if seen.setdefault(name, number) != number:
-            raise ValueError(
-                f"{FILE_NAME} must give every category its own name; got {name!r} for {seen[name]} and {number}"
-            )
-    return tuple(names)
+        named = {number: names.get(number, str(number)) for number in sorted({*names, *category_ids})}
+        first: dict[str, int] = {}
+        for number, name in named.items():
+            if first.setdefault(name, number) != number:
+                raise ValueError(
+                    f"{CATEGORIES} must give every category its own name; got {name!r} for {first[name]} and {number}"
+                )
+        return cls(tuple(named), tuple(named.values()))

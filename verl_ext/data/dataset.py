@@ -4,9 +4,10 @@ A family is one file of this package: a PackDataset, the dataclass of its option
 which names the class.
 """
 
+import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.mixture import MixtureRow
 from verl_ext.packing import CostModel
-from verl_ext.values import REQUIRED, Options, check_choice, option
+from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
 
 SPLITS = ("train", "val")
 BALANCES = ("sorted", "none")
@@ -28,8 +29,10 @@ COSTS = ("flops", "tokens")
 class Ranks(Protocol):
     """The ranks of a run, as a dataset sees them that reads its data together with the others."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
     def guard(self) -> AbstractContextManager[None]:
         """Around work that may fail on one rank: a ValueError or OSError inside ends the run on all, told once."""
@@ -42,6 +45,26 @@ class Ranks(Protocol):
 
     def all_reduce(self, values: NDArray[Any]) -> None:
         """The sum over the ranks, in place."""
+
+
+class OneRank:
+    """The ranks of a process that runs alone."""
+
+    rank, size = 0, 1
+
+    def guard(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def all_reduce(self, values: NDArray[Any]) -> None: ...
+
+
+ONE_RANK = OneRank()
 
 
 class RunLength(NamedTuple):
@@ -88,11 +111,21 @@ class DataOptions(Options):
 class DatasetOptions(Options):
     """Base of the options of a dataset family: the keys of the data node that its class reads.
 
-    reads: what data.train_dir names, in words; seed and max_tokens are fields or properties of every family.
+    reads: what data.train_dir names, in words. Every family has max_tokens, strategy, over_length, pad_mode and mixture
+    too.
     """
 
     prefix: ClassVar[str] = "data"
     reads: ClassVar[str]
+
+    seed: int = option(42, "of the split, of the plan of packs and of their order", least=0)
+
+    @classmethod
+    def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
+        """As Options.read; TypeError for a name in `given` that is no option."""
+        if unknown := given.keys() - options_of(cls).keys():
+            raise TypeError(f"{cls.__name__} has no option {', '.join(sorted(unknown))}")
+        return super().read(values, **given)  # type: ignore[misc]
 
     @property
     def splits_validation(self) -> bool:
@@ -130,10 +163,28 @@ class DatasetOptions(Options):
         return ()
 
 
-def check_train_ratio(ratio: Any) -> None:
-    """ValueError for a data.train_ratio that is no share."""
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-        raise ValueError(f"data.train_ratio must be a number above 0 and at most 1; got {ratio!r}")
+def named_paths(key: str, what: str, **given: Any) -> list[str]:
+    """The path or list of paths of the one argument that is given, as texts.
+
+    Raises:
+        ValueError: no path (it says `what` the config key `key` must name), or two arguments.
+    """
+    values = [value for value in given.values() if value is not None]
+    if len(values) > 1:
+        received = " and ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"{key} must be given once; got {received}")
+    named = values[0] if values else None
+    paths = [named] if isinstance(named, (str, os.PathLike)) else list(named or [])
+    if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
+        raise ValueError(f"{key} must name {what}; got {named!r}")
+    return [os.fspath(path) for path in paths]
+
+
+def missing_paths(key: str, paths: Any, exists: Callable[[str], bool], kind: str) -> Iterator[str]:
+    """A line for each local path of one or several that is no existing `kind`."""
+    for path in paths if isinstance(paths, (list, tuple)) else [paths]:
+        if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
+            yield f"{key} must be an existing {kind}; got {path}"
 
 
 def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -> NDArray[np.int64]:
@@ -164,7 +215,7 @@ class PackDataset(torch.utils.data.Dataset):
 
     key: the config key that messages name for the data; max_tokens: the most tokens that a model reads of a pack.
     last_is_label: a pack's last token is only predicted, so that the model reads one token less than the pack has.
-    needs_tokenizer: it reads text.
+    needs_tokenizer: it reads text. has_questions: a pack asks something, see `is_right_answer`.
     is_ordered: the packs stand in the order of the whole run, which the trainer keeps; else an epoch visits each once.
     epochs: how often they hold the data together.
     """
@@ -173,6 +224,7 @@ class PackDataset(torch.utils.data.Dataset):
     key: str
     max_tokens: int
     needs_tokenizer: bool = False
+    has_questions: bool = False
     last_is_label: bool = False
     is_ordered: bool = False
     epochs: float = 1.0
@@ -268,7 +320,11 @@ class PackDataset(torch.utils.data.Dataset):
         """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
         return {}
 
-    def not_as_they_stand(self) -> list[OverLengthRow]:
+    def is_right_answer(self, pack: int, answer: str) -> bool:
+        """Whether a text that a model generated answers the question of pack `pack`."""
+        raise NotImplementedError(f"{type(self).__name__} has no questions")
+
+    def changed_documents(self) -> list[OverLengthRow]:
         """Documents that are not trained on as they stand, by category and reason."""
         return []
 

@@ -1,29 +1,40 @@
-"""What was done to documents that are not trained on as they stand, by category and reason: nothing in silence."""
+"""The documents that are not trained on as they stand, by category and reason."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.stats import OverLengthCount
 from verl_ext.packing import PackPlan, Spans
 
 NO_CATEGORY = "(none)"
 
 
+class OverLengthCount(NamedTuple):
+    """The documents of one category that are longer than a pack; the numbers are those of OverLengthRow."""
+
+    category: int
+    documents: int
+    tokens: int
+    tokens_kept: int
+    targets_removed: int
+    lost_last_target: int
+    without_target: int
+
+
 @dataclass
 class OverLengthRow:
-    """One category and reason: `drop`, `truncate`, `split` (longer than a pack), `empty` (no token, left out),
-    `beyond max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), or
+    """Documents of one category and reason: `drop`, `truncate`, `split` (longer than a pack), `empty` (no token, left
+    out), `beyond max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), or
     `no target` (in the packs, and nothing to learn from; those that were cut included).
 
-    Only documents longer than a pack, and BABILong's samples, have their category looked up; the others are in (none).
-    Of a BABILong prompt that was cut, `context truncated` or `question truncated`, with the tokens from before the cut;
-    of a pretraining text, `truncated to max_length`; `bad record: …` of a record that gave no document, and
+    Of documents of other reasons than length, the category is known where verl-ext has tokenized them. Of a BABILong
+    prompt that was cut, `context truncated` or `question truncated`, of a pretraining text `truncated to max_length`,
+    with the tokens from before the cut; `bad record: …` of a record that gave no document, and
     `special tokens encoded as text` of one that holds their names.
-    share is of the tokens of all documents of the folders. tokens = tokens_kept + tokens_removed; over all rows,
+    share is of the tokens of all documents of the set. tokens = tokens_kept + tokens_removed; over all rows,
     tokens_removed are the tokens that no pack holds, each counted once. targets_removed counts target tokens of
     documents longer than a pack that are trained on no longer (under `split`, those that became the first token of a
     piece). Of these documents, lost_last_target had their last target removed, without_target had targets and have none
@@ -46,48 +57,57 @@ def over_length_report(
     counts: Iterable[OverLengthCount], policy: str, names: Mapping[int, str], lengths: NDArray[np.int64], total: int
 ) -> list[OverLengthRow]:
     """Rows by category, then the empty documents; names: category number -> name, `lengths` int64[N] of the rows in
-    use, total: tokens of all documents of the folders."""
-    report = [
-        OverLengthRow(
-            names.get(count.category, str(count.category)) if count.category else NO_CATEGORY,
-            policy,
-            count.documents,
-            count.tokens,
-            count.tokens / total,
-            count.tokens_kept,
-            count.tokens - count.tokens_kept,
-            count.targets_removed,
-            count.lost_last_target,
-            count.without_target,
-        )
-        for count in sorted(counts, key=lambda count: (count.category == 0, count.category))
-    ]
+    use, total: tokens of all documents of the set."""
+    report = []
+    for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
+        _, documents, tokens, kept, *targets = count
+        name = _name(count.category, names)
+        report.append(OverLengthRow(name, policy, documents, tokens, tokens / total, kept, tokens - kept, *targets))
     empty = int((lengths == 0).sum())
     return [*report, OverLengthRow(NO_CATEGORY, "empty", documents=empty)] if empty else report
 
 
-def left_out(
-    lengths: NDArray[np.int64], in_use: int, spans: Spans, plan: PackPlan, targets: NDArray[np.int32]
-) -> list[OverLengthRow]:
-    """The documents beyond the first `in_use`, those that `plan` does not hold, and those that it holds without a
-    target, where there are any; `lengths` int64[N] of all rows of the folders, targets int32[S]."""
-    held = np.zeros(len(spans), bool)
-    held[plan.document_index] = True
-    row, length = spans.row[held], spans.length[held]
-    begins = np.flatnonzero(np.diff(row, prepend=-1))
-    of_row, tokens = (np.add.reduceat(values, begins, dtype=np.int64) for values in (targets[held], length))
-    rows = [
-        _row("beyond max_samples", lengths[in_use:], removed=True),
-        _row("not drawn", spans.length[~held], removed=True, documents=len(np.unique(spans.row[~held]))),
-        _row("no target", tokens[of_row == 0], removed=False),
-    ]
-    for counted in rows:
-        counted.share = counted.tokens / int(lengths.sum())
-    return [counted for counted in rows if counted.documents]
+@dataclass(frozen=True)
+class CategoryRows:
+    """Makes rows by category. categories: int[N] of all rows of the folders, None where they are not known; names:
+    category number -> name; total: tokens of all documents of the set."""
+
+    categories: NDArray[Any] | None
+    names: Mapping[int, str]
+    total: int
+
+    def of(
+        self, reason: str, rows: NDArray[np.int64], tokens: NDArray[Any], kept: NDArray[Any] | None = None
+    ) -> list[OverLengthRow]:
+        """The documents `rows` int64[D] (one for each piece), their tokens and of these the kept ones (None: none)."""
+        kept = np.zeros_like(tokens) if kept is None else kept
+        category = np.zeros(len(rows), np.int64) if self.categories is None else self.categories[rows]
+        report = []
+        for number in np.unique(category).tolist():
+            chosen = category == number
+            before, after = int(tokens[chosen].sum(dtype=np.int64)), int(kept[chosen].sum(dtype=np.int64))
+            documents = len(np.unique(rows[chosen]))
+            name = _name(number, self.names)
+            report.append(OverLengthRow(name, reason, documents, before, before / self.total, after, before - after))
+        return report
+
+    def left_out(
+        self, beyond: NDArray[np.int64], lengths: NDArray[np.int64], spans: Spans, plan: PackPlan, targets: NDArray[Any]
+    ) -> list[OverLengthRow]:
+        """The documents `beyond` max_samples, those that `plan` does not hold, and those that it holds without a
+        target, where there are any; `lengths` int64[N] of all rows of the folders, targets int32[S]."""
+        held = np.zeros(len(spans), bool)
+        held[plan.document_index] = True
+        row, length = spans.row[held], spans.length[held]
+        begins = np.flatnonzero(np.diff(row, prepend=-1))
+        of_row, tokens = (np.add.reduceat(values, begins, dtype=np.int64) for values in (targets[held], length))
+        none = of_row == 0
+        return [
+            *self.of("beyond max_samples", beyond, lengths[beyond]),
+            *self.of("not drawn", spans.row[~held], spans.length[~held]),
+            *self.of("no target", row[begins][none], tokens[none], tokens[none]),
+        ]
 
 
-def _row(reason: str, lengths: NDArray[Any], removed: bool, documents: int | None = None) -> OverLengthRow:
-    tokens = int(lengths.sum(dtype=np.int64))
-    row = OverLengthRow(NO_CATEGORY, reason, len(lengths) if documents is None else documents, tokens)
-    row.tokens_kept, row.tokens_removed = (0, tokens) if removed else (tokens, 0)
-    return row
+def _name(category: int, names: Mapping[int, str]) -> str:
+    return names.get(category, str(category)) if category > 0 else NO_CATEGORY

@@ -1,4 +1,4 @@
-"""MixtureOptions: data.mixture as typed values, checked key by key.
+"""data.mixture: how many tokens an epoch draws from which source, of which lengths; and what was drawn.
 
 scale: 1.0                    # one factor on every budget
 total_tokens: null            # what the sources with a weight share, the budgets in tokens taken off
@@ -6,56 +6,73 @@ sources:
   original: {tokens: 4.0e9}
   over_8k:  {tokens: 3.0e9, intervals: [8192, 16384, 32768]}
   papers:   {weight: 2, train_dir: OTHER_DIR}
-
-What a mixture drew, by source and length interval: wanted, given, epochs, and the document where it is far off.
-
-From data.mixture and tokenised folders to the documents of an epoch: which spans each source draws.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
+from verl_ext.values import MISSING, Options, nearest_name, option, options_of, plain, refuse, show
 
-KEYS = ("scale", "total_tokens", "sources")
-SOURCE_KEYS = ("tokens", "weight", "intervals", "train_dir")
 MOST = 2**53  # of a number of tokens, and of a weight or scale
-MISSING = "???"  # what Hydra has for a value that the command line must give
 
 
 @dataclass(frozen=True)
-class MixtureOptions:
-    """sources: budgets and intervals; folders: for each source the absolute folders that it draws from, None where
-    those are data.train_dir's; total_tokens: what weighted sources share; scale: a factor on every budget."""
+class SourceOptions(Options):
+    """One source of a mixture."""
 
-    sources: tuple[MixtureSource, ...]
-    folders: tuple[tuple[str, ...] | None, ...]
-    scale: float = 1.0
-    total_tokens: float | None = None
+    prefix: ClassVar[str] = f"{KEY}.sources.NAME"
+
+    tokens: float | None = option(None, "tokens that an epoch draws of it", above=0, most=MOST)
+    weight: float | None = option(None, "its share of total_tokens, in place of tokens", above=0, most=MOST)
+    intervals: list | None = option(None, "ascending lengths; each interval between two gives as many tokens")
+    train_dir: Any = option(None, "its own folder or folders; null: those of data.train_dir")
+
+
+@dataclass(frozen=True)
+class MixtureOptions(Options):
+    """What an epoch is drawn from."""
+
+    prefix: ClassVar[str] = KEY
+
+    sources: dict[str, Any] = option({}, "NAME: {tokens or weight, intervals, train_dir}")
+    scale: float | None = option(None, "one factor on every budget; null: 1", above=0, most=MOST)
+    total_tokens: float | None = option(
+        None, "what the sources with a weight share; null: every document once", above=0, most=MOST
+    )
 
     @classmethod
-    def read(cls, node: Any) -> "MixtureOptions":
+    def read(cls, node: Any) -> "MixtureOptions":  # type: ignore[override]
         """The node data.mixture of a config, or a mapping like it; ValueError with a line for each mistake."""
-        plain: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        problems = list(_problems(plain))
-        if problems:
-            raise ValueError("\n".join(problems))
-        sources = {str(name): source for name, source in plain["sources"].items()}
-        return cls(
-            tuple(_source(name, source) for name, source in sources.items()),
-            tuple(_own_folders(source.get("train_dir")) for source in sources.values()),
-            plain.get("scale") or 1.0,
-            plain.get("total_tokens"),
+        node = plain(node)
+        refuse(list(_problems(node)))
+        sources = {str(name): SourceOptions.read(source) for name, source in node["sources"].items()}
+        return cls(sources, node.get("scale"), node.get("total_tokens"))
+
+    @property
+    def budgets(self) -> tuple[MixtureSource, ...]:
+        """The sources with their budgets and intervals."""
+        return tuple(
+            MixtureSource(name, source.tokens, source.weight, tuple(source.intervals) if source.intervals else None)
+            for name, source in self.sources.items()
+        )
+
+    @property
+    def folders(self) -> tuple[tuple[str, ...] | None, ...]:
+        """For each source the absolute folders that it draws from, None where those are data.train_dir's."""
+        given = [source.train_dir for source in self.sources.values()]
+        listed = [[paths] if isinstance(paths, (str, os.PathLike)) else paths for paths in given]
+        return tuple(
+            None if paths is None else tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+            for paths in listed
         )
 
     @property
@@ -65,97 +82,66 @@ class MixtureOptions:
 
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
         """data.train_dir's folders and the sources' own, each once; ValueError when one of these does not exist."""
-        for source, own in zip(self.sources, self.folders, strict=True):
+        for name, own in zip(self.sources, self.folders, strict=True):
             for folder in own or ():
                 if not os.path.isdir(folder):
-                    raise ValueError(f"{source.key}.train_dir must be an existing folder; got {folder}")
+                    raise ValueError(f"{KEY}.sources.{name}.train_dir must be an existing folder; got {folder}")
         return tuple(dict.fromkeys([*train_dir, *(folder for own in self.folders for folder in own or ())]))
 
 
-def _source(name: str, source: Mapping[str, Any]) -> MixtureSource:
-    edges = source.get("intervals")
-    return MixtureSource(name, source.get("tokens"), source.get("weight"), tuple(edges) if edges else None)
-
-
-def _own_folders(train_dir: Any) -> tuple[str, ...] | None:
-    if train_dir is None:
-        return None
-    paths = [train_dir] if isinstance(train_dir, (str, os.PathLike)) else train_dir
-    return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
-
-
-def _problems(node: Any) -> Iterator[str]:
+def _problems(node: Any) -> Iterator[str | None]:
     if not isinstance(node, Mapping):
-        yield f"{KEY} must be a mapping with sources; got {_show(node)}"
+        yield f"{KEY} must be a mapping with sources; got {show(node)}"
         return
-    unknown = list(_unknown(KEY, node, KEYS))
-    yield from unknown
-    for name in ("scale", "total_tokens"):
-        yield from _number(f"{KEY}.{name}", node.get(name))
     sources = node.get("sources")
-    if sources is None and unknown:
+    unknown = [line for line in _node_problems(MixtureOptions, KEY, {**node, "sources": {}}) if line]
+    yield from unknown
+    if sources is None and any(line.startswith("unknown key") for line in unknown):
         return  # a mistyped sources
     if not isinstance(sources, Mapping) or not sources:
-        yield f"{KEY}.sources must name at least one source, e.g. {{original: {{tokens: 4.0e9}}}}; got {_show(sources)}"
+        yield f"{KEY}.sources must name at least one source, e.g. {{original: {{tokens: 4.0e9}}}}; got {show(sources)}"
         return
     for name, source in sources.items():
         yield from _source_problems(f"{KEY}.sources.{name}", source)
     weighted = [name for name, source in sources.items() if isinstance(source, Mapping) and source.get("weight")]
     if node.get("total_tokens") is not None and not weighted:
-        yield f"{KEY}.total_tokens must be null where no source has a weight; got {_show(node['total_tokens'])}"
+        yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(node['total_tokens'])}"
 
 
-def _source_problems(key: str, source: Any) -> Iterator[str]:
+def _source_problems(key: str, source: Any) -> Iterator[str | None]:
     if not isinstance(source, Mapping):
-        yield f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {_show(source)}"
+        yield f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}"
         return
-    unknown = list(_unknown(key, source, SOURCE_KEYS))
-    yield from unknown
-    given = {name: source.get(name) for name in ("tokens", "weight") if source.get(name) is not None}
-    if len(given) != 1 and not (unknown and not given):
-        got = ", ".join(f"{name}={_show(value)}" for name, value in given.items()) or "none of them"
+    problems = list(filter(None, _node_problems(SourceOptions, key, source)))
+    given = {name: source[name] for name in ("tokens", "weight") if source.get(name) is not None}
+    if len(given) != 1 and not (problems and not given):
+        got = ", ".join(f"{name}={show(value)}" for name, value in given.items()) or "none of them"
         yield f"{key} must have either tokens or weight; got {got}"
-    for name, value in given.items():
-        yield from _number(f"{key}.{name}", value)
-    yield from _interval_problems(f"{key}.intervals", source.get("intervals"))
-    yield from _folder_problems(f"{key}.train_dir", source.get("train_dir"))
-
-
-def _interval_problems(key: str, edges: Any) -> Iterator[str]:
-    if edges is None:
-        return
-    whole = isinstance(edges, Sequence) and all(type(edge) is int and edge >= 0 for edge in edges)
-    if not whole or len(edges) < 2 or any(low >= high for low, high in pairwise(edges)):
-        yield f"{key} must be at least two ascending whole numbers of tokens, e.g. [8192, 16384]; got {_show(edges)}"
-
-
-def _folder_problems(key: str, train_dir: Any) -> Iterator[str]:
-    paths = train_dir if isinstance(train_dir, Sequence) and not isinstance(train_dir, str) else [train_dir]
+    yield from problems
+    edges, train_dir = source.get("intervals"), source.get("train_dir")
+    if isinstance(edges, (list, tuple)) and not (
+        len(edges) > 1
+        and all(type(edge) is int and edge >= 0 for edge in edges)
+        and all(low < high for low, high in pairwise(edges))
+    ):
+        wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
+        yield f"{key}.intervals must be {wanted}; got {show(edges)}"
+    paths = train_dir if isinstance(train_dir, (list, tuple)) else [train_dir]
     named = all(isinstance(path, (str, os.PathLike)) and os.fspath(path) not in ("", MISSING) for path in paths)
     if train_dir is not None and not (named and paths):
-        got = "nothing" if train_dir == MISSING else _show(train_dir)
-        yield f"{key} must name a tokenised dataset folder; got {got}"
+        got = "nothing" if train_dir == MISSING else show(train_dir)
+        yield f"{key}.train_dir must name a tokenized dataset folder; got {got}"
 
 
-def _number(key: str, value: Any) -> Iterator[str]:
-    if value is None:
-        return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and value > 0):
-        yield f"{key} must be a number above 0; got {_show(value)}"
-    elif value > MOST:
-        yield f"{key} must be at most 2^53; got {value}"
-
-
-def _unknown(key: str, node: Mapping[Any, Any], known: Sequence[str]) -> Iterator[str]:
-    for name in node:
-        if name not in known:
-            nearest = get_close_matches(str(name), known, n=1)
-            yield f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest[0]}" if nearest else "")
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else repr(value)
+def _node_problems(cls: type[Options], key: str, node: Mapping[Any, Any]) -> Iterator[str | None]:
+    """A line for each unknown key of a node and each value that its options do not allow."""
+    known = options_of(cls)
+    for name, value in node.items():
+        if name in known:
+            yield known[name].problem(f"{key}.{name}", value)
+        else:
+            nearest = nearest_name(str(name), known)
+            yield f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else "")
 
 
 @dataclass
@@ -194,7 +180,7 @@ def mixture_report(
             tokens_given=draw.given,
             epochs=draw.given / draw.pool,
             off=_off(draw.given, draw.wanted),
-            hinders=_hinders(draw, spans, folders, first_rows),
+            hinders=_reason(draw, spans, folders, first_rows),
         )
         for draw in draws
     ]
@@ -221,7 +207,7 @@ def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
             )
 
 
-def _hinders(draw: IntervalDraw, spans: Spans, folders: Sequence[str], first_rows: NDArray[np.int64]) -> str | None:
+def _reason(draw: IntervalDraw, spans: Spans, folders: Sequence[str], first_rows: NDArray[np.int64]) -> str | None:
     if draw.alternative is None:
         return None
     span, otherwise = draw.alternative.document, draw.alternative.tokens
@@ -258,5 +244,5 @@ def draw_spans(
         np.concatenate([np.arange(*span_edges[f : f + 2]) for f in sorted({folders.index(folder) for folder in own})])
         for own in (train_dir if own is None else own for own in mixture.folders)
     ]
-    draws = draw_mixture(spans.length, mixture.sources, members, seed, mixture.scale, mixture.total_tokens)
+    draws = draw_mixture(spans.length, mixture.budgets, members, seed, mixture.scale or 1.0, mixture.total_tokens)
     return np.concatenate([draw.documents for draw in draws]), mixture_report(draws, spans, folders, first_rows)

@@ -1,6 +1,4 @@
-"""MultiDocOptions: how documents become samples, from arguments or from a config's data node, checked.
-
-MultiDocDataset: documents one after the other as a stream of tokens, cut into samples of seq_len.
+"""MultiDocDataset: documents one after the other as a stream of tokens, cut into samples of seq_len.
 
 documents            a a a E b b E c c c c c E        E: the EOS token after each
 sample, seq_len 5    b b E c c c                      its last token is only predicted (but of random_starts)
@@ -10,26 +8,104 @@ position_ids              0 1 2 3 4 5          0 1 2 0 1 2
 loss_mask                 0 1 1 1 1 1          0 1 1 0 1 1
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryTable
-from verl_ext.data.dataset import PackDataset, split_rows
+from verl_ext.data.dataset import ONE_RANK, DatasetOptions, PackDataset, Ranks, RunLength
 from verl_ext.data.left_out import OverLengthRow
-from verl_ext.data.multidoc_plan import LABEL_TOKENS, SamplePlan, StreamPlan, WindowPlan, source_table
-from verl_ext.data.multidoc_sources import MultiDocOptions, Source, SourceFinder, cached_range, keep_range, range_part
-from verl_ext.files import default_root
+from verl_ext.data.megatron.blend import BLEND_RULES
+from verl_ext.data.multidoc_plan import LABEL_TOKENS, StreamPlan, WindowPlan
+from verl_ext.data.multidoc_sources import SourceFinder, is_path, read_blend
+from verl_ext.files import cached_folder, default_root, write_json
 from verl_ext.packing import CostModel
-from verl_ext.text.tokenized import digest
+from verl_ext.packing.strategies import MOST_TOKENS
+from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
+from verl_ext.text.plain_text import TextOptions
+from verl_ext.text.tokenized import digest, file_facts
+from verl_ext.values import option, plain
 
 CACHE = "verl_ext_multidoc"
+RANGE = "token_range.json"
 Number = TypeVar("Number", np.int64, np.float64)
+
+
+@dataclass(frozen=True)
+class MultiDocOptions(DatasetOptions):
+    """How documents become samples."""
+
+    reads: ClassVar[str] = "texts or an index, or data.blend in its place"
+
+    blend: Any = option(None, "[[0.7,PATH],[0.3,PATH]] in place of train_dir: a source each, its share of the samples")
+    blend_rule: str = option(
+        "tijdeman",
+        "tijdeman: within one sample of its share at every point; megatron: the order of megatron-core's builder",
+        choices=BLEND_RULES,
+    )
+    train_ratio: float = option(
+        1.0,
+        "share of each source's documents that is trained on where val_dir is null; 1: no validation",
+        above=0,
+        most=1,
+    )
+    seq_len: int = option(1024, "tokens of a sample", least=2, most=MOST_TOKENS)
+    sampling: str | None = option(
+        None,
+        "random_starts: places anywhere; document_stream: Megatron's indices over all epochs; in_order: end to end; "
+        "null: random_starts for text, document_stream for an index or a blend",
+        choices=LABEL_TOKENS,
+    )
+    val_sampling: str = option("in_order", "the same, for validation", choices=("in_order", "random_starts"))
+    attend_across_documents: bool = option(True, "false: attention, and prediction, stay inside a document")
+    num_samples: int | None = option(None, "of document_stream; null: what the run needs", least=1)
+    add_eos: bool = option(True, "an EOS token after each document of a text")
+    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
+    max_corpus_tokens: int | None = option(None, "each text is cut after so many tokens; null: none is", least=1)
+    special_tokens_in_text: str = option(
+        "encode",
+        "names of special tokens in texts: encode: as any text; keep: as the tokens; error: a bad record",
+        choices=SPECIAL_TOKENS_IN_TEXT,
+    )
+    on_bad_record: str = option(
+        "error", "error: a record that cannot be used ends the run; skip: left out and counted", choices=ON_BAD_RECORD
+    )
+    cache_dir: str | os.PathLike[str] | None = option(
+        None, "where tokenized texts and indices are kept; null: the cache of datasets"
+    )
+    max_tokens: int | None = option(None, "null or seq_len: a pack is a sample")
+    strategy: str = option("none", "a pack is a sample", choices=("none",))
+    over_length: str = option("error", "never reached: a document goes on in the next sample", choices=("error",))
+    pad_mode: str = option("no_padding", "samples are not padded", choices=("no_padding",))
+    mixture: Any = option(None, "null: data.blend draws from several sources")
+    balance: str = option("none", "every sample costs the same", choices=("none",))
+    seed: int = option(42, "of the samples, of their order, and of the split", least=0, most=2**32 - 1)
+    val_seed: int | None = option(None, "of val_sampling=random_starts; null: seed + 1", least=0)
+
+    def problems(self) -> Iterable[str | None]:
+        if self.max_tokens not in (None, self.seq_len):
+            yield f"data.max_tokens must be data.seq_len={self.seq_len} for samples of it; got {self.max_tokens}"
+        if self.mixture is not None:
+            yield f"data.mixture must be null for samples of a stream; got {self.mixture}"
+        keys = [self.text_key] if isinstance(self.text_key, str) else self.text_key
+        if not isinstance(keys, Sequence) or not keys or not all(isinstance(name, str) and name for name in keys):
+            yield f"data.text_key must name a field of a record, or several; got {self.text_key!r}"
+        if self.cache_dir is not None and not is_path(self.cache_dir):
+            yield f"data.cache_dir must be a folder or null; got {self.cache_dir!r}"
+        if self.blend is not None:
+            try:
+                read_blend(self.blend)
+            except ValueError as error:
+                yield str(error)
 
 
 class MultiDocDataset(PackDataset):
@@ -37,13 +113,23 @@ class MultiDocDataset(PackDataset):
 
     Two constructor forms give the same samples: `MultiDocDataset(file_paths, tokenizer, seq_len, add_eos=True,
     max_tokens=None, seed=None)`, whose max_tokens cuts the corpus, and verl's `MultiDocDataset(parquet_files=…,
-    tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of `config`
-    (conf/data/multidoc.yaml); an argument that is given wins. Texts are tokenised once, into an index in the cache.
+    tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are MultiDocOptions' keys of `config`; an
+    argument that is given wins. Texts are tokenized once, into an index in the cache. Sources are the categories.
 
-    A sample's category is its source. `split` "train" or "val" is one part of the seeded random split of each source's
-    documents, None all of them; no document is in both.
+    Args:
+        epochs: of a document stream whose num_samples is null.
+        split: "train" or "val": one part of the seeded random split of each source's documents; None: all of them.
+        validates: sample by val_sampling and val_seed.
+        max_samples: the first so many samples; all when it is not above 0.
+        key: the config key that messages name.
+        given: MultiDocOptions by name, which win over those of `config`.
+        processor: verl's argument for images, not used.
+
+    Raises:
+        ValueError: an option, a file or an index that cannot be used; one line with the key and the value.
     """
 
+    Options = MultiDocOptions
     needs_tokenizer = True
 
     def __init__(
@@ -59,90 +145,90 @@ class MultiDocDataset(PackDataset):
         config: Mapping[str, Any] | None = None,
         processor: Any = None,
         max_samples: int = -1,
-        blend: Sequence[Sequence[Any]] | None = None,
-        sampling: str | None = None,
-        attend_across_documents: bool | None = None,
-        num_samples: int | None = None,
         epochs: int = 1,
         split: str | None = None,
         validates: bool = False,
-        train_ratio: float | None = None,
-        cache_dir: str | None = None,
         key: str = "data.train_dir",
+        **given: Any,
     ) -> None:
-        """`num_samples`: of a document stream; None: those of `epochs`. `validates`: sample by val_sampling and
-        val_seed. `max_samples`: the first so many samples, all when it is not above 0. `key`: the config key that
-        messages name. `processor` is verl's argument for images and not used.
-
-        Raises:
-            ValueError: an option, a file or an index that cannot be used; one line with the key and the value.
-        """
-        given = {
-            "seq_len": seq_len,
-            "add_eos": add_eos,
-            "max_corpus_tokens": max_tokens,
-            "seed": seed,
-            "sampling": sampling,
-            "attend_across_documents": attend_across_documents,
-            "num_samples": num_samples,
-            "train_ratio": train_ratio,
-            "cache_dir": cache_dir,
-        }
-        config = config or {}
         if file_paths is not None and parquet_files is not None:
             raise ValueError(f"{key} must be given once; got {file_paths!r} and {parquet_files!r}")
-        self.options = options = MultiDocOptions.from_config(config, given)
-        self._root = default_root(CACHE, options.cache_dir)
         paths = parquet_files if file_paths is None else file_paths
-        blend = config.get("blend") if blend is None else blend
-        uses_blend = blend is not None and (split is not None or not validates)
+        node = dict(plain(config or {}))
+        if seq_len is not None:
+            node["max_tokens"] = None
+        named = {"seq_len": seq_len, "add_eos": add_eos, "max_corpus_tokens": max_tokens, "seed": seed}
+        self.options = options = MultiDocOptions.read(node, **{**named, **given})
+        uses_blend = options.blend is not None and (split is not None or not validates)
         if uses_blend and paths is not None:
             raise ValueError(f"{key} must be null with data.blend, which names the data; got {paths!r}")
         self.key = "data.blend" if uses_blend else key
-        finder = SourceFinder(tokenizer, options, self._root, self.key)
-        self.sources: list[Source] = finder.blended(blend) if uses_blend else finder.listed(paths)
-        self._documents = [self._part(source, split) for source in self.sources]
+        self._root = default_root(CACHE, options.cache_dir)
+        text = TextOptions(
+            options.text_key, options.add_eos, False, options.on_bad_record, options.special_tokens_in_text, "data."
+        )
+        finder = SourceFinder(tokenizer, text, options.max_corpus_tokens, self._root, self.key)
+        sources = finder.blended(options.blend) if uses_blend else finder.listed(paths)
+        self.sources = [source.part(split, options.train_ratio, options.seed) for source in sources]
         self.max_tokens = options.seq_len
-        self.sampling = self._sampling(validates, config.get("num_samples"))
+        self.sampling = options.val_sampling if validates else self._train_sampling(node.get("num_samples"))
         self.last_is_label = LABEL_TOKENS[self.sampling] == 1
         self.is_ordered = self.sampling == "document_stream"
         self._seed = options.seed
         if validates:
             self._seed = options.seed + 1 if options.val_seed is None else options.val_seed
-        self._plan = self._planned(epochs, max_samples)
+        self._plan: StreamPlan | WindowPlan
+        if self.is_ordered:
+            self._plan = StreamPlan(
+                self.sources, options.seq_len, self._seed, options.num_samples, epochs, self._root, options.blend_rule
+            )
+        else:
+            self._plan = WindowPlan(self.sampling, self.sources, options.seq_len, self._seed, max_samples)
         self._num = min(len(self._plan), max_samples) if max_samples > 0 else len(self._plan)
         self.epochs = self._plan.epochs * self._num / len(self._plan) if self.is_ordered else 1.0
-        self._token_range: tuple[int, int] | None = None
 
-    def _sampling(self, validates: bool, num_samples: int | None) -> str:
-        if validates:
-            return self.options.val_sampling
+    def _train_sampling(self, asked_samples: int | None) -> str:
+        """`asked_samples`: data.num_samples of the config, where the argument is what the run needs."""
         blends = any(source.weight is not None for source in self.sources)
         is_text = all(source.is_text for source in self.sources) and not blends
         chosen = self.options.sampling or ("random_starts" if is_text else "document_stream")
         if chosen != "document_stream" and blends:
             raise ValueError(f"data.sampling must be document_stream with data.blend; got {chosen}")
-        if chosen != "document_stream" and num_samples is not None:
-            raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {num_samples}")
+        if chosen != "document_stream" and asked_samples is not None:
+            raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {asked_samples}")
         return chosen
 
-    def _part(self, source: Source, split: str | None) -> NDArray[np.int64] | None:
-        """The documents of a part of the split; None for all."""
-        options = self.options
-        if split is None:
-            return None
-        try:
-            return split_rows(source.index.num_documents, split, options.train_ratio, options.seed)
-        except ValueError as error:
-            raise ValueError(f"{self.key}: {source.name}: {error}") from error
+    @classmethod
+    def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
+        """How long the run is, for training; that it is measured, for validation."""
+        return {"num_samples": node.get("num_samples") or length.samples, "epochs": length.epochs}, {"validates": True}
 
-    def _planned(self, epochs: int, max_samples: int) -> SamplePlan:
-        options, parts = self.options, (self.sources, self._documents)
-        if self.is_ordered:
-            return StreamPlan(
-                *parts, options.seq_len, self._seed, options.num_samples, epochs, self._root, options.blend_rule
-            )
-        return WindowPlan(self.sampling, *parts, options.seq_len, self._seed, max_samples)
+    def read_together(self, ranks: Ranks) -> None:
+        self.token_range = self._read_token_range(ranks)
+
+    @cached_property
+    def token_range(self) -> tuple[int, int]:
+        return self._read_token_range(ONE_RANK)
+
+    def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
+        """From the cache, or by reading every token on one of the ranks; kept where the cache can be written."""
+        found, name, is_rank0 = None, "", ranks.rank == 0
+        with ranks.guard():
+            if is_rank0:
+                name = f"range-{digest(file_facts(file for source in self.sources for file in source.index.files))}"
+                with contextlib.suppress(OSError, ValueError):
+                    found = json.loads((self._root / name / RANGE).read_text(encoding="utf-8"))
+        found = ranks.broadcast(found)
+        if found is None:
+            with ranks.guard():
+                part = [source.token_range(ranks.rank, ranks.size) for source in self.sources]
+            lows, highs = zip(*(own for parts in ranks.gather(part) for own in parts if own[0] <= own[1]), strict=True)
+            found = [min(lows), max(highs)]
+            with ranks.guard(), contextlib.suppress(ValueError):
+                if is_rank0:
+                    cached_folder(self._root, name, lambda to: write_json(to / RANGE, found))
+        lowest, highest = found
+        return lowest, highest
 
     def __len__(self) -> int:
         return self._num
@@ -170,7 +256,6 @@ class MultiDocDataset(PackDataset):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The prefixes of the indices that are read."""
         return tuple(source.index.prefix for source in self.sources)
 
     @cached_property
@@ -183,18 +268,13 @@ class MultiDocDataset(PackDataset):
         """16 hex digits of the documents' lengths, their token ids' range, and all that decides which sample has which
         tokens."""
         parts = [
-            [
-                source.index.digest,
-                source.weight,
-                None if documents is None else hashlib.sha256(documents.tobytes()).hexdigest(),
-            ]
-            for source, documents in zip(self.sources, self._documents, strict=True)
+            [s.index.digest, s.weight, None if s.documents is None else hashlib.sha256(s.documents.data).hexdigest()]
+            for s in self.sources
         ]
         facts = [parts, self.token_range, self.options.seq_len, self._seed, self._num, self.plan_options()]
         return digest(facts)[:16]
 
     def plan_options(self) -> dict[str, Any]:
-        """How documents become samples."""
         options = self.options
         facts: dict[str, Any] = {
             "data.sampling": self.sampling,
@@ -209,40 +289,13 @@ class MultiDocDataset(PackDataset):
         return facts
 
     @property
-    def token_range(self) -> tuple[int, int]:
-        """The lowest and the highest token id of the indices; one pass over the tokens at the first use, unless the
-        cache knows. Settable, so that ranks may compute it together."""
-        if self._token_range is None:
-            self._token_range = self.cached_token_range() or self.token_range_part(0, 1)
-        assert self._token_range is not None, "an index of no token has no sample"
-        return self._token_range
-
-    @token_range.setter
-    def token_range(self, token_range: tuple[int, int]) -> None:
-        self._token_range = token_range
-
-    def token_range_part(self, part: int, parts: int) -> tuple[int, int] | None:
-        """token_range of about one of `parts` equal shares of the tokens; None where there is none in it."""
-        return range_part([source.index for source in self.sources], part, parts)
-
-    def cached_token_range(self) -> tuple[int, int] | None:
-        """token_range where the cache has it."""
-        return cached_range(self._root, [source.index for source in self.sources])
-
-    def cache_token_range(self) -> None:
-        """Keep token_range for the next start."""
-        keep_range(self._root, [source.index for source in self.sources], self.token_range)
-
-    @property
     def longest_document(self) -> int:
-        """Tokens of the longest document of a sample, as a model reads it."""
         longest = int(self.pack_tokens().max())
         if self.options.attend_across_documents:
             return longest
         return min(longest, max(int(source.index.lengths.max()) for source in self.sources))
 
     def pack_tokens(self) -> NDArray[np.int64]:
-        """int64[P]: tokens that a model reads of each sample."""
         return _each(lambda tokens: tokens - self.last_is_label, self._plan.token_counts()[: self._num])
 
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
@@ -266,7 +319,7 @@ class MultiDocDataset(PackDataset):
             return _each(lambda count: count - 1, tokens)
         return tokens - self.pack_documents()
 
-    def not_as_they_stand(self) -> list[OverLengthRow]:
+    def changed_documents(self) -> list[OverLengthRow]:
         """The records of texts that gave no document, by source and reason, and those whose special tokens are text."""
         rows = [
             OverLengthRow(source.name, f"bad record: {reason}", count)
@@ -280,12 +333,9 @@ class MultiDocDataset(PackDataset):
         ]
 
     def facts(self) -> dict[str, Any]:
-        """How it is sampled, and its sources: documents, tokens, samples and epochs of each."""
         counts = self._plan.source_counts(self._num)
-        return {
-            "sampling": self.sampling,
-            "sources": source_table(self.sources, self._documents, counts, self.options.seq_len),
-        }
+        rows = [s.facts(count, self.options.seq_len) for s, count in zip(self.sources, counts.tolist(), strict=True)]
+        return {"sampling": self.sampling, "sources": rows}
 
 
 def _each(function: Callable[[NDArray[np.int64]], NDArray[Number]], values: NDArray[np.int64]) -> NDArray[Number]:

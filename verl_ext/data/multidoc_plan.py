@@ -1,76 +1,177 @@
-"""Which sample of which source each sample of a dataset is, by how the streams of documents are sampled.
+"""Which tokens of which source each sample of a stream of documents holds, by how the stream is sampled.
 
     sampling           tokens of a sample                     its last token is only predicted
     random_starts      seq_len                                no: seq_len - 1 targets
     document_stream    seq_len + 1                            yes: seq_len targets
     in_order           seq_len + 1, a source's last fewer     yes: every token of a source but its first, once
 
+    stream      a a a b b b b b c c            seq_len 4
+    in order    [a a a b b][b b b b c][c c]    starts 4 apart
+    random      ⌊10/4⌋ = 2 of the starts 0..6, all different, any order
+
 Targets are counted as where attention crosses documents; inside them, the first token of each piece is none either.
-Windows (random_starts, in_order) are those of one source after the other; a document stream of several sources mixes
-them, sample by sample, in proportion to their weights, or to their samples where they have none.
+Positions are int64: exact to 2^63.
 """
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.megatron import (
-    Pieces,
-    TokenStream,
-    Windows,
-    cached_blend,
-    cached_sample_indices,
-    count_tokens,
-    in_order_starts,
-    megatron_source_samples,
-    normalised,
-    random_starts,
-)
-from verl_ext.data.megatron.windows import check_has_sample
+from verl_ext.data.megatron.blend import Order, megatron_source_samples, normalised
+from verl_ext.data.megatron.samples import Pieces, cached_blend, cached_sample_indices, check_has_sample
 from verl_ext.data.multidoc_sources import Source
 
-# Tokens that a sample has beside those that a model reads.
+# How the streams are sampled: tokens that a sample has beside those that a model reads.
 LABEL_TOKENS = {"random_starts": 0, "document_stream": 1, "in_order": 1}
+DENSE = 4  # fewer candidates than this for each random start are shuffled as a whole
 
 _logger = logging.getLogger(__name__)
 
-Documents = Sequence[NDArray[np.int64] | None]  # of each source, None for all
+
+class TokenStream:
+    """The tokens of `documents` (numbers into `lengths`, in the order given; None: all of them), one after the other.
+
+    documents   7        2              5         3 has no token and is left out
+    lengths     3        5              2
+    ends            3             8       10      int64 cumulative sum
+    """
+
+    def __init__(self, lengths: NDArray[Any], documents: NDArray[Any] | None = None) -> None:
+        length = np.asarray(lengths) if documents is None else np.asarray(lengths)[documents]
+        kept = np.flatnonzero(length)
+        self.documents = (kept if documents is None else np.asarray(documents)[kept]).astype(np.int32)
+        self.ends = np.cumsum(length[kept], dtype=np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def pieces(self, start: int, stop: int) -> Pieces:
+        """Tokens start..stop-1 of the stream, at least one, as pieces of documents."""
+        first, last = np.searchsorted(self.ends, (start, stop - 1), side="right").tolist()
+        document = self.documents[first : last + 1].astype(np.int64)
+        piece_stop = self.ends[first : last + 1].copy()
+        piece_start = np.zeros(len(document), np.int64)
+        begin = self.ends.item(first - 1) if first else 0
+        piece_stop[1:] -= self.ends[first:last]
+        piece_stop[0] -= begin
+        piece_start[0] = start - begin
+        piece_stop[-1] = stop - (self.ends.item(last - 1) if last else 0)
+        return document, piece_start, piece_stop
+
+    def piece_counts(self, start: NDArray[Any], stop: NDArray[Any]) -> NDArray[np.int64]:
+        """How many pieces tokens start..stop-1 are, for every pair."""
+        first = np.searchsorted(self.ends, start, side="right")
+        return np.searchsorted(self.ends, stop - 1, side="right") - first + 1
 
 
-class SamplePlan(Protocol):
-    """P samples. epochs: how often they hold the tokens together."""
+@dataclass(eq=False)
+class Windows:
+    """Sample k: tokens starts[k]..starts[k]+size-1 of the stream, as far as it goes."""
 
-    epochs: float
+    stream: TokenStream
+    starts: NDArray[np.int64]
+    size: int
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def pieces(self, k: int) -> Pieces:
+        """The tokens of sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
+        start = self.starts.item(k)
+        return self.stream.pieces(start, min(start + self.size, self.stream.num_tokens))
+
+    def token_counts(self) -> NDArray[np.int64]:
+        """int64[n]: tokens of each sample."""
+        return np.minimum(self.starts + self.size, self.stream.num_tokens) - self.starts
+
+    def piece_counts(self) -> NDArray[np.int64]:
+        """int64[n]: pieces of each sample."""
+        return self.stream.piece_counts(self.starts, self.starts + self.token_counts())
+
+
+def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.train_dir") -> NDArray[np.int64]:
+    """int64[⌊num_tokens/seq_len⌋]: different starts of 0..num_tokens-seq_len, every choice and order as likely.
+
+    Memory grows with the number of starts, not with the number of tokens. Drawing with replacement until enough
+    different starts are there gives each set of them the same chance, since the candidates are interchangeable.
+
+    Raises:
+        ValueError: fewer tokens than one sample has; `key` is named.
+    """
+    check_has_sample(num_tokens, seq_len, key)
+    rng = np.random.default_rng(seed)
+    wanted, candidates = num_tokens // seq_len, num_tokens - seq_len + 1
+    if candidates < DENSE * wanted:
+        return rng.permutation(candidates)[:wanted].copy()
+    starts = np.empty(0, np.int64)
+    while len(starts) < wanted:
+        more = rng.integers(candidates, size=wanted - len(starts), dtype=np.int64)
+        starts = np.sort(np.concatenate([starts, more]))  # np.unique hashes, at many times the cost
+        starts = starts[np.diff(starts, prepend=-1) > 0]
+    rng.shuffle(starts)
+    return starts
+
+
+class WindowPlan:
+    """The windows of every source, one source after the other; the first of each, in proportion, where there may be
+    no more than max_samples together (0: all)."""
+
+    epochs = 1.0  # how often the samples hold the tokens
+
+    def __init__(self, sampling: str, sources: Sequence[Source], seq_len: int, seed: int, max_samples: int = 0) -> None:
+        self._windows = [_windows(sampling, source, seq_len, seed) for source in sources]
+        self._ends = np.cumsum([len(windows) for windows in self._windows])
+        if 0 < max_samples < self._ends[-1]:
+            self._ends = self._ends * max_samples // self._ends[-1]
+            for windows, count in zip(self._windows, np.diff(self._ends, prepend=0).tolist(), strict=True):
+                windows.starts = windows.starts[:count]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
 
     def pieces(self, number: int) -> tuple[int, Pieces]:
-        """(source, its pieces of documents: document, start, stop) of a sample."""
+        """(source, its pieces of documents) of a sample."""
+        source = int(np.searchsorted(self._ends, number, side="right"))
+        windows = self._windows[source]
+        return source, windows.pieces(number - int(self._ends[source]) + len(windows))
 
     def token_counts(self) -> NDArray[np.int64]:
         """int64[P]: tokens of each sample, one that is only predicted included."""
+        return np.concatenate([windows.token_counts() for windows in self._windows])
 
     def piece_counts(self) -> NDArray[np.int64]:
         """int64[P]: pieces of each sample."""
+        return np.concatenate([windows.piece_counts() for windows in self._windows])
 
     def source_counts(self, first: int) -> NDArray[np.int64]:
         """int64[S]: samples of each source among the first so many."""
+        return np.diff(np.minimum(self._ends, first), prepend=0)
+
+
+def _windows(sampling: str, source: Source, seq_len: int, seed: int) -> Windows:
+    stream = TokenStream(source.index.lengths, source.documents)
+    if sampling == "random_starts":
+        return Windows(stream, random_starts(stream.num_tokens, seq_len, seed, source.key), seq_len)
+    check_has_sample(stream.num_tokens, 2, source.key)
+    return Windows(stream, np.arange(0, stream.num_tokens - 1, seq_len), seq_len + 1)
 
 
 class StreamPlan:
-    """Megatron's indices of every source, and the order of the sources where there are several.
+    """Megatron's indices of every source; several sources mixed, sample by sample, in proportion to their weights, or
+    to their samples where they have none. The methods are those of WindowPlan.
 
-    num_samples: P; None: the samples of `epochs` epochs of each source.
+    num_samples: of all sources together; None: those of `epochs` epochs of each.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
-        documents: Documents,
         seq_len: int,
         seed: int,
         num_samples: int | None,
@@ -78,16 +179,16 @@ class StreamPlan:
         root: Path,
         blend_rule: str,
     ) -> None:
-        tokens = np.array(source_tokens(sources, documents))
-        for source, count in zip(sources, tokens.tolist(), strict=True):
-            check_has_sample(count, seq_len + 1, f"{source.index.key}: {source.name}")
+        for source in sources:
+            check_has_sample(source.num_tokens, seq_len + 1, source.key)
+        tokens = np.array([source.num_tokens for source in sources])
         whole = (epochs * tokens - 1) // seq_len
         self._num, self._seq_len = int(num_samples or whole.sum()), seq_len
         self.epochs = self._num * seq_len / int(tokens.sum())
-        self._order: tuple[NDArray[np.int16], NDArray[np.int64]] | None = None  # (source, its sample)
+        self._order: Order | None = None
         counts = np.array([self._num])
         weights = [source.weight for source in sources if source.weight is not None]
-        _tell_joined_sequences(sources, blend_rule if weights or len(sources) > 1 else None)
+        _check_joined_sequences(sources, blend_rule if weights or len(sources) > 1 else None)
         as_builder = bool(weights) and blend_rule == "megatron"
         if as_builder:  # megatron-core's normalises the weights for its BlendedDataset, which normalises them again
             weights = normalised(weights).tolist()
@@ -97,8 +198,8 @@ class StreamPlan:
         if as_builder:
             counts = np.maximum(counts, megatron_source_samples(weights, self._num))
         self._samples = [
-            cached_sample_indices(root, source.index, part, seq_len, count, seed) if count else None
-            for source, part, count in zip(sources, documents, counts.tolist(), strict=True)
+            cached_sample_indices(root, source.index, source.documents, seq_len, count, seed) if count else None
+            for source, count in zip(sources, counts.tolist(), strict=True)
         ]
 
     def __len__(self) -> int:
@@ -132,87 +233,8 @@ class StreamPlan:
         return np.bincount(self._order[0][:first], minlength=len(self._samples))
 
 
-class WindowPlan:
-    """The windows of every source, one source after the other; the first of each, in proportion, where there may be
-    no more than max_samples together (0: all)."""
-
-    epochs = 1.0
-
-    def __init__(
-        self,
-        sampling: str,
-        sources: Sequence[Source],
-        documents: Documents,
-        seq_len: int,
-        seed: int,
-        max_samples: int = 0,
-    ) -> None:
-        windows = [
-            _windows(
-                sampling,
-                TokenStream(source.index.lengths, part),
-                seq_len,
-                seed,
-                f"{source.index.key}: {source.name}",
-            )
-            for source, part in zip(sources, documents, strict=True)
-        ]
-        ends = np.cumsum([len(of_source) for of_source in windows])
-        if 0 < max_samples < ends[-1]:
-            counts = np.diff(ends * max_samples // ends[-1], prepend=0).tolist()
-            windows = [
-                Windows(part.stream, part.starts[:count], part.seq_len)
-                for part, count in zip(windows, counts, strict=True)
-            ]
-        self._windows = windows
-        self._ends = np.cumsum([len(of_source) for of_source in windows])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def pieces(self, number: int) -> tuple[int, Pieces]:
-        source = int(np.searchsorted(self._ends, number, side="right"))
-        windows = self._windows[source]
-        return source, windows.pieces(number - int(self._ends[source]) + len(windows))
-
-    def token_counts(self) -> NDArray[np.int64]:
-        return np.concatenate([windows.token_counts() for windows in self._windows])
-
-    def piece_counts(self) -> NDArray[np.int64]:
-        return np.concatenate([windows.piece_counts() for windows in self._windows])
-
-    def source_counts(self, first: int) -> NDArray[np.int64]:
-        return np.diff(np.minimum(self._ends, first), prepend=0)
-
-
-def source_tokens(sources: Sequence[Source], documents: Documents) -> list[int]:
-    """Tokens of each source's documents."""
-    return [
-        source.index.num_tokens if part is None else count_tokens(source.index.lengths, part)
-        for source, part in zip(sources, documents, strict=True)
-    ]
-
-
-def source_table(
-    sources: Sequence[Source], documents: Documents, samples: NDArray[np.int64], seq_len: int
-) -> list[dict[str, Any]]:
-    """Documents, tokens, samples and epochs of each source, and its weight in a blend."""
-    tokens = source_tokens(sources, documents)
-    return [
-        {
-            "source": source.name,
-            "documents": source.index.num_documents if part is None else len(part),
-            "tokens": total,
-            "samples": count,
-            "epochs": round(count * seq_len / max(total, 1), 3),
-            **({} if source.weight is None else {"weight": source.weight}),
-        }
-        for source, part, total, count in zip(sources, documents, tokens, samples.tolist(), strict=True)
-    ]
-
-
-def _tell_joined_sequences(sources: Sequence[Source], blend_rule: str | None) -> None:
-    """Say which sources are not sampled as megatron-core would; ValueError where that was asked for by `blend_rule`."""
+def _check_joined_sequences(sources: Sequence[Source], blend_rule: str | None) -> None:
+    """Warns of sources that are not sampled as megatron-core does; ValueError where `blend_rule` asks for that."""
     for source in sources:
         index = source.index
         if index.num_sequences <= index.num_documents:
@@ -224,10 +246,3 @@ def _tell_joined_sequences(sources: Sequence[Source], blend_rule: str | None) ->
                 f"sequence by sequence; got megatron, and {counts}"
             )
         _logger.warning("%s: it is shuffled by document, where megatron-core's GPTDataset shuffles sequences", counts)
-
-
-def _windows(sampling: str, stream: TokenStream, seq_len: int, seed: int, key: str) -> Windows:
-    if sampling == "random_starts":
-        return Windows(stream, random_starts(stream.num_tokens, seq_len, seed, key), seq_len)
-    check_has_sample(stream.num_tokens, 2, key)
-    return Windows(stream, in_order_starts(stream.num_tokens - 1, seq_len), seq_len + 1)

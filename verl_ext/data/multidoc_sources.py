@@ -1,108 +1,89 @@
-"""The sources of a stream of documents: indices that are there, and texts that become one.
+"""The sources of a stream of documents: indices that are there, and texts that become one in the cache.
 
 a/b.bin a/b.idx      PREFIX a/b                       an index, source b
 a/  with .idx files  a folder of indices              a source for each
 scenes/*.txt         texts: files, folders, globs     one index in the cache, source scenes
-
-The lowest and the highest token id of indices, read in shares and kept in the cache.
 """
 
-import contextlib
 import glob
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
+from numpy.typing import NDArray
 
-from verl_ext.data.dataset import check_train_ratio
-from verl_ext.data.megatron import BLEND_RULES, TokenIndex, check_weights
-from verl_ext.files import cached_folder, check_cache_dir, damage
-from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
-from verl_ext.text.sources import absolute_path, find_source_files, is_url, kind_of, without_compression
+from verl_ext.data.dataset import split_rows
+from verl_ext.data.megatron.blend import check_weights
+from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
+from verl_ext.data.megatron.samples import count_tokens
+from verl_ext.data.megatron.text_index import write_text_indices
+from verl_ext.files import cached_folder
+from verl_ext.text.plain_text import TextOptions, TextTokenizer
+from verl_ext.text.sources import SourceFile, absolute_path, find_source_files, is_url, kind_of, without_compression
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
-from verl_ext.values import check_choice, whole_number
+from verl_ext.values import plain
 
-SAMPLINGS = ("random_starts", "document_stream", "in_order")
-
-
-VAL_SAMPLINGS = ("in_order", "random_starts")
-
-
-# What packs of whole documents can have, and samples of a stream cannot.
-_FIXED = {"strategy": ("none",), "mixture": (None,), "balance": ("none",), "pad_mode": ("no_padding",)}
+FORMAT = 1  # to be raised when the same text is tokenized into something else
+_RECORDS = "records.json"
+_REPORT = "report.json"  # of the index command
 
 
 @dataclass(frozen=True)
-class MultiDocOptions:
-    """seq_len: tokens of a sample; sampling: one of SAMPLINGS, None for what suits the data;
-    attend_across_documents: a sample is one document to attention; num_samples: of a document stream, None for whole
-    epochs; blend_rule: in which order its sources follow each other; max_corpus_tokens: where a text is cut;
-    train_ratio and seed: of the split by document; val_sampling and val_seed: of the validation set; cache_dir: where
-    tokenised texts and indices are kept (None: the cache of `datasets`). conf/data/multidoc.yaml describes them."""
+class Source:
+    """Documents of one name.
 
-    seq_len: int
-    sampling: str | None = None
-    attend_across_documents: bool = True
-    num_samples: int | None = None
-    blend_rule: str = "tijdeman"
-    add_eos: bool = True
-    text_key: str | tuple[str, ...] = "text"
-    max_corpus_tokens: int | None = None
-    special_tokens_in_text: str = "encode"
-    on_bad_record: str = "error"
-    train_ratio: float = 1.0
-    seed: int = 42
-    val_sampling: str = "in_order"
-    val_seed: int | None = None
-    cache_dir: str | None = None
+    weight: its share of a blend, None without one. documents: its part of the split, numbers into the index; None for
+    all. Of a text: bad_records, how many records gave no document, by reason; special_tokens, how many hold names of
+    special tokens, which are encoded as text.
+    """
 
-    def __post_init__(self) -> None:
-        if self.seq_len is None:
-            raise ValueError("data.seq_len must be given (tokens of a sample); got nothing")
-        whole_number("data.seq_len", self.seq_len, least=2, most=MOST_TOKENS)
-        whole_number("data.seed", self.seed, least=0, most=2**32 - 1)
-        for name, least in (("num_samples", 1), ("max_corpus_tokens", 1), ("val_seed", 0)):
-            if getattr(self, name) is not None:
-                whole_number(f"data.{name}", getattr(self, name), least=least)
-        if self.sampling is not None:
-            check_choice("data.sampling", self.sampling, SAMPLINGS)
-        check_choice("data.blend_rule", self.blend_rule, tuple(BLEND_RULES))
-        check_choice("data.val_sampling", self.val_sampling, VAL_SAMPLINGS)
-        check_choice("data.special_tokens_in_text", self.special_tokens_in_text, SPECIAL_TOKENS_IN_TEXT)
-        check_choice("data.on_bad_record", self.on_bad_record, ON_BAD_RECORD)
-        for name in ("attend_across_documents", "add_eos"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"data.{name} must be true or false; got {getattr(self, name)!r}")
-        check_train_ratio(self.train_ratio)
-        keys = (self.text_key,) if isinstance(self.text_key, str) else self.text_key
-        if not keys or not all(isinstance(name, str) and name for name in keys):
-            raise ValueError(f"data.text_key must name a field of a record, or several; got {self.text_key!r}")
-        check_cache_dir(self.cache_dir)
+    name: str
+    index: TokenIndex
+    weight: float | None = None
+    is_text: bool = False
+    bad_records: Mapping[str, int] = field(default_factory=dict)
+    special_tokens: int = 0
+    documents: NDArray[np.int64] | None = None
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], given: Mapping[str, Any]) -> "MultiDocOptions":
-        """What is `given` and not None, else the key of `config` (verl's data node or a mapping), else the default."""
-        for name, allowed in _FIXED.items():
-            if config.get(name) not in (None, *allowed):
-                raise ValueError(
-                    f"data.{name} must be {allowed[0] or 'null'} for samples of a stream; got {config.get(name)!r}"
-                )
-        options: dict[str, Any] = {"seq_len": None}
-        for name in (entry.name for entry in fields(cls)):
-            value = config.get(name) if given.get(name) is None else given[name]
-            if value is not None:
-                options[name] = tuple(value) if name == "text_key" and not isinstance(value, str) else value
-        made = cls(**options)
-        budget = config.get("max_tokens")
-        if given.get("seq_len") is None and budget is not None and budget != made.seq_len:
-            raise ValueError(f"data.max_tokens must be data.seq_len={made.seq_len} for samples of it; got {budget}")
-        return made
+    @property
+    def key(self) -> str:
+        """What messages name it by."""
+        return f"{self.index.key}: {self.name}"
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of its documents."""
+        return self.index.num_tokens if self.documents is None else count_tokens(self.index.lengths, self.documents)
+
+    def part(self, split: str | None, train_ratio: float, seed: int) -> "Source":
+        """The source with its documents of a part of the split ("train" or "val"; None: all)."""
+        if split is None:
+            return self
+        try:
+            return replace(self, documents=split_rows(self.index.num_documents, split, train_ratio, seed))
+        except ValueError as error:
+            raise ValueError(f"{self.key}: {error}") from error
+
+    def token_range(self, part: int, parts: int) -> tuple[int, int]:
+        """(lowest, highest) token id of about one of `parts` equal shares of its index; (0, -1) where it has none."""
+        edges = np.arange(part, part + 2) * self.index.num_tokens // parts * self.index.dtype.itemsize
+        return self.index.token_range(*np.searchsorted(self.index.pointers, edges).tolist())
+
+    def facts(self, samples: int, seq_len: int) -> dict[str, Any]:
+        """Its row of the report, of which `samples` samples are drawn."""
+        facts = {
+            "source": self.name,
+            "documents": self.index.num_documents if self.documents is None else len(self.documents),
+            "tokens": self.num_tokens,
+            "samples": samples,
+            "epochs": round(samples * seq_len / max(self.num_tokens, 1), 3),
+        }
+        return facts if self.weight is None else {**facts, "weight": self.weight}
 
 
 def read_blend(blend: Any) -> tuple[list[float], list[str]]:
@@ -111,11 +92,10 @@ def read_blend(blend: Any) -> tuple[list[float], list[str]]:
     Raises:
         ValueError: another form, a weight that is negative or not finite, no weight above 0, a path given twice.
     """
-    plain: Any = OmegaConf.to_container(blend, resolve=True) if OmegaConf.is_config(blend) else blend
-    is_list = isinstance(plain, Sequence) and not isinstance(plain, str) and len(plain) > 0
-    if not is_list or not all(_is_pair(pair) for pair in plain):
-        raise ValueError(f"data.blend must be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]; got {plain!r}")
-    weights, paths = [float(weight) for weight, _ in plain], [str(path) for _, path in plain]
+    pairs = plain(blend)
+    if not _is_list(pairs) or not all(_is_list(pair) and len(pair) == 2 and _is_share(*pair) for pair in pairs):
+        raise ValueError(f"data.blend must be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]; got {pairs!r}")
+    weights, paths = [float(weight) for weight, _ in pairs], [str(path) for _, path in pairs]
     check_weights(weights)
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
@@ -123,139 +103,73 @@ def read_blend(blend: Any) -> tuple[list[float], list[str]]:
     return weights, paths
 
 
-def _is_pair(pair: Any) -> bool:
-    return (
-        isinstance(pair, Sequence)
-        and not isinstance(pair, str)
-        and len(pair) == 2
-        and isinstance(pair[0], (int, float))
-        and not isinstance(pair[0], bool)
-        and isinstance(pair[1], (str, os.PathLike))
-        and bool(os.fspath(pair[1]))
-    )
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
 
 
-_FILE = "token_range.json"
+def _is_share(weight: Any, path: Any) -> bool:
+    return isinstance(weight, (int, float)) and not isinstance(weight, bool) and is_path(path)
 
 
-def range_part(indices: Sequence[TokenIndex], part: int, parts: int) -> tuple[int, int] | None:
-    """(lowest, highest) token id of one of `parts` shares of about as many tokens each; None where it has no token."""
-    found = []
-    for index in indices:
-        ends = np.cumsum(index.lengths, dtype=np.int64)
-        edges = np.arange(part, part + 2) * index.num_tokens // parts
-        first, last = np.searchsorted(ends, edges, side="right").tolist()
-        if part == parts - 1:
-            last = index.num_documents
-        lowest, highest = index.token_range(first, last)
-        if lowest <= highest:
-            found.append((lowest, highest))
-    if not found:
-        return None
-    lows, highs = zip(*found, strict=True)
-    return min(lows), max(highs)
-
-
-def cached_range(root: Path, indices: Sequence[TokenIndex]) -> tuple[int, int] | None:
-    """What `keep_range` kept of exactly these files; None for nothing."""
-    folder = root / _name(indices)
-    if damage(folder) is not None:
-        return None
-    try:
-        lowest, highest = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        return int(lowest), int(highest)
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def keep_range(root: Path, indices: Sequence[TokenIndex], token_range: tuple[int, int]) -> None:
-    """Keep it for the next start, where the cache can be written."""
-    with contextlib.suppress(ValueError):
-        cached_folder(root, _name(indices), lambda to: _write(to / _FILE, token_range))
-
-
-def _write(path: Path, token_range: tuple[int, int]) -> None:
-    path.write_text(json.dumps(token_range), encoding="utf-8")
-
-
-def _name(indices: Sequence[TokenIndex]) -> str:
-    return f"range-{digest(file_facts(file for index in indices for file in index.files))}"
-
-
-FORMAT = 1  # to be raised when the same text is tokenised into something else
-_INDEX = (".idx", ".bin")
-_RECORDS = "records.json"
-_REPORT = "report.json"  # of the index command
-
-
-@dataclass(frozen=True)
-class Source:
-    """Documents of one name; weight: its share of a blend, None without one. Of a text: bad_records, how many records
-    gave no document, by reason; special_tokens, how many hold names of special tokens, which are encoded as text."""
-
-    name: str
-    index: TokenIndex
-    weight: float | None
-    is_text: bool
-    bad_records: Mapping[str, int] = field(default_factory=dict)
-    special_tokens: int = 0
+def is_path(path: Any) -> bool:
+    """Whether a value names a file or folder."""
+    return isinstance(path, (str, os.PathLike)) and bool(os.fspath(path))
 
 
 class SourceFinder:
-    """Opens what `data.train_dir`, `data.val_dir` or `data.blend` names. key: the one that messages name; root: the
-    cache of tokenised texts."""
+    """Opens what `data.train_dir`, `data.val_dir` or `data.blend` names.
 
-    def __init__(self, tokenizer: Any, options: MultiDocOptions, root: Path, key: str) -> None:
-        self._tokenizer, self._options, self._root, self._key = tokenizer, options, root, key
+    options, max_tokens: how a text becomes documents, and where it is cut; root: the cache of tokenized texts; key: the
+    config key that messages name.
+    """
+
+    def __init__(self, tokenizer: Any, options: TextOptions, max_tokens: int | None, root: Path, key: str) -> None:
+        self._tokenizer, self._options, self._max_tokens, self._root = tokenizer, options, max_tokens, root
+        self._key = key
 
     def blended(self, blend: Any) -> list[Source]:
         """A source for each path of a blend whose weight is above 0."""
-        pairs = [(weight, self._paths(path)[0]) for weight, path in zip(*read_blend(blend), strict=True) if weight]
-        names = self._names([path for _, path in pairs])
-        return [self._one(name, [path], weight) for name, (weight, path) in zip(names, pairs, strict=True)]
+        shares = zip(*read_blend(blend), strict=True)
+        return self._named([(self._paths(path)[:1], weight) for weight, path in shares if weight])
 
     def listed(self, paths: Any) -> list[Source]:
         """The sources of a path, of a list of paths, or of {name: path}; texts that have no name of their own are one
         source."""
-        plain = OmegaConf.to_container(paths, resolve=True) if OmegaConf.is_config(paths) else paths
-        if isinstance(plain, Mapping):
-            return [self._one(str(name), self._paths(given), None) for name, given in plain.items()]
-        found = [(path, self._prefixes(path)) for path in self._paths(plain)]
-        prefixes = [prefix for _, held in found for prefix in held]
+        paths = plain(paths)
+        if isinstance(paths, Mapping):
+            return [self._one(str(name), self._paths(given)) for name, given in paths.items()]
+        found = [(path, self._prefixes(path)) for path in self._paths(paths)]
+        groups: list[tuple[list[str], float | None]] = [([f"{p}.idx"], None) for _, held in found for p in held]
         texts = [path for path, held in found if not held]
-        names = self._names([*prefixes, *([_together(texts)] if texts else [])])
-        sources = [self._index(name, prefix, None) for name, prefix in zip(names, prefixes, strict=False)]
-        return [*sources, self._text(names[-1], texts, None)] if texts else sources
+        return self._named([*groups, (texts, None)] if texts else groups)
 
-    def _one(self, name: str, paths: list[str], weight: float | None) -> Source:
+    def _named(self, groups: Sequence[tuple[list[str], float | None]]) -> list[Source]:
+        """A source for each (paths, weight): named by their last part, and its folder's where two would be alike."""
+        paths = [_together(paths) for paths, _ in groups]
+        short = list(map(_name, paths))
+        names = [
+            f"{_name(os.path.dirname(path))}_{name}" if short.count(name) > 1 else name
+            for path, name in zip(paths, short, strict=True)
+        ]
+        for path, name in zip(paths, names, strict=True):
+            if names.count(name) > 1:
+                raise ValueError(f"{self._key} must have sources of different names; got {name} twice: rename {path}")
+        return [self._one(name, *group) for name, group in zip(names, groups, strict=True)]
+
+    def _one(self, name: str, paths: list[str], weight: float | None = None) -> Source:
         """The one source of a path, or of a list of texts."""
         prefixes = [prefix for path in paths for prefix in self._prefixes(path)]
         if not prefixes:
             return self._text(name, paths, weight)
         if len(prefixes) > 1 or len(paths) > 1:
             raise ValueError(f"{self._key} must name one index, or texts, for a source; got {', '.join(prefixes)}")
-        return self._index(name, prefixes[0], weight)
-
-    def _index(self, name: str, prefix: str, weight: float | None) -> Source:
-        return Source(name, TokenIndex(prefix, self._key), weight, False)
-
-    def _names(self, paths: Sequence[str]) -> list[str]:
-        """A name for each path: its last part, and with it its folder's where two would be alike."""
-        names = [_name_multidoc_sources(path) for path in paths]
-        names = [
-            f"{_name_multidoc_sources(os.path.dirname(path))}_{name}" if names.count(name) > 1 else name
-            for path, name in zip(paths, names, strict=True)
-        ]
-        for path, name in zip(paths, names, strict=True):
-            if names.count(name) > 1:
-                raise ValueError(f"{self._key} must have sources of different names; got {name} twice: rename {path}")
-        return names
+        return Source(name, TokenIndex(prefixes[0], self._key), weight)
 
     def _prefixes(self, path: str) -> list[str]:
         """The prefixes of the indices that a path means: itself, or those of a folder; [] where it means texts."""
-        if path.endswith(_INDEX):
+        if path.endswith(SUFFIXES):
             return [path[:-4]]
-        if any(os.path.isfile(path + ending) for ending in _INDEX):
+        if any(os.path.isfile(path + ending) for ending in SUFFIXES):
             return [path]
         held = sorted(os.listdir(path)) if os.path.isdir(path) else []
         prefixes = [os.path.join(path, name[:-4]) for name in held if name.endswith(".idx")]
@@ -266,38 +180,30 @@ class SourceFinder:
 
     def _paths(self, given: Any) -> list[str]:
         paths = [given] if isinstance(given, (str, os.PathLike)) else given
-        is_list = isinstance(paths, Sequence) and len(paths) > 0
-        if not is_list or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
+        if not _is_list(paths) or not all(map(is_path, paths)):
             raise ValueError(f"{self._key} must name texts or an index (PREFIX of PREFIX.bin, .idx); got {given!r}")
         return [absolute_path(path) for path in paths]
 
-    def _text(self, name: str, paths: Sequence[str], weight: float | None) -> Source:
+    def _text(self, name: str, paths: Sequence[str], weight: float | None = None) -> Source:
         if self._tokenizer is None:
             raise ValueError(f"{self._key} names texts, which need a tokenizer (model.path's); got none for {paths[0]}")
         files = find_source_files({name: list(paths)}, self._key)
-        made_of = self._fingerprint(files)
-        folder = cached_folder(self._root, f"text-{made_of}", lambda to: self._write(files, to))
-        if self._fingerprint(files) != made_of:
-            raise ValueError(f"{self._key} must not change while it is tokenised; one of its {len(files)} files did")
+
+        def make(folder: Path) -> None:
+            tokenizer, prefixes = TextTokenizer(self._tokenizer, self._options), {self._key: folder / "text"}
+            counts = write_text_indices(files, tokenizer, prefixes, max_tokens=self._max_tokens)[self._key]
+            records = {"bad_records": counts.bad, "special_tokens": counts.special_tokens["records"]}
+            (folder / _RECORDS).write_text(json.dumps(records), encoding="utf-8")
+
+        fingerprint = self._fingerprint(files)
+        folder = cached_folder(self._root, f"text-{fingerprint}", make)
+        if self._fingerprint(files) != fingerprint:
+            raise ValueError(f"{self._key} must not change while it is tokenized; one of its {len(files)} files did")
         records = json.loads((folder / _RECORDS).read_text(encoding="utf-8"))
-        return Source(name, TokenIndex(folder / "text", self._key), weight, True, **records)
+        return Source(name, TokenIndex(folder / "text", self._key), weight, is_text=True, **records)
 
-    def _write(self, files: Sequence[Any], folder: Path) -> None:
-        # Here, because the index command's modules import config and the tokenise command's.
-        from verl_ext.data.megatron.text_index import write_text_index
-        from verl_ext.text.plain_text import TextOptions
-
-        given = self._options
-        options = TextOptions(
-            given.text_key, given.add_eos, False, given.on_bad_record, given.special_tokens_in_text, "data."
-        )
-        limit = given.max_corpus_tokens
-        tally = write_text_index(files, self._tokenizer, folder / "text", options, max_tokens=limit, key=self._key)
-        records = {"bad_records": tally.bad, "special_tokens": tally.special_tokens["records"]}
-        (folder / _RECORDS).write_text(json.dumps(records), encoding="utf-8")
-
-    def _fingerprint(self, files: Sequence[Any]) -> str:
-        """Of what the tokens follow from."""
+    def _fingerprint(self, files: Sequence[SourceFile]) -> str:
+        """Of everything that the tokens follow from."""
         options = self._options
         return digest(
             [
@@ -305,21 +211,17 @@ class SourceFinder:
                 [[file.kind, file_facts([file.path])] for file in files],
                 tokenizer_facts(self._tokenizer),
                 self._tokenizer.eos_token_id if options.add_eos else None,
-                [options.text_key, options.max_corpus_tokens, options.special_tokens_in_text, options.on_bad_record],
+                [options.text_key, self._max_tokens, options.special_tokens_in_text, options.on_bad_record],
             ]
         )
 
 
-def _name_multidoc_sources(path: str) -> str:
+def _name(path: str) -> str:
     """The last part of a path, or of the folder that a glob begins in, without the endings of its formats."""
     parts = Path(path).parts
-    plain = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    name = parts[plain - 1]
-    if kind_of(name):
-        return Path(without_compression(name)).stem
-    for ending in _INDEX:
-        name = name.removesuffix(ending)
-    return name
+    fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    name = parts[fixed - 1]
+    return Path(without_compression(name)).stem if kind_of(name) else name.removesuffix(".idx").removesuffix(".bin")
 
 
 def _together(paths: Sequence[str]) -> str:

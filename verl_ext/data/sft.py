@@ -1,6 +1,4 @@
-"""PackOptions: how documents become packs, from keyword arguments or from a config's data node, checked.
-
-One pack as tensors, sliced from the memory-mapped columns: no Python per token.
+"""Tokenized documents as packs of at most max_tokens tokens, sliced from the memory-mapped columns.
 
     doc A (3)      doc B (4)        with pad_mode=right, max_tokens = 9
     input_ids      a0 a1 a2 | b0 b1 b2 b3 | P P
@@ -8,36 +6,29 @@ One pack as tensors, sliced from the memory-mapped columns: no Python per token.
     loss_mask       0  0  1 |  0  1  1  1 | 0 0
     category_ids    0  0  1 |  0  2  2  2 | 0 0
     attention_mask  1  1  1 |  1  1  1  1 | 0 0
+    labels          . . A2  |  . B1 B2 B3 | . .      of sets of texts alone; `.` is -100, not shifted
 
 A document's first token is never a target, and a token that is no target has category 0.
-
-SFTDataSet: a tokenised dataset as packs of at most max_tokens tokens. The contract is in pack_row.py's picture.
 """
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl_ext.data.arrow import TokenisedData
+from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
-from verl_ext.data.dataset import PackDataset
-from verl_ext.data.left_out import OverLengthRow, left_out, over_length_report
-from verl_ext.data.mixture import MixtureOptions, MixtureRow, draw_spans
-from verl_ext.data.stats import (
-    DocumentScan,
-    OverLengthCount,
-    OverLengthDocuments,
-    check_has_targets,
-    count_over_length,
-    scan_documents,
-)
+from verl_ext.data.dataset import DatasetOptions, PackDataset, Ranks, missing_paths, named_paths, split_rows
+from verl_ext.data.left_out import CategoryRows, OverLengthRow, over_length_report
+from verl_ext.data.mixture import MixtureOptions, draw_spans
+from verl_ext.data.scan import DocumentScan, OverLengthDocuments, scan_documents
+from verl_ext.files import default_root
 from verl_ext.packing import (
     MOST_TOKENS,
     OVER_LENGTH_POLICIES,
@@ -49,53 +40,52 @@ from verl_ext.packing import (
     plan_packs,
 )
 from verl_ext.packing.strategies import plan_repeated
-from verl_ext.values import check_choice, whole_number
+from verl_ext.text.sources import SourceFile
+from verl_ext.text.tokenized import Encoder, read_report, tokenized
+from verl_ext.values import option, whole_number
 
 PAD_MODES = ("no_padding", "right")
+IGNORED = -100  # the label that Hugging Face losses leave out
 
 
 @dataclass(frozen=True)
-class PackOptions:
-    """max_tokens: budget of a pack; padding_value: the token that fills a pack under pad_mode=right (None: unknown);
-    mixture: None for every document once."""
+class SFTOptions(DatasetOptions):
+    """How the documents of a tokenized dataset become packs."""
 
-    max_tokens: int
-    padding_value: int | None = 0
-    strategy: str = "best_fit"
-    seed: int = 42
-    over_length: str = "error"
-    pad_mode: str = "no_padding"
-    mixture: MixtureOptions | None = None
+    reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
 
-    def __post_init__(self) -> None:
-        if self.max_tokens is None:
-            raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
-        whole_number("data.max_tokens", self.max_tokens, least=2, most=MOST_TOKENS)
-        whole_number("data.seed", self.seed, least=0)
-        check_choice("data.strategy", self.strategy, STRATEGIES)
-        check_choice("data.over_length", self.over_length, OVER_LENGTH_POLICIES)
-        check_choice("data.pad_mode", self.pad_mode, PAD_MODES)
-        if self.pad_mode == "right":
-            whole_number("padding_value (the tokenizer's pad_token_id)", self.padding_value, least=0)
+    max_tokens: int | None = option(
+        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS
+    )
+    strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES)
+    over_length: str = option("error", "what becomes of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES)
+    pad_mode: str = option("no_padding", "right: every pack exactly max_tokens long", choices=PAD_MODES)
+    mixture: Any = option(
+        None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
+    )
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], tokenizer: Any, given: Mapping[str, Any]) -> "PackOptions":
-        """The keys of `config` (verl's data node or a mapping), `given` where it has none or null; the padding is the
-        tokenizer's. A max_tokens that is given wins over the config's."""
-        options = dict(given)
-        for name in ("max_tokens", "strategy", "seed", "over_length", "pad_mode", "mixture"):
-            value = config.get(name)
-            if value is not None and not (name == "max_tokens" and given["max_tokens"] is not None):
-                options[name] = value
-        if tokenizer is not None and tokenizer.pad_token_id is not None:
-            options["padding_value"] = tokenizer.pad_token_id
-        if options.get("mixture") is not None:
-            options["mixture"] = MixtureOptions.read(options["mixture"])
-        return cls(**options)
+    def problems(self) -> Iterable[str | None]:
+        if self.mixture is not None:
+            try:
+                MixtureOptions.read(self.mixture)
+            except ValueError as error:
+                yield from str(error).splitlines()
+
+    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
+        return missing_paths(key, paths, os.path.isdir, "folder")
+
+    @property
+    def needs_train_dir(self) -> bool:
+        return self.mixture is None or MixtureOptions.read(self.mixture).needs_train_dir
+
+    @property
+    def packing(self) -> "SFTOptions":
+        """What documents are packed with: max_tokens is given."""
+        return self
 
 
 def pack_row(
-    data: TokenisedData,
+    data: TokenizedData,
     row: NDArray[np.int64],
     start: NDArray[np.int64],
     length: NDArray[np.int64],
@@ -118,18 +108,13 @@ def pack_row(
         values[tokens:] = padding_value if name == "input_ids" else 0
     out["loss_mask"][np.cumsum(length) - length] = 0
     out["category_ids"] *= out["loss_mask"]
-    out["position_ids"] = _positions(length, size)
+    counts = [*length.tolist(), size - tokens]
+    ramp = np.arange(max(counts))
+    out["position_ids"] = np.concatenate([ramp[:count] for count in counts])
     if pad_to is not None:
         out["attention_mask"] = np.zeros(size, np.int64)
         out["attention_mask"][:tokens] = 1
     return {name: torch.from_numpy(values) for name, values in out.items()}
-
-
-def _positions(length: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """int64[size]: 0, 1, … from every document's first token, and from the first token of the padding."""
-    counts = [*length.tolist(), size - int(length.sum())]
-    ramp = np.arange(max(counts))
-    return np.concatenate([ramp[:count] for count in counts])
 
 
 class SFTDataSet(PackDataset):
@@ -137,14 +122,17 @@ class SFTDataSet(PackDataset):
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
     `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
-    `config` (max_tokens, strategy, seed, over_length, pad_mode, mixture). A folder is a path or a list of paths, read
-    one after the other. The plan depends on the data and these options alone.
+    `config` that SFTOptions has; an argument that is given wins. A folder is a path or a list of paths, read one after
+    the other. The plan depends on the data and these options alone.
 
-    spans: the documents after over-length handling; plan: which of them lie in which pack. A mixture (the form of
-    `mixture_options.py`) draws from spans, so that one may lie in several packs or in none, the same in every epoch;
-    mixture_report: what it drew by source and length interval, empty without one. Its sources' own folders are read
-    after train_dir, which is not opened where every source has its own.
+    spans: the documents after over-length handling; plan: which of them lie in which pack. A mixture draws from spans,
+    so that one may lie in several packs or in none, the same in every epoch; mixture_report: what it drew by source and
+    length interval, empty without one. Its sources' own folders are read after train_dir, which is not opened where
+    every source has its own.
     """
+
+    Options: ClassVar[type[DatasetOptions]] = SFTOptions
+    options: SFTOptions
 
     def __init__(
         self,
@@ -157,10 +145,10 @@ class SFTDataSet(PackDataset):
         config: Mapping[str, Any] | None = None,
         processor: Any = None,
         max_samples: int = -1,
-        strategy: str = "best_fit",
-        seed: int = 42,
-        over_length: str = "error",
-        pad_mode: str = "no_padding",
+        strategy: str | None = None,
+        seed: int | None = None,
+        over_length: str | None = None,
+        pad_mode: str | None = None,
         mixture: Mapping[str, Any] | None = None,
         key: str = "data.train_dir",
     ) -> None:
@@ -170,38 +158,55 @@ class SFTDataSet(PackDataset):
         Raises:
             ValueError: an option or a folder that cannot be used; a line with the key and the value received for each.
         """
-        given = {
-            "max_tokens": max_tokens,
-            "padding_value": padding_value,
-            "strategy": strategy,
-            "seed": seed,
-            "over_length": over_length,
-            "pad_mode": pad_mode,
-            "mixture": mixture,
-        }
-        self.options = PackOptions.from_config(config or {}, tokenizer, given)
-        self.key = key
-        drawn_by = self.options.mixture
-        if drawn_by is not None and max_samples > 0:
+        given = {"max_tokens": max_tokens, "strategy": strategy, "seed": seed, "over_length": over_length}
+        self.options = SFTOptions.read(config or {}, **given, pad_mode=pad_mode, mixture=mixture)
+        if max_tokens is None and (config or {}).get("max_tokens") is None:
+            raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
+        mixed = None if self.options.mixture is None else MixtureOptions.read(self.options.mixture)
+        if mixed is not None and max_samples > 0:
             raise ValueError(
                 f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
             )
-        needed = drawn_by is None or drawn_by.needs_train_dir
-        folders = _folders(train_dir, parquet_files, key) if needed else []
-        self._data = TokenisedData(folders if drawn_by is None else drawn_by.all_folders(folders), key)
+        folders: list[str] = []
+        if self.options.needs_train_dir:
+            paths = named_paths(key, "a tokenized dataset folder", train_dir=train_dir, parquet_files=parquet_files)
+            folders = [os.path.abspath(os.path.expanduser(path)) for path in paths]
+        self._data = TokenizedData(folders if mixed is None else mixed.all_folders(folders), key)
+        if tokenizer is not None and tokenizer.pad_token_id is not None:
+            padding_value = tokenizer.pad_token_id
+        self._plan_packs(padding_value, key, max_samples, mixture=mixed, train_folders=folders)
+
+    def _plan_packs(
+        self,
+        padding_value: int | None,
+        key: str,
+        max_samples: int,
+        *,
+        rows: NDArray[np.int64] | None = None,
+        mixture: MixtureOptions | None = None,
+        train_folders: Sequence[str] = (),
+    ) -> None:
+        """Plan the packs of the documents `rows`, ascending (None: all), or of those that a mixture draws of them."""
+        options = self.options.packing
+        assert options.max_tokens is not None
+        if options.pad_mode == "right":
+            whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
+        self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
         lengths = self._data.lengths()
-        self._documents = min(len(lengths), max_samples) if max_samples > 0 else len(lengths)
-        self.spans: Spans = cut_spans(
-            lengths[: self._documents], self.options.max_tokens, self.options.over_length, key
-        )
-        self.mixture_report: list[MixtureRow] = []
-        self.max_tokens = self.options.max_tokens
+        self._split_rows = rows
+        documents = len(lengths) if rows is None else len(rows)
+        self._in_use = min(documents, max_samples) if max_samples > 0 else documents
+        used = lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
+        spans = cut_spans(used, options.max_tokens, options.over_length, key)
+        self.spans: Spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
         self.plan: PackPlan
-        if drawn_by is None:
-            self.plan = plan_packs(self.spans.length, self.options.max_tokens, self.options.strategy, self.options.seed)
-        else:
-            self.plan = self._plan_mixture(drawn_by, folders)
-        self._scan: DocumentScan | None = None
+        if mixture is None:
+            self.plan = plan_packs(spans.length, options.max_tokens, options.strategy, options.seed)
+            return
+        drawn, self.mixture_report = draw_spans(
+            mixture, spans, self.folders, self._data.first_rows(), train_folders, options.seed
+        )
+        self.plan = plan_repeated(spans.length, drawn, options.max_tokens, options.strategy, options.seed)
 
     def __len__(self) -> int:
         return self.plan.num_packs
@@ -217,48 +222,37 @@ class SFTDataSet(PackDataset):
             self.spans.row[documents],
             self.spans.start[documents],
             self.spans.length[documents].astype(np.int64),
-            pad_to=self.options.max_tokens if self.options.pad_mode == "right" else None,
-            padding_value=self.options.padding_value or 0,
+            pad_to=self.max_tokens if self.options.packing.pad_mode == "right" else None,
+            padding_value=self._padding_value,
+        )
+
+    @property
+    def _rows(self) -> NDArray[np.int64]:
+        """int64[D], ascending: the rows of the folders that are documents of this set, in use or not."""
+        return np.arange(len(self._data)) if self._split_rows is None else self._split_rows
+
+    @cached_property
+    def scan(self) -> DocumentScan:
+        """Targets of every document, token ids, categories and what over-length handling did; read at the first use.
+        ValueError when there is no target, or for values out of range."""
+        return scan_documents(self._data, self.spans, self.over_length)
+
+    def read_together(self, ranks: Ranks) -> None:
+        """The scan, of which each rank reads a share; kept for the next start."""
+        self.scan = scan_documents(self._data, self.spans, self.over_length, ranks, keep=True)
+
+    @cached_property
+    def over_length(self) -> OverLengthDocuments:
+        """The documents longer than a pack."""
+        rows = self._rows[: self._in_use]
+        return OverLengthDocuments.of(
+            self._data.lengths()[rows], self.max_tokens, self.options.packing.over_length, rows
         )
 
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders read, absolute."""
         return self._data.folders
-
-    @property
-    def scan(self) -> DocumentScan:
-        """Targets of every document, token ids, categories and what over-length handling did; one pass over the tokens
-        at the first use, and one over the documents longer than a pack. Settable, so that ranks may compute it
-        together. ValueError when there is no target, or for values out of range."""
-        if self._scan is None:
-            over_length = self.over_length_part(0, len(self.over_length))
-            self.scan = replace(self.scan_part(0, len(self.spans)), over_length=over_length)
-        assert self._scan is not None
-        return self._scan
-
-    @scan.setter
-    def scan(self, scan: DocumentScan) -> None:
-        assert len(scan.targets) == len(self.spans), "a scan of other documents"
-        check_has_targets(scan, self.key)
-        self._scan = scan
-        for derived in ("categories", "over_length_report", "digest"):
-            self.__dict__.pop(derived, None)
-
-    def scan_part(self, first: int, last: int, progress: bool = True) -> DocumentScan:
-        """The scan of documents first..last-1 of `spans` alone (at least one); `progress`: with a bar."""
-        part = Spans(self.spans.row[first:last], self.spans.start[first:last], self.spans.length[first:last])
-        return scan_documents(self._data, part, progress=progress)
-
-    @cached_property
-    def over_length(self) -> OverLengthDocuments:
-        """The documents longer than a pack."""
-        lengths = self._data.lengths()[: self._documents]
-        return OverLengthDocuments.of(lengths, self.options.max_tokens, self.options.over_length)
-
-    def over_length_part(self, first: int, last: int, progress: bool = True) -> tuple[OverLengthCount, ...]:
-        """What was done to documents first..last-1 of `over_length` alone; `progress`: with a bar."""
-        return count_over_length(self._data, self.over_length.part(first, last), progress=progress)
 
     @property
     def token_range(self) -> tuple[int, int]:
@@ -276,29 +270,32 @@ class SFTDataSet(PackDataset):
         return CategoryTable.read(self.folders, self.scan.category_ids)
 
     @cached_property
+    def category_names(self) -> dict[int, str]:
+        """Number -> name, of categories.json."""
+        return CategoryNumbers.read(self.folders).names
+
+    @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
         """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
-        names = CategoryNumbers.read(self.folders).names
-        lengths = self._data.lengths()
-        return over_length_report(
-            self.scan.over_length, self.options.over_length, names, lengths[: self._documents], int(lengths.sum())
-        )
+        lengths, policy = self._data.lengths()[self._rows], self.options.packing.over_length
+        used, total = lengths[: self._in_use], int(lengths.sum())
+        return over_length_report(self.scan.over_length, policy, self.category_names, used, total)
 
-    def not_as_they_stand(self) -> list[OverLengthRow]:
+    def changed_documents(self) -> list[OverLengthRow]:
         """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        return [
-            *self.over_length_report,
-            *left_out(self._data.lengths(), self._documents, self.spans, self.plan, self.scan.targets),
-        ]
+        lengths, columns = self._data.lengths(), self._data.document_columns
+        of_set = int(lengths[self._rows].sum())
+        rows = CategoryRows(None if columns is None else columns.category, self.category_names, of_set)
+        left_out = rows.left_out(self._rows[self._in_use :], lengths, self.spans, self.plan, self.scan.targets)
+        return [*self.over_length_report, *left_out]
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits of which documents there are: their rows, cuts, lengths and targets (needs the scan)."""
         scan, spans = self.scan, self.spans
-        parts = [np.ascontiguousarray(values) for values in (spans.row, spans.start, spans.length, scan.targets)]
         digest = hashlib.sha256(f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}".encode())
-        for part in parts:
-            digest.update(part.astype(np.int64, copy=False).tobytes())
+        for values in (spans.row, spans.start, spans.length, scan.targets):
+            digest.update(values.astype(np.int64).tobytes())
         return digest.hexdigest()[:16]
 
     def pack_tokens(self) -> NDArray[np.int64]:
@@ -317,20 +314,75 @@ class SFTDataSet(PackDataset):
         """int64[P]: target tokens of each pack (needs the scan)."""
         return self.plan.pack_sums(self.scan.targets)
 
-    def _plan_mixture(self, mixture: MixtureOptions, train_folders: Sequence[str]) -> PackPlan:
-        """The plan of the spans that the mixture draws, one as often as it is drawn; sets mixture_report."""
-        drawn, self.mixture_report = draw_spans(
-            mixture, self.spans, self.folders, self._data.first_rows(), train_folders, self.options.seed
-        )
-        options = self.options
-        return plan_repeated(self.spans.length, drawn, options.max_tokens, options.strategy, options.seed)
+
+@dataclass(frozen=True)
+class TextSetOptions(SFTOptions):
+    """Options of a set of texts, which are tokenized when it is opened."""
+
+    train_ratio: float = option(
+        1.0, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
+    )
+    cache_dir: str | None = option(None, "where tokenized files are kept; null: the cache of Hugging Face datasets")
 
 
-def _folders(train_dir: Any, parquet_files: Any, key: str) -> list[str]:
-    if train_dir is not None and parquet_files is not None:
-        raise ValueError(f"{key} must be given once; got train_dir={train_dir!r} and parquet_files={parquet_files!r}")
-    given = parquet_files if train_dir is None else train_dir
-    paths = [given] if isinstance(given, (str, os.PathLike)) else list(given or [])
-    if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
-        raise ValueError(f"{key} must name a tokenised dataset folder; got {given!r}")
-    return [os.path.abspath(os.path.expanduser(path)) for path in paths]
+class TextSet(SFTDataSet):
+    """Base of sets of texts: files are tokenized when they, the tokenizer or an option are new, whole, whatever the
+    split, max_samples and the packs; after that rows are read from the cache. Rows have labels besides.
+
+    cut_reason: what the report calls a document that lost tokens when it was tokenized; cuts_targets: these tokens were
+    targets.
+    """
+
+    needs_tokenizer = True
+    cut_reason: str
+    cuts_targets = False
+    split: str | None
+    files: tuple[str, ...]
+
+    def _open_texts(
+        self,
+        options: TextSetOptions,
+        files: Sequence[SourceFile],
+        names: Mapping[int, str],
+        encoder: Encoder,
+        split: str | None,
+        max_samples: int,
+    ) -> None:
+        """Tokenize the files, unless the cache has them, and plan the packs of `split` "train" or "val", of the seeded
+        random split of all documents; None: all of them. names: category number -> name."""
+        tokenizer = encoder.tokenizer
+        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.options, self.split, self.files = options, split, tuple(file.path for file in files)
+        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
+        self._data = TokenizedData([str(folder)], encoder.key)
+        rows = split_rows(len(self._data), split, options.train_ratio, options.seed)
+        self._plan_packs(padding, encoder.key, max_samples, rows=rows)
+
+    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
+        """Row `pack`: 1-D tensors of one length, those of `pack_row` and labels int64."""
+        row = super().__getitem__(pack)
+        row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
+        return row
+
+    @cached_property
+    def over_length_report(self) -> list[OverLengthRow]:
+        """The documents that were cut when they were tokenized, by category, with the tokens from before the cut; then
+        those longer than a pack (needs the scan)."""
+        columns, rows = self._data.document_columns, self._rows[: self._in_use]
+        assert columns is not None, "tokenized() writes them"
+        full, lengths = columns.full_length[rows], self._data.lengths()[rows]
+        cut = full > lengths
+        by_category = CategoryRows(columns.category, self.category_names, int(full.sum(dtype=np.int64)))
+        report = by_category.of(self.cut_reason, rows[cut], full[cut], lengths[cut])
+        for row in report:
+            row.targets_removed = row.tokens_removed if self.cuts_targets else 0
+        return [*report, *super().over_length_report]
+
+    def changed_documents(self) -> list[OverLengthRow]:
+        """What an SFTDataSet says, and the records that gave no document (told with the part to train on)."""
+        bad = [
+            OverLengthRow(category, f"bad record: {reason}", documents)
+            for category, counts in read_report(self.folders[0])["categories"].items()
+            for reason, documents in counts["bad_records"].items()
+        ]
+        return [*super().changed_documents(), *([] if self.split == "val" else bad)]

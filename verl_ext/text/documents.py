@@ -50,6 +50,7 @@ class Documents:
         category_names, category_counts: of each document and of each category, where records give their category.
         category_ids: int32[D], the numbers of category_names, which the process that writes gives.
         preview: the first documents, decoded.
+        texts: further columns, a text of each document.
     """
 
     category_id: int
@@ -64,6 +65,7 @@ class Documents:
     category_counts: dict[str, Counts] = field(default_factory=dict)
     category_ids: NDArray[np.int32] | None = None
     preview: list[list[Run]] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def records(self) -> int:

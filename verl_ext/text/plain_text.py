@@ -1,4 +1,4 @@
-"""Text records as tokens: what runs in every worker process of the index command, and in a training process.
+"""Plain-text records as tokens, in a worker process of the index command or in a training process.
 
 document 1        document 2 (unusable)      document 3            add_bos=false add_eos=true
 t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
@@ -10,19 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.data.megatron.index import optimal_dtype
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import Batch, Chunk, TextFile
 from verl_ext.values import DataError, UsageError
 
+UINT16_VOCABULARY = 65_500  # Megatron's own limit
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that Megatron writes the ids of a vocabulary as: uint16 below 65,500 tokens, else int32."""
+    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
+
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How text becomes documents; the fields are described in `conf/index.yaml`.
-
-    `key_prefix` stands before a key where an error names one: `data.` where the options are a dataset's.
-    """
+    """How text becomes documents. key_prefix stands before the keys in errors: `data.` for a dataset's options."""
 
     text_key: str | Sequence[str] = "text"
     add_eos: bool = True
@@ -48,10 +51,10 @@ class BadText:
 
 @dataclass
 class Documents:
-    """tokens[ΣT] of the index's dtype and lengths[D] int64 of one batch.
+    """tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64 of one batch.
 
     special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
-    holds the unusable records in order; `failure` is what ends the run once the documents here are written.
+    are the unusable records in order; `failure` ends the run once the documents here are written.
     """
 
     source: int
@@ -64,11 +67,10 @@ class Documents:
 
 
 class TextTokenizer:
-    """Turns batches of records into token arrays with one tokenizer and one set of options.
+    """Turns batches of records into tokens: those that `TextEncoder` gives of a text, with BOS and EOS added whatever
+    the text begins and ends with, as Megatron's `--append-eod` does.
 
-    The documents' tokens are those that `TextEncoder` gives of the whole text; BOS and EOS are added whatever the text
-    begins and ends with, as Megatron's `--append-eod` does. Raises `UsageError` where the tokenizer
-    has no token that is to be added.
+    Raises `UsageError` for a tokenizer that lacks a token that is to be added.
     """
 
     def __init__(self, tokenizer: Any, options: TextOptions) -> None:
@@ -77,7 +79,7 @@ class TextTokenizer:
         key = f"{options.key_prefix}special_tokens_in_text"
         self.encoder = TextEncoder(tokenizer, options.special_tokens_in_text, key)
         self.vocabulary = vocabulary_size(tokenizer)
-        self.dtype = np.dtype(optimal_dtype(self.vocabulary))
+        self.dtype = optimal_dtype(self.vocabulary)
         self.first = self._added("bos") if options.add_bos else []
         self.last = self._added("eos") if options.add_eos else []
 
@@ -102,16 +104,14 @@ class TextTokenizer:
                 break
             bad.append(BadText(len(texts), outcome.reason, f"{place}: {outcome}"))
             if self.options.on_bad_record == "error":
-                failure = self._failure(bad[-1])
+                skip = f"{self.options.key_prefix}on_bad_record=skip leaves such records out"
+                failure = f"{bad[-1].line} ({outcome.reason}; {skip})"
                 break
         lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
         lengths += len(self.first) + len(self.last)
         special = np.array([text.special_tokens for text in texts], dtype=np.int64)
         tokens = self._joined([text.ids for text in texts])
         return Documents(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
-
-    def _failure(self, bad: BadText) -> str:
-        return f"{bad.line} ({bad.reason}; {self.options.key_prefix}on_bad_record=skip leaves such records out)"
 
     def _outcomes(self, batch: Batch) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
         """(place, tokens or why there are none) of every record, in order."""

@@ -34,7 +34,7 @@ def data_facts(dataset: PackDataset) -> Facts:
         "packs": packs,
         "max_tokens": dataset.max_tokens,
         "fill": tokens / max(packs * dataset.max_tokens, 1),
-        "not_as_they_stand": [vars(row) for row in dataset.not_as_they_stand()],
+        "not_as_they_stand": [vars(row) for row in dataset.changed_documents()],
         "mixture": [vars(row) for row in dataset.mixture_report],
         **dataset.facts(),
     }

@@ -2,24 +2,21 @@
 
 `blend_order` keeps the count c_i of every source after every k samples at |c_i - w_i·k| <= 1 - 1/(2D-2) < 1, for D
 sources of weights w_i that sum to 1: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
-Its rule: at step k a source may be drawn if w_i·k - c_i >= s, s = 1/(2D-2); of those, the one that can wait least is,
-the smallest (1 - s - (w_i·k - c_i)) / w_i. Seen from a source, its draw number j = 0, 1, … has
+With s = 1/(2D-2), draw j = 0, 1, … of source i has
 
     a release    the first step k with  w_i·k >= j + s
     a deadline   the first step k with  w_i·k >  j + 1 - s      later, its count would lag by more than the bound
 
-and the released draw of the earliest deadline comes first (of equal ones, that of the first source): at O(log D) a
-step. Weights are the decimals that they print as, and the arithmetic is that of whole numbers, so that nothing drifts
-and the order repeats with the weights' common denominator: 0.7 and 0.3 have the order of 10 samples, over and over.
+and each step takes the released draw of the earliest deadline (of equal ones, that of the first source). Weights are
+the decimals that they print as, in whole-number arithmetic: the order repeats with their common denominator.
 
-`megatron_blend_order` is megatron-core's own rule, the largest w_i·k - c_i. It is no bound: with many sources some
-counts lag by more than 1. Rounding decides between equal ones, so that it is computed as megatron-core computes it, by
-its compiled loop where it is installed.
+`megatron_blend_order` is megatron-core's rule, the largest w_i·k - c_i, which keeps no such bound. Rounding decides
+between equal ones, so that it is computed in floats, as megatron-core does, by its compiled loop where it is installed.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush
 from importlib.machinery import PathFinder
@@ -30,14 +27,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 1 << 16
+BLOCK = 1 << 16  # samples in Python objects at a time
 MAX_SOURCES = np.iinfo(np.int16).max
 MEGATRON_SURPLUS = 0.005  # megatron-core's mid_level_dataset_surplus
 
 Order = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 
-def blend_order(weights: Sequence[float], n: int, key: str = "data.blend") -> Order:
+def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, block: int = BLOCK) -> Order:
     """(int16[n]: source of each sample, int64[n]: which of that source's samples). Sources of weight 0 are not drawn.
 
     Raises:
@@ -51,32 +48,42 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend") -> Or
     if len(parts) == 1:
         number[:] = 0
     elif len(parts) == 2:
-        _fill_two(parts, number)
+        _fill_two(parts, number, block)
     else:
-        _fill(number, _chairmen(parts))
+        steps = _scheduled(parts)
+        for first in range(0, period, block):
+            part = number[first : first + block]
+            part[:] = list(islice(steps, len(part)))
     source = np.tile(np.array(drawn, np.int16)[number], -(-n // max(period, 1)))[:n]
-    return source, sample_numbers(source, len(weights))
+    return source, _sample_numbers(source, len(weights), block)
 
 
-def megatron_blend_order(weights: Sequence[float], n: int, key: str = "data.blend") -> Order:
+def megatron_blend_order(
+    weights: Sequence[float], n: int, key: str = "data.blend", *, compiled: bool = True, block: int = BLOCK
+) -> Order:
     """`blend_order` by megatron-core's rule: the arrays of a BlendedDataset of these weights and n samples.
 
     One of BlendedMegatronDatasetBuilder is given weights that are `normalised` already, and normalises them again.
-
-    Raises:
-        ValueError: as `blend_order`.
+    `compiled`: use megatron-core's loop where it is installed. Raises ValueError as `blend_order` does.
     """
     check_weights(weights, key)
     drawn = [source for source, weight in enumerate(weights) if weight > 0]
     shares = normalised([weights[source] for source in drawn])
     number, sample = np.empty(n, np.int16), np.empty(n, np.int64)
-    helpers = _megatron_helpers()
+    helpers = megatron_helpers() if compiled else None
     if helpers is None:
         _fill_most_behind(shares, number)
-        sample = sample_numbers(number, len(drawn))
+        sample = _sample_numbers(number, len(drawn), block)
     else:
         helpers.build_blending_indices(number, sample, shares, len(shares), n, False)
     return (number if len(drawn) == len(weights) else np.array(drawn, np.int16)[number]), sample
+
+
+# Values of data.blend_rule.
+BLEND_RULES: dict[str, Callable[[Sequence[float], int, str], Order]] = {
+    "tijdeman": blend_order,
+    "megatron": megatron_blend_order,
+}
 
 
 def megatron_source_samples(shares: Sequence[float], n: int) -> list[int]:
@@ -89,20 +96,6 @@ def normalised(weights: Sequence[float]) -> NDArray[np.float64]:
     """Weights as shares of their sum, to the bit as megatron-core's `normalize`."""
     array = np.array(weights, np.float64)
     return array / np.sum(array)
-
-
-def sample_numbers(source: NDArray[np.int16], num_sources: int) -> NDArray[np.int64]:
-    """int64[n]: for each place, how often its source comes before it."""
-    numbers = np.empty(len(source), np.int64)
-    counts = np.zeros(num_sources, np.int64)
-    for first in range(0, len(source), BLOCK):
-        part = source[first : first + BLOCK]
-        order = np.argsort(part, kind="stable")
-        here = np.bincount(part, minlength=num_sources)
-        begins = np.cumsum(here) - here
-        numbers[first + order] = np.arange(len(part)) + np.repeat(counts - begins, here)
-        counts += here
-    return numbers
 
 
 def check_weights(weights: Sequence[float], key: str = "data.blend") -> None:
@@ -125,27 +118,35 @@ def _whole_parts(weights: Sequence[float]) -> list[int]:
     return [part // divisor for part in parts]
 
 
-def _fill(out: NDArray[np.int16], steps: Iterator[int]) -> None:
-    for first in range(0, len(out), BLOCK):
-        part = out[first : first + BLOCK]
-        part[:] = list(islice(steps, len(part)))
+def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> NDArray[np.int64]:
+    """int64[n]: for each place, how often its source comes before it."""
+    numbers = np.empty(len(source), np.int64)
+    counts = np.zeros(num_sources, np.int64)
+    for first in range(0, len(source), block):
+        part = source[first : first + block]
+        order = np.argsort(part, kind="stable")
+        here = np.bincount(part, minlength=num_sources)
+        begins = np.cumsum(here) - here
+        numbers[first + order] = np.arange(len(part)) + np.repeat(counts - begins, here)
+        counts += here
+    return numbers
 
 
-def _fill_two(parts: list[int], out: NDArray[np.int16]) -> None:
-    """The rule's order for two sources, where s = 1/2: the lighter one is drawn at its releases, (j + 1/2)/w rounded
-    up, and the other one at all other steps. Where both may be drawn, w·k - c = 1/2 of both, the first one is, and the
-    second one a step later."""
+def _fill_two(parts: list[int], out: NDArray[np.int16], block: int) -> None:
+    """Tijdeman's order of two sources, where s = 1/2, 10 times as fast: the lighter one is drawn at its releases,
+    (j + 1/2)/w rounded up, the other one at all other steps. Where both are released at once, the first one comes
+    first, and the second one a step later."""
     light = int(parts[1] < parts[0])
     total, double, late = sum(parts), 2 * parts[light], light
     out[:] = 1 - light
-    for first in range(0, len(out) * parts[light] // total + 1, BLOCK):
-        halves = range(2 * first + 1, 2 * (first + BLOCK), 2)
+    for first in range(0, len(out) * parts[light] // total + 1, block):
+        halves = range(2 * first + 1, 2 * (first + block), 2)
         steps = [(half * total - 1 + late) // double for half in halves]  # from 0
         out[[step for step in steps if step < len(out)]] = light
 
 
-def _chairmen(parts: list[int]) -> Iterator[int]:
-    """The rule's sources, without end, for two or more; the weights are parts/sum(parts)."""
+def _scheduled(parts: list[int]) -> Iterator[int]:
+    """Tijdeman's order of two sources or more, without end; the weights are parts/sum(parts)."""
     sources, total = len(parts), sum(parts)
     whole = total * (2 * sources - 2)  # in units of which s = total
     weights = [part * (2 * sources - 2) for part in parts]
@@ -182,7 +183,7 @@ def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> No
 
 
 @functools.cache
-def _megatron_helpers() -> Any:
+def megatron_helpers() -> Any:
     """megatron-core's module of compiled loops; None where it is not installed. Only that file is loaded: importing
     the package takes seconds and warns of what it lacks on machines without a GPU."""
     name = "megatron.core.datasets.helpers_cpp"

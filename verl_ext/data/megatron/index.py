@@ -1,25 +1,16 @@
-"""Megatron's indexed form of a tokenised corpus, as megatron-core 0.16 writes it: PREFIX.bin and PREFIX.idx.
+"""Megatron's indexed form of a tokenized corpus, as megatron-core 0.16 writes it: PREFIX.bin and PREFIX.idx.
 
-PREFIX.bin holds the token ids of all sequences one after the other. PREFIX.idx says where each begins:
+PREFIX.bin holds the token ids of all sequences one after the other, PREFIX.idx where each begins, all little-endian:
 
-    byte            size   field
-    0               9      MMIDIDX\\0\\0
-    9               8      version, 1
-    17              1      dtype code of the token ids in .bin
-    18              8      N, number of sequences
-    26              8      M, number of document indices
-    34              4·N    lengths int32, in tokens
-    34 + 4·N        8·N    pointers int64, the byte of .bin where each sequence begins
-    34 + 12·N       8·M    document indices int64: 0, then the sequences before the end of each document
-    34 + 12·N + 8·M N      modes int8, only in multimodal files
+    byte             size  field
+    0                34    MMIDIDX\\0\\0, version 1 (8 bytes), dtype code of .bin (1), N sequences (8), M (8)
+    34               4·N   lengths int32, in tokens
+    34 + 4·N         8·N   pointers int64, the byte of .bin where each sequence begins
+    34 + 12·N        8·M   document indices int64: 0, then the number of sequences before the end of each document
+    34 + 12·N + 8·M  N     modes int8, only in multimodal files
 
-All numbers are little-endian. A document of `preprocess_data.py` is one sequence, or one for every sentence where it
-splits sentences. Megatron's GPTDataset shuffles and splits sequences, whatever document they are of; this package keeps
-a document's sequences together. Where each document is one sequence that is the same.
-
-IndexWriter: a corpus in Megatron's indexed form, written as a stream.
-
-TokenIndex: a corpus in Megatron's indexed form, memory-mapped.
+A document of `preprocess_data.py` is one sequence, or one for every sentence where it splits sentences. Megatron's
+GPTDataset shuffles and cuts sequences; here the sequences of a document stay together.
 """
 
 import contextlib
@@ -28,7 +19,7 @@ import os
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -36,77 +27,30 @@ from numpy.typing import DTypeLike, NDArray
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, N, M
-DTYPES: dict[int, type[np.generic]] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.float64,
-    7: np.float32,
-    8: np.uint16,
-}
-UINT16_VOCABULARY = 65500  # vocabularies below it are written as uint16
-
-
-class IdxLayout(NamedTuple):
-    """Where the arrays of an .idx of N = `sequences` and M = `documents` lie, in bytes."""
-
-    sequences: int
-    documents: int
-
-    @property
-    def lengths_at(self) -> int:
-        return HEADER.size
-
-    @property
-    def pointers_at(self) -> int:
-        return self.lengths_at + 4 * self.sequences
-
-    @property
-    def documents_at(self) -> int:
-        return self.pointers_at + 8 * self.sequences
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file, without modes."""
-        return self.documents_at + 8 * self.documents
-
-
-def dtype_code(dtype: DTypeLike) -> int:
-    """The number that stands for a dtype in an .idx. KeyError where Megatron has none."""
-    wanted = np.dtype(dtype)
-    codes: dict[np.dtype[Any], int] = {np.dtype(kind): code for code, kind in DTYPES.items()}
-    return codes[wanted]
-
-
-def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron writes the ids of a vocabulary as: uint16 below 65,500 tokens, else int32."""
-    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
-
-
-WRITE_BLOCK = 1 << 18  # documents whose pointers are made at a time
+_TYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16)
+DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(kind) for code, kind in enumerate(_TYPES, 1)}
 MAX_LENGTH = np.iinfo(np.int32).max
+BLOCK = 1 << 18  # sequences or documents in memory at a time
+BLOCK_TOKENS = 1 << 22
+SUFFIXES = (".bin", ".idx")
 
 
 class IndexWriter:
     """Writes PREFIX.bin and PREFIX.idx, every document one sequence, byte for byte as megatron-core's builder does.
 
-    Only one batch is in memory: lengths go to PREFIX.idx as they come, pointers are made from them at the end, and the
-    header is written last, so that an unfinished .idx opens nowhere.
+    Lengths go to PREFIX.idx as they come, pointers follow from them in `close`, which writes the header last, so that
+    an unfinished .idx cannot be opened. `key`: the config key that errors name.
+
+    Raises:
+        FileExistsError: one of the two files exists.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, key: str = "model.path") -> None:
-        """`dtype`: what token ids are written as, see `optimal_dtype`. `key`: the config key that errors name.
-
-        Raises:
-            FileExistsError: one of the two files is there.
-        """
         self.dtype = np.dtype(dtype)
         self.key = key
         self.num_documents = self.num_tokens = 0
-        self._code = dtype_code(self.dtype)
         self.files = (f"{prefix}.bin", f"{prefix}.idx")
+        self._code = next(code for code, kind in DTYPES.items() if kind == self.dtype)
         self._open: dict[str, BinaryIO] = {}
         try:
             for path in self.files:
@@ -126,52 +70,47 @@ class IndexWriter:
         lengths = np.asarray(lengths, np.int64)
         assert int(lengths.sum()) == len(tokens), "lengths must sum to the number of tokens"
         assert len(lengths) == 0 or lengths.min() >= 0, "lengths must not be negative"
-        self._check_lengths(lengths)
-        self._bin.write(np.ascontiguousarray(self._as_written(tokens, lengths)).data)
-        self._idx.write(lengths.astype(np.int32).data)
-        self.num_documents += len(lengths)
-        self.num_tokens += len(tokens)
-
-    def close(self) -> None:
-        """Write what follows from the lengths, and the header."""
-        layout = IdxLayout(self.num_documents, self.num_documents + 1)
-        begin = 0
-        for first in range(0, self.num_documents, WRITE_BLOCK):
-            count = min(WRITE_BLOCK, self.num_documents - first)
-            self._idx.seek(layout.lengths_at + 4 * first)
-            lengths = np.frombuffer(self._idx.read(4 * count), np.int32)
-            ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize + begin
-            self._idx.seek(layout.pointers_at + 8 * first)
-            self._idx.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).data)
-            begin = int(ends[-1])
-        self._idx.seek(layout.documents_at)
-        for first in range(0, layout.documents, WRITE_BLOCK):
-            self._idx.write(np.arange(first, min(first + WRITE_BLOCK, layout.documents), dtype=np.int64).data)
-        self._idx.seek(0)
-        self._idx.write(HEADER.pack(MAGIC, VERSION, self._code, layout.sequences, layout.documents))
-        for file in self._open.values():
-            file.close()
-        self._open = {}
-
-    def abandon(self) -> None:
-        """Close and remove what was opened, after an error. Does nothing after `close`."""
-        for path, file in self._open.items():
-            with contextlib.suppress(OSError):  # of what it still held, on a full disk
-                file.close()
-            os.remove(path)
-        self._open = {}
-
-    def _check_lengths(self, lengths: NDArray[np.int64]) -> None:
         if len(lengths) and lengths.max() > MAX_LENGTH:
             at = int(lengths.argmax())
             raise ValueError(
                 f"{self.key} must give documents of at most {MAX_LENGTH} tokens, what an .idx can count; got "
                 f"{lengths[at]} in document {self.num_documents + at} of {self.files[0]}"
             )
+        if tokens.dtype != self.dtype and len(tokens):
+            self._check_range(tokens, lengths)
+        self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self._idx.write(lengths.astype(np.int32).data)
+        self.num_documents += len(lengths)
+        self.num_tokens += len(tokens)
 
-    def _as_written(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any]:
-        if tokens.dtype == self.dtype or len(tokens) == 0:
-            return tokens.astype(self.dtype, copy=False)
+    def close(self, block: int = BLOCK) -> None:
+        """Write what follows from the lengths, and the header."""
+        documents, begin = self.num_documents, 0
+        lengths_at, pointers_at, borders_at, _ = _offsets(documents, documents + 1)
+        for first in range(0, documents, block):
+            self._idx.seek(lengths_at + 4 * first)
+            lengths = np.frombuffer(self._idx.read(4 * min(block, documents - first)), np.int32)
+            pointers, begin = _pointers(lengths, self.dtype.itemsize, begin)
+            self._idx.seek(pointers_at + 8 * first)
+            self._idx.write(pointers.data)
+        self._idx.seek(borders_at)
+        for first in range(0, documents + 1, block):
+            self._idx.write(np.arange(first, min(first + block, documents + 1), dtype=np.int64).data)
+        self._idx.seek(0)
+        self._idx.write(HEADER.pack(MAGIC, VERSION, self._code, documents, documents + 1))
+        for file in self._open.values():
+            file.close()
+        self._open = {}
+
+    def abandon(self) -> None:
+        """Close and remove the files, after an error. Does nothing after `close`."""
+        for path, file in self._open.items():
+            with contextlib.suppress(OSError):  # of what it still held, on a full disk
+                file.close()
+            os.remove(path)
+        self._open = {}
+
+    def _check_range(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
         limits = np.iinfo(self.dtype)
         if tokens.min() < limits.min or tokens.max() > limits.max:
             at = int(((tokens < limits.min) | (tokens > limits.max)).argmax())
@@ -180,44 +119,43 @@ class IndexWriter:
                 f"{self.key} must give token ids that {self.dtype.name} holds ({limits.min}..{limits.max}); got "
                 f"{tokens[at]} in document {document} of {self.files[0]}"
             )
-        return tokens.astype(self.dtype)
-
-
-BLOCK = 1 << 18  # sequences or documents checked at a time
-BLOCK_TOKENS = 1 << 22
-SUFFIXES = (".bin", ".idx")
 
 
 class TokenIndex:
-    """Documents of PREFIX.bin as PREFIX.idx has them; nothing is read before it is asked for, but to be checked.
+    """The documents of PREFIX.bin and PREFIX.idx, memory-mapped; nothing is read before it is asked for or checked.
 
     lengths int32[D] (int64 where a document of several sequences needs it), pointers int64[D] (bytes), num_documents,
     num_sequences, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx). A document of no sequence is left out; where all
     others are one sequence, the arrays are read-only views of the files. It pickles as its prefix.
+
+    Args:
+        prefix: may end with .bin or .idx.
+        key: the config key that errors name.
+        check: False leaves out the pass over all lengths and pointers (12 bytes a sequence).
+
+    Raises:
+        ValueError: a file that is missing or not what the format says, or two that do not belong together.
     """
 
-    def __init__(self, prefix: str | Path, key: str = "data.train_dir", check: bool = True) -> None:
-        """`prefix` may end with .bin or .idx. `key`: the config key that errors name. `check=False` leaves out the
-        pass over all lengths and pointers (12 bytes a sequence), for files that have been checked.
-
-        Raises:
-            ValueError: a file that is missing or not what the format says, or two that do not belong together.
-        """
+    def __init__(
+        self, prefix: str | Path, key: str = "data.train_dir", check: bool = True, *, block: int = BLOCK
+    ) -> None:
         text = os.fspath(prefix)
         self.prefix = text[:-4] if text.endswith(SUFFIXES) else text
         self.key = key
         self.files = (f"{self.prefix}.bin", f"{self.prefix}.idx")
         bin_size, idx_size = (self._size(path) for path in self.files)
-        self.dtype, layout = self._read_header(idx_size)
+        self.dtype, self.num_sequences, num_borders = self._read_header(idx_size)
+        self.num_documents = self.num_sequences
         self._idx = _mapped(self.files[1], np.uint8)
-        self.num_documents = self.num_sequences = layout.sequences
-        self.lengths: NDArray[Any] = self._array(np.int32, layout.sequences, layout.lengths_at)
-        self.pointers: NDArray[np.int64] = self._array(np.int64, layout.sequences, layout.pointers_at)
+        lengths_at, pointers_at, borders_at, _ = _offsets(self.num_sequences, num_borders)
+        self.lengths: NDArray[Any] = np.frombuffer(self._idx, np.int32, self.num_sequences, lengths_at)
+        self.pointers = np.frombuffer(self._idx, np.int64, self.num_sequences, pointers_at)
         if check:
-            self._check_sequences()
+            self._check_sequences(block)
         self._check_bin(bin_size)
-        borders = self._array(np.int64, layout.documents, layout.documents_at)
-        if self._longest_step(borders) > 1:
+        borders = np.frombuffer(self._idx, np.int64, num_borders, borders_at)
+        if self._longest_document(borders, block) > 1:
             self._join_sequences(np.unique(borders), bin_size)
         self.num_tokens = bin_size // self.dtype.itemsize
         self._tokens = _mapped(self.files[0], self.dtype)
@@ -238,7 +176,7 @@ class TokenIndex:
         length = self.lengths.item(document)
         stop = length if stop is None else stop
         assert 0 <= start <= stop <= length, "a document's tokens must lie inside it"
-        first = self.pointers.item(document) // self.dtype.itemsize
+        first = self._first_token(document)
         return self._tokens[first + start : first + stop]
 
     def gather(self, document: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]) -> NDArray[Any]:
@@ -247,15 +185,12 @@ class TokenIndex:
         begins, ends = (first + start).tolist(), (first + stop).tolist()
         return np.concatenate([self._tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
-    def token_range(self, first_document: int = 0, last_document: int | None = None) -> tuple[int, int]:
-        """(smallest, largest) token id of documents first..last-1; (0, -1) where they have no token."""
-        last = self.num_documents if last_document is None else last_document
-        lowest, highest = [], []
-        for begin in range(self._first_token(first_document), self._first_token(last), BLOCK_TOKENS):
-            block = self._tokens[begin : min(begin + BLOCK_TOKENS, self._first_token(last))]
-            lowest.append(block.min())
-            highest.append(block.max())
-        return (int(min(lowest)), int(max(highest))) if lowest else (0, -1)
+    def token_range(self, first: int = 0, last: int | None = None, *, block: int = BLOCK_TOKENS) -> tuple[int, int]:
+        """(lowest, highest) token id of documents first..last-1; (0, -1) where they have no token."""
+        begin, end = self._first_token(first), self._first_token(self.num_documents if last is None else last)
+        blocks = (self._tokens[at : min(at + block, end)] for at in range(begin, end, block))
+        lowest, highest = zip(*[(part.min(), part.max()) for part in blocks] or [(0, -1)], strict=True)
+        return int(min(lowest)), int(max(highest))
 
     def _first_token(self, document: int) -> int:
         if document == self.num_documents:
@@ -272,39 +207,58 @@ class TokenIndex:
                 f"{self.prefix}: {path}: {error.strerror}"
             ) from error
 
-    def _read_header(self, size: int) -> tuple[np.dtype[Any], IdxLayout]:
+    def _read_header(self, size: int) -> tuple[np.dtype[Any], int, int]:
+        """(dtype of .bin, N, M) of an .idx of `size` bytes."""
         with open(self.files[1], "rb") as file:
             head = file.read(HEADER.size)
         if head[: len(MAGIC)] != MAGIC:
             raise self._idx_error(f"begin with {MAGIC!r}", repr(head[: len(MAGIC)]))
         if len(head) < HEADER.size:
             raise self._idx_error(f"have a header of {HEADER.size} bytes", f"{size} bytes")
-        _, version, code, sequences, documents = HEADER.unpack(head)
+        _, version, code, sequences, borders = HEADER.unpack(head)
         if version != VERSION:
             raise self._idx_error(f"have version {VERSION}", str(version))
-        if code not in DTYPES or not np.issubdtype(DTYPES[code], np.integer):
-            integers = [f"{number} ({kind.__name__})" for number, kind in DTYPES.items() if kind().dtype.kind in "iu"]
-            raise self._idx_error(f"have a dtype code of {', '.join(integers)}", str(code))
-        layout = IdxLayout(sequences, documents)
-        if size not in (layout.size, layout.size + sequences):  # with modes
-            raise self._idx_error(
-                f"have {layout.size} bytes, for the {sequences} sequences and {documents} document indices it names",
-                f"{size} bytes",
+        integers = {number: kind for number, kind in DTYPES.items() if kind.kind in "iu"}
+        if code not in integers:
+            known = ", ".join(f"{number} ({kind.name})" for number, kind in integers.items())
+            raise self._idx_error(f"have a dtype code of {known}", str(code))
+        needed = _offsets(sequences, borders)[-1]
+        if size not in (needed, needed + sequences):  # with modes
+            counts = f"the {sequences} sequences and {borders} document indices it names"
+            raise self._idx_error(f"have {needed} bytes, for {counts}", f"{size} bytes")
+        return integers[code], sequences, borders
+
+    def _check_sequences(self, block: int) -> None:
+        """Every length at least 0, every pointer where the lengths before it end."""
+        begin = 0
+        for first in range(0, self.num_sequences, block):  # copies, because the file's own arrays are not aligned
+            lengths, pointers = (array[first : first + block].copy() for array in (self.lengths, self.pointers))
+            if lengths.min() < 0:
+                at = int((lengths < 0).argmax())
+                raise self._idx_error(f"have lengths of at least 0; sequence {first + at}", str(lengths[at]))
+            expected, begin = _pointers(lengths, self.dtype.itemsize, begin)
+            if not np.array_equal(pointers, expected):
+                at = int((pointers != expected).argmax())
+                where = f"for sequence {first + at}, where the lengths before it end"
+                raise self._idx_error(f"have pointer {expected[at]} {where}", str(pointers[at]))
+
+    def _check_bin(self, size: int) -> None:
+        last = self.num_sequences - 1
+        expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
+        if size != expected:
+            raise ValueError(
+                f"{self.key} must have a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to; got "
+                f"{size} bytes in {self.files[0]}"
             )
-        return np.dtype(DTYPES[code]), layout
 
-    def _array(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        return np.frombuffer(self._idx, dtype, count=count, offset=offset)
-
-    def _longest_step(self, borders: NDArray[np.int64]) -> int:
-        """The most sequences of a document. Document indices that do not go from 0 to all sequences, or fall, are a
-        ValueError."""
+    def _longest_document(self, borders: NDArray[np.int64], block: int) -> int:
+        """The most sequences of a document, after checking that the document indices go from 0 to N, never down."""
         requirement = f"have document indices that go from 0 to its {self.num_sequences} sequences and never fall"
         if len(borders) == 0:
             raise self._idx_error(requirement, "none")
         before = longest = 0
-        for first in range(0, len(borders), BLOCK):
-            part = borders[first : first + BLOCK].copy()
+        for first in range(0, len(borders), block):
+            part = borders[first : first + block].copy()
             steps = np.diff(part, prepend=before)
             wrong = (steps < 0) | (part > self.num_sequences)
             wrong[0] |= first == 0 and part[0] != 0
@@ -320,37 +274,24 @@ class TokenIndex:
         self.num_documents = len(borders) - 1
         self.pointers = self.pointers[borders[:-1]]
         lengths = np.diff(self.pointers, append=bin_size) // self.dtype.itemsize
-        self.lengths = lengths if lengths.max() > np.iinfo(np.int32).max else lengths.astype(np.int32)
-
-    def _check_sequences(self) -> None:
-        """Every length at least 0, every pointer where the lengths before it end."""
-        begin = 0
-        for first in range(0, self.num_sequences, BLOCK):  # copies, because the file's own arrays are not aligned
-            lengths, pointers = (array[first : first + BLOCK].copy() for array in (self.lengths, self.pointers))
-            if lengths.min() < 0:
-                at = int((lengths < 0).argmax())
-                raise self._idx_error(f"have lengths of at least 0; sequence {first + at}", str(lengths[at]))
-            ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize + begin
-            expected = ends - lengths.astype(np.int64) * self.dtype.itemsize
-            if not np.array_equal(pointers, expected):
-                at = int((pointers != expected).argmax())
-                raise self._idx_error(
-                    f"have pointer {expected[at]} for sequence {first + at}, where the lengths before it end",
-                    str(pointers[at]),
-                )
-            begin = int(ends[-1])
-
-    def _check_bin(self, size: int) -> None:
-        last = self.num_sequences - 1
-        expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
-        if size != expected:
-            raise ValueError(
-                f"{self.key} must have a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to; got "
-                f"{size} bytes in {self.files[0]}"
-            )
+        self.lengths = lengths if lengths.max() > MAX_LENGTH else lengths.astype(np.int32)
 
     def _idx_error(self, requirement: str, found: str) -> ValueError:
         return ValueError(f"{self.key} must {requirement} in {self.files[1]}; got {found}")
+
+
+def _offsets(sequences: int, borders: int) -> tuple[int, int, int, int]:
+    """The bytes of an .idx where lengths, pointers and document indices begin, and where it ends, without modes."""
+    pointers_at = HEADER.size + 4 * sequences
+    borders_at = pointers_at + 8 * sequences
+    return HEADER.size, pointers_at, borders_at, borders_at + 8 * borders
+
+
+def _pointers(lengths: NDArray[Any], itemsize: int, begin: int) -> tuple[NDArray[np.int64], int]:
+    """(the byte where each sequence begins, the byte where the last one ends), from byte `begin` on."""
+    sizes = lengths.astype(np.int64) * itemsize
+    ends = np.cumsum(sizes) + begin
+    return ends - sizes, int(ends[-1])
 
 
 def _mapped(path: str, dtype: Any) -> NDArray[Any]:
