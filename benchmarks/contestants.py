@@ -37,12 +37,14 @@ from benchmarks.lengths import Document
 from benchmarks.quiet import quiet
 from verl_ext.attention import PACKED_ATTENTION, has_flash_attn
 from verl_ext.config import compose
+from verl_ext.config.run import worker_config
 from verl_ext.data import SFTDataSet
 from verl_ext.plugin import PACKED as OURS
 from verl_ext.plugin import register_engine
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run, prepare
-from verl_ext.trainer.trainer import SFTTrainer, training_worker
+from verl_ext.trainer.trainer import SFTTrainer
+from verl_ext.values import plain
 
 NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 STOCK = "stock"
@@ -231,7 +233,7 @@ def _best_stock_attention() -> str:
 
 def _build_worker(config: DictConfig, vendor: str, total_steps: int) -> TrainingWorker:
     os.environ["VERL_ENGINE_VENDOR"] = vendor
-    worker = training_worker(config, total_steps)
+    worker = TrainingWorker(worker_config(plain(config), total_steps))
     worker.reset()
     expected = FSDPEngineWithLMHead if vendor == STOCK else None
     assert expected is None or type(worker.engine) is expected, "verl's own class is what competes"

@@ -117,5 +117,5 @@ def _of_packs(contestant: PackedContestant) -> Method:
     run, own = contestant.run, contestant.trainer.share
     shares = [run.plan.rank_packs(step, own.rank, own.ranks) for step in range(run.plan.steps_per_epoch)]
     packs = [[None if pack is None else run.train_set[pack] for pack in share] for share in shares]
-    smallest = run.train_set[int(run.pack_tokens.argmin())]
+    smallest = run.train_set[int(run.train_set.pack_tokens().argmin())]
     return Method(contestant, "ours", [contestant.collate(share) for share in packs], contestant.collate([smallest]))

@@ -48,7 +48,7 @@ def start(folder: str, max_tokens: int) -> dict:
 
     from verl_ext.data import SFTDataSet
     from verl_ext.data.arrow import TokenizedData
-    from verl_ext.trainer.distributed import share_scan
+    from verl_ext.trainer.distributed import RunRanks
 
     datasets.disable_progress_bars()
     before, seconds = private_bytes(), {}
@@ -60,7 +60,7 @@ def start(folder: str, max_tokens: int) -> dict:
         dataset = SFTDataSet(folder, max_tokens)
         seconds["plan"] = time.perf_counter() - began - seconds["open"]
         began = time.perf_counter()
-        share_scan(dataset)
+        dataset.read_together(RunRanks())
         seconds["scan"] = time.perf_counter() - began
     held = private_bytes() - before
     return {

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.config import compose
+from verl_ext.config.run import worker_config
 from verl_ext.plugin import select_engine
-from verl_ext.trainer.trainer import training_worker
+from verl_ext.values import plain
 
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
@@ -31,6 +32,6 @@ def build_worker(model: str | os.PathLike, sequence_parallel: int = 1, overrides
         ]
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        worker = training_worker(config, total_steps=1000)
+        worker = TrainingWorker(worker_config(plain(config), total_steps=1000))
         worker.reset()
     return worker

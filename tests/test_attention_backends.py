@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl_ext.attention import choose_backend, document_layout, flash_limit, has_flash_attn
-from verl_ext.attention.kernels import AttentionOptions, as_computed, varlen
+from verl_ext.attention import AttentionOptions, choose_backend, document_layout, flash_limit, has_flash_attn
+from verl_ext.attention.kernels import KernelOptions, in_autocast_dtype, varlen
 
 
 def test_the_fastest_backend_of_a_device_is_chosen():
@@ -21,8 +21,9 @@ def test_a_gpu_backend_is_refused_on_cpu(backend):
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"^attention\.backend must be auto, flash_attn, varlen, sdpa; got eager$"):
-        choose_backend("eager", "cpu")
+    for refused in (lambda: choose_backend("eager", "cpu"), lambda: AttentionOptions("eager")):
+        with pytest.raises(ValueError, match=r"^attention\.backend must be one of auto, flash_attn, .*; got eager$"):
+            refused()
 
 
 @pytest.mark.skipif(has_flash_attn(), reason="the flash-attn package is installed")
@@ -52,19 +53,18 @@ def test_gpus_from_ampere_on_run_flash_kernels():
     assert [flash_limit(capability=capability) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))] == [None] * 4
 
 
-def test_attention_dropout_goes_to_a_kernel_that_has_it_or_is_refused(monkeypatch):
+def test_attention_dropout_goes_to_a_kernel_that_has_it_or_is_refused():
     for installed, chosen in ((True, "flash_attn"), (False, "sdpa")):
-        monkeypatch.setattr("verl_ext.attention.kernels.has_flash_attn", lambda installed=installed: installed)
-        assert choose_backend("auto", "cuda", dropout=0.1) == chosen
+        assert choose_backend("auto", "cuda", dropout=0.1, flash_attn_installed=installed) == chosen
     with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a model without attention dropout"):
         choose_backend("varlen", "cuda", dropout=0.1)
 
 
 def test_under_autocast_queries_keys_and_values_have_its_type():
     mixed = (torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16))
-    assert [x.dtype for x in as_computed(*mixed)] == [torch.float32, torch.float32, torch.bfloat16]
+    assert [x.dtype for x in in_autocast_dtype(*mixed)] == [torch.float32, torch.float32, torch.bfloat16]
     with torch.autocast("cpu", torch.bfloat16):
-        assert {x.dtype for x in as_computed(*mixed)} == {torch.bfloat16}
+        assert {x.dtype for x in in_autocast_dtype(*mixed)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("takes_grouped_heads", [True, False])
@@ -85,6 +85,6 @@ def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes
     monkeypatch.setattr(module, "varlen_attn", grouped if takes_grouped_heads else plain)
     query, key, value = torch.rand(6, 4, 16), torch.rand(6, 2, 16), torch.rand(6, 2, 8)
     layout = document_layout(torch.tensor([0, 1, 2, 0, 1, 2]))
-    output = varlen(query, key, value, layout, AttentionOptions(window=3))
+    output = varlen(query, key, value, layout, KernelOptions(window=3))
     assert given == {"heads": (4, 2 if takes_grouped_heads else 4), "sizes": (16, 16), "window": (2, 0)}
     assert torch.equal(output, value.repeat_interleave(2, dim=1))

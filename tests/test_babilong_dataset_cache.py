@@ -87,7 +87,7 @@ def test_a_run_that_ends_early_leaves_nothing_that_is_used(path, built, monkeypa
 
 def _open_on_a_rank(path):
     """(times that this rank tokenised, its rows, the targets by the shared scan)"""
-    from verl_ext.trainer.distributed import ProcessRanks
+    from verl_ext.trainer.distributed import RunRanks
 
     built = []
     original = BABILongEncoder.encode
@@ -95,7 +95,7 @@ def _open_on_a_rank(path):
     tokenizer = byte_tokenizer()
     dist.barrier()
     dataset = open_files(path, tokenizer, split="train")
-    dataset.read_together(ProcessRanks())
+    dataset.read_together(RunRanks())
     return len(built), [row["labels"].tolist() for row in dataset], dataset.scan.targets.tolist()
 
 

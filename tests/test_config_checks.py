@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from transformers import BertGenerationConfig, DbrxConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from verl_ext.config import compose
-from verl_ext.config.attention import attention_dropout, attention_notices
-from verl_ext.config.check import check_categories, check_positions, check_run, model_positions, weight_problems
-from verl_ext.config.schema import LossConfig
+from verl_ext.config.check import check_categories, check_run
+from verl_ext.config.model import PackedModel
+from verl_ext.config.support import attention_dropout, check_positions, model_positions, weight_problems
+from verl_ext.losses import LossOptions
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96, "num_hidden_layers": 1}
 
@@ -217,12 +218,12 @@ def test_a_model_folder_without_config_json_is_told(good, tmp_path):
 
 
 def test_weights_of_categories_that_the_data_lacks_are_refused():
-    check_categories(LossConfig(), ("gsm8k", "code"))
-    check_categories(LossConfig(category_weights={"code": 0.0}), ("gsm8k", "code"))
+    check_categories(LossOptions(), ("gsm8k", "code"))
+    check_categories(LossOptions(category_weights={"code": 0.0}), ("gsm8k", "code"))
     with pytest.raises(ValueError, match=r"name categories of the data, gsm8k, code; got gsm8 \(nearest: gsm8k\)"):
-        check_categories(LossConfig(category_weights={"gsm8": 2.0}), ("gsm8k", "code"))
+        check_categories(LossOptions(category_weights={"gsm8": 2.0}), ("gsm8k", "code"))
     with pytest.raises(ValueError, match="must leave a category a weight above 0; got 0 for all of gsm8k, code"):
-        check_categories(LossConfig(category_weights={"gsm8k": 0.0, "code": 0.0}), ("gsm8k", "code"))
+        check_categories(LossOptions(category_weights={"gsm8k": 0.0, "code": 0.0}), ("gsm8k", "code"))
 
 
 def test_a_pack_may_be_longer_than_the_models_positions_but_a_document_may_not(good):
@@ -316,10 +317,10 @@ _HEADS_OF_32 = {**HEADS, "head_dim": 32}
 )
 def test_sdpa_on_a_gpu_is_told_where_its_memory_may_be_quadratic(good, model, updates, capability, told):
     on_gpu = changed(good, trainer__device="cuda", **updates)
-    notices = attention_notices(on_gpu, model, "cuda", capability)
+    notices = PackedModel.notices(on_gpu, model, "cuda", capability)
     assert len(notices) == (told is not None)
     assert all("uses sdpa, whose memory may grow" in notice and told in notice for notice in notices)
-    assert attention_notices(changed(on_gpu, trainer__device="cpu"), model, None, None) == []
+    assert PackedModel.notices(on_gpu, model, "cpu", None) == []
 
 
 def test_adapters_beside_the_embeddings_and_the_head_are_accepted(good):

@@ -9,8 +9,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
 from verl_ext.config import compose, compose_run, schema
-from verl_ext.config import schema as nodes
 from verl_ext.config.check import upstream_type_problems
+from verl_ext.config.run import RunConfig, TrainerOptions
+from verl_ext.losses import LossOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_FILES = sorted(
@@ -27,13 +28,8 @@ def test_every_config_of_conf_composes_into_known_keys(path):
     config = compose([f"{group}={name}"] if group else [])
     keys = set(schema.leaves(config))
     assert all(schema.is_known(key) for key in keys)
-    assert schema.composed_keys() <= schema._with_nodes(keys)
     assert upstream_type_problems(config) == []
-    nodes.loss_config(config)
-    nodes.attention_config(config)
-    nodes.trainer_config(config)
-    OmegaConf.update(config, "data.train_dir", "folder")
-    nodes.data_config(config)
+    RunConfig.of(config)
 
 
 @pytest.mark.parametrize("path", RECIPE_FILES)
@@ -42,8 +38,8 @@ def test_every_recipe_composes_into_known_keys(path):
     config = compose([f"recipe={name.removesuffix('/config')}"])
     assert all(schema.is_known(key) for key in schema.leaves(config))
     assert upstream_type_problems(config) == []
-    nodes.loss_config(config)
-    nodes.trainer_config(config)
+    LossOptions.read(config.loss)
+    TrainerOptions.read(config.trainer)
 
 
 def test_the_config_is_verls_own_with_our_differences():
@@ -52,7 +48,7 @@ def test_the_config_is_verls_own_with_our_differences():
         upstream = hydra_compose("sft_trainer_engine")
     assert set(schema.leaves(upstream)) - set(schema.leaves(config)) == {"model.override_config"}
     assert config.model.path is None
-    assert OmegaConf.is_missing(config.data, "train_dir")
+    assert config.data.train_dir is None
     assert config.engine.strategy == "fsdp2"
 
 

@@ -77,7 +77,7 @@ def test_a_dataset_file_that_exists_is_kept(tmp_path, monkeypatch):
 )
 def test_names_of_verl_0_6_become_todays(old, new):
     overrides, notices = prepare_overrides([old])
-    assert overrides == [new]
+    assert overrides == ["++" + new.lstrip("+")]
     assert any("verl ≤ 0.6" in notice for notice in notices)
 
 
@@ -98,7 +98,7 @@ def test_names_of_verl_0_6_become_todays(old, new):
 )
 def test_keys_without_a_counterpart_name_what_replaces_them(override, kept, said):
     overrides, notices = prepare_overrides([override])
-    assert overrides == ([override] if kept else [])
+    assert overrides == ([f"++{override}"] if kept else [])
     assert len(notices) == 1
     assert said in notices[0]
 
@@ -148,7 +148,7 @@ def test_a_path_needs_no_quotes_for_hydras_grammar(path):
 
 def test_flags_pass_untouched_and_bare_compose_refuses_them():
     overrides, _ = prepare_overrides(["--cfg", "job", "data.max_tokens=5", "--config-dir=x"])
-    assert overrides == ["--cfg", "job", "--config-dir=x", "data.max_tokens=5"]
+    assert overrides == ["--cfg", "job", "--config-dir=x", "++data.max_tokens=5"]
     with pytest.raises(ValueError, match="an override is written key=value; got --cfg"):
         compose(["--cfg", "job"])
 

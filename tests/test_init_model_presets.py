@@ -12,7 +12,7 @@ from verl_ext.commands.init_model.model import (
     random_model,
     read_fields,
 )
-from verl_ext.config.model import model_support_problems
+from verl_ext.config.support import model_support_problems
 from verl_ext.engines.router import asks_for_router_loss
 
 # Parameters in all and without embeddings, at MiniMind's vocabulary of 6,400 where the preset names none.

@@ -19,7 +19,7 @@ from verl_ext.losses import LossSpec
 from verl_ext.trainer import loader as loader_module
 from verl_ext.trainer.batch import StepCollator
 from verl_ext.trainer.distributed import TRAINING_FAILED
-from verl_ext.trainer.loader import LoadingFailed, PackLoader, WorkerDeaths, pack_loader
+from verl_ext.trainer.loader import LoadingFailed, PackLoader, loader_deaths_told, pack_loader
 from verl_ext.trainer.step_plan import StepPlan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +125,7 @@ def test_a_killed_process_is_told_and_what_to_lower(broken, monkeypatch):
     ],
 )
 def test_every_notice_of_torch_is_read(notice, told):
-    with pytest.raises(LoadingFailed, match=told), WorkerDeaths().told():
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_told():
         raise RuntimeError(notice)
 
 
@@ -136,29 +136,32 @@ def test_a_notice_that_became_another_error_is_still_told():
         except RuntimeError:
             raise AttributeError("no such attribute") from None
 
-    with pytest.raises(LoadingFailed, match="pid 7"), WorkerDeaths().told():
+    with pytest.raises(LoadingFailed, match="pid 7"), loader_deaths_told():
         lookup()
 
 
-def test_a_death_between_two_batches_is_told_at_the_next(folder):
+def test_a_death_between_two_batches_is_told(folder):
     batches = iter(loader_of(SFTDataSet(folder, 64, strategy="none"), num_workers=1, prefetch_factor=1))
     next(batches)
     (process,) = multiprocessing.active_children()
-    os.kill(process.pid, signal.SIGKILL)
-    connection.wait([process.sentinel])  # dies while nobody waits for a batch
-    with pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"):
+
+    @loader_deaths_told()
+    def train_on():
+        os.kill(process.pid, signal.SIGKILL)
+        connection.wait([process.sentinel])  # dies while nobody waits for a batch
         list(batches)
+
+    with pytest.raises(LoadingFailed, match=r"^a loader process .*(killed by signal: Killed|exited)"):
+        train_on()
 
 
 def test_a_signal_that_torch_no_longer_sees_is_told():
-    deaths = WorkerDeaths()
     process = multiprocessing.Process(target=signal.pause)
     process.start()
-    deaths.listen()
     process.kill()
     process.join()  # as torch's loader does where the closed pipe reaches it before the signal
     told = rf"^a loader process \(pid {process.pid}\) was killed by signal: Killed; where the host"
-    with pytest.raises(LoadingFailed, match=told), deaths.told():
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_told([process]):
         raise RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
 
 
@@ -176,12 +179,12 @@ def test_a_death_while_the_processes_start_is_told():
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
 def test_a_batch_whose_process_is_gone_is_a_death_too(error):
     told = "a loader process exited before its batch was taken; where"
-    with pytest.raises(LoadingFailed, match=told), WorkerDeaths().told():
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_told():
         raise error
 
 
 def test_other_errors_pass_through():
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), WorkerDeaths().told():
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), loader_deaths_told():
         raise RuntimeError("out of memory")
 
 

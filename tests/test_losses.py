@@ -1,14 +1,21 @@
 """Coefficients of every loss mode by hand, labels that stay inside documents, token losses in fp32."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from verl_ext.losses import MODES, LossSpec, category_weight_table, pack_coefficients, shift_left, token_nll
+from verl_ext.losses import (
+    MODES,
+    LossOptions,
+    LossSpec,
+    category_weight_table,
+    pack_coefficients,
+    shift_left,
+    token_nll,
+)
 
 # Two documents of a pack, three and one target tokens, two categories:
 #
@@ -161,8 +168,7 @@ def test_shifting_a_pack_is_shifting_each_document(lengths):
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [4, 7, 1024])  # 11 tokens: 4 4 3, 7 4, and all at once
-def test_token_nll_is_fp32_cross_entropy_in_value_and_gradient(rows, dtype, inplace, monkeypatch):
-    monkeypatch.setattr(sys.modules[token_nll.__module__], "ROWS", rows)
+def test_token_nll_is_fp32_cross_entropy_in_value_and_gradient(rows, dtype, inplace):
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(11, 37, generator=generator) * 5).to(dtype)
     labels = torch.randint(37, (11,), generator=generator)
@@ -170,7 +176,7 @@ def test_token_nll_is_fp32_cross_entropy_in_value_and_gradient(rows, dtype, inpl
     weights[3] = 0.0  # a token that is no target
 
     own, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    found = token_nll(own * 1, labels, inplace_backward=inplace)
+    found = token_nll(own * 1, labels, inplace_backward=inplace, rows=rows)
     expected = torch.nn.functional.cross_entropy(plain.float(), labels, reduction="none")
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -195,3 +201,35 @@ def test_token_nll_of_logits_far_from_zero_stays_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 1e4]])
     nll = token_nll(logits, torch.tensor([1, 2]))
     torch.testing.assert_close(nll, torch.tensor([2e4, np.log(2)], dtype=torch.float32), rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"mode": "tokn"},
+            "loss.mode must be one of token, sequence, sqrt, pack, longwriter; got tokn (nearest: token)",
+        ),
+        ({"documents_per_pack": 0}, "loss.documents_per_pack must be at least 1; got 0"),
+        ({"documents_per_pack": 2.5}, "loss.documents_per_pack must be a whole number; got 2.5"),
+        ({"category_weights": {"code": -1}}, "loss.category_weights.code must be finite and at least 0; got -1"),
+        (
+            {"category_weights": {"code": float("nan")}},
+            "loss.category_weights.code must be finite and at least 0; got nan",
+        ),
+        ({"category_weights": {"code": "x"}}, "loss.category_weights.code must be a number; got x"),
+        ({"category_weights": [1]}, "loss.category_weights must map categories to weights; got [1]"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused_by_key_and_value(options, line):
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        LossOptions(**options)
+    assert str(raised.value) == line
+
+
+def test_options_become_the_loss_over_the_categories_of_the_data():
+    options = LossOptions.read(OmegaConf.create({"mode": "sqrt", "category_weights": {"code": 2, 7: 0.5}}))
+    assert options.category_weights == {"code": 2.0, "7": 0.5}
+    spec = options.spec(("gsm8k", "7", "code"))
+    assert (spec.mode, spec.category_weights.tolist(), spec.documents_per_pack) == ("sqrt", [1, 1, 0.5, 2], 30)
+    assert LossOptions.read({"category_weights": None}) == LossOptions()

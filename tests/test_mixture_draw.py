@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from verl_ext.data.mixture import mixture_report
 from verl_ext.packing import Spans
-from verl_ext.packing.best_fit import WINDOW, nearest_subset
-from verl_ext.packing.mixture import TOLERANCE, IntervalDraw, MixtureSource, draw_mixture
+from verl_ext.packing.mixture import (
+    TOLERANCE,
+    WINDOW,
+    IntervalDraw,
+    MixtureSource,
+    draw_mixture,
+    nearest_subset,
+)
 
 EDGES = (8, 16, 32, 64, 128)
 
@@ -139,16 +145,16 @@ def test_a_budget_far_too_large_is_one_line_with_its_key(tokens, scale):
 
 
 def test_an_interval_that_nothing_is_wanted_of_is_not_off():
-    nothing = IntervalDraw("all", 0, 8, np.zeros(0, np.int64), 0, wanted=0, given=0, pool=5, hindrance=None)
+    nothing = IntervalDraw("all", 0, 8, np.zeros(0, np.int64), 0, wanted=0, given=0, pool=5, alternative=None)
     spans = Spans(np.zeros(1, int), np.zeros(1, int), np.array([5]))
     (row,) = mixture_report([nothing], spans, ["DIR"], np.array([0, 1]))
     assert (row.off, row.epochs) == (0.0, 0.0)
 
 
-def test_the_document_that_hinders_is_named_with_what_it_would_change():
+def test_a_draw_that_is_off_names_the_nearest_document_and_what_it_would_give():
     short, long = draw(np.array([9, 9, 9, 30]), MixtureSource("long", tokens=54, edges=(8, 16, 32)))
-    assert (short.given, short.hindrance) == (27, None)
-    assert (long.given, long.hindrance.document, long.hindrance.tokens_otherwise) == (30, 3, 0)
+    assert (short.given, short.alternative) == (27, None)
+    assert (long.given, long.alternative.document, long.alternative.tokens) == (30, 3, 0)
 
 
 def test_a_long_document_does_not_leave_a_hole_that_short_ones_could_fill():
@@ -193,6 +199,6 @@ def test_a_draw_is_whole_epochs_and_a_part_of_one_within_the_tolerance_or_explai
         assert counts[pool].min() >= interval.wanted // values[pool].sum()
         assert interval.given == (counts * values).sum()
         off = abs(interval.given - interval.wanted)
-        assert (interval.hindrance is not None) == (off > TOLERANCE * interval.wanted)
-        if interval.hindrance:
-            assert abs(interval.hindrance.tokens_otherwise - interval.wanted) >= off or len(pool) > WINDOW
+        assert (interval.alternative is not None) == (off > TOLERANCE * interval.wanted)
+        if interval.alternative:
+            assert abs(interval.alternative.tokens - interval.wanted) >= off or len(pool) > WINDOW

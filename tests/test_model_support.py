@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from verl_ext.config.model import model_support_problems
+from verl_ext.config.support import model_support_problems
 
 
 @pytest.mark.parametrize("name", ["Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "LlamaConfig", "MistralConfig"])

@@ -196,7 +196,7 @@ def test_any_integer_array_is_accepted(dtype):
         (([5], 10, "best_fit", -1), "data.seed must be at least 0; got -1"),
         (
             ([5], 10, "bestfit"),
-            "data.strategy must be one of best_fit, next_fit, none, sorted_batch; got 'bestfit' (nearest: best_fit)",
+            "data.strategy must be one of best_fit, next_fit, none, sorted_batch; got bestfit (nearest: best_fit)",
         ),
     ],
 )

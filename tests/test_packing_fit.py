@@ -1,4 +1,4 @@
-"""The fits by runs against plain loops over documents, their order of documents, and the lower bound."""
+"""The fits by length against plain loops over documents, their order of documents, and the lower bound."""
 
 import numpy as np
 import pytest
@@ -6,15 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_packing import first_fit_decreasing_count, packing_inputs
-from verl_ext.packing import best_fit as best_fit_module
 from verl_ext.packing import plan_packs
-from verl_ext.packing.best_fit import earliest_first, fewest_packs, fit, fullest_first, plan_from_placements
-from verl_ext.packing.strategies import decreasing
+from verl_ext.packing.best_fit import best_fit, fewest_packs, fit, plan_from_placements, sort_by_length
 
 
 @st.composite
 def repeated_lengths(draw):
-    """Few distinct lengths, many documents of each: long runs."""
+    """Few distinct lengths, many documents of each."""
     max_tokens = draw(st.integers(2, 60))
     distinct = draw(st.lists(st.integers(1, max_tokens), min_size=1, max_size=6))
     lengths = [length for length in distinct for _ in range(draw(st.integers(1, 40)))]
@@ -73,27 +71,27 @@ def fewest_packs_by_search(lengths, max_tokens):
     return best
 
 
-def packs_by_length(lengths, max_tokens, open_packs):
+def packs_by_length(lengths, max_tokens, first_fit):
     lengths = np.asarray(lengths)
-    documents, runs = decreasing(lengths, seed=1)
-    placements = fit(runs, max_tokens, open_packs, most_packs=len(lengths))
+    documents, histogram = sort_by_length(lengths, seed=1)
+    placements = fit(histogram, max_tokens, first_fit=first_fit)
     plan = plan_from_placements(documents, placements)
     assert sorted(plan.document_index.tolist()) == list(range(len(lengths)))
     return [lengths[plan.documents(pack)].tolist() for pack in range(plan.num_packs)]
 
 
-@pytest.mark.parametrize(("open_packs", "loop"), [(fullest_first, best_fit_loop), (earliest_first, first_fit_loop)])
+@pytest.mark.parametrize(("first_fit", "loop"), [(False, best_fit_loop), (True, first_fit_loop)])
 @settings(max_examples=200, deadline=None)
 @given(inputs_of_every_kind)
-def test_a_fit_by_runs_makes_the_packs_of_the_loop_over_documents(open_packs, loop, inputs):
-    assert packs_by_length(*inputs, open_packs()) == loop(*inputs)
+def test_a_fit_by_length_makes_the_packs_of_the_loop_over_documents(first_fit, loop, inputs):
+    assert packs_by_length(*inputs, first_fit) == loop(*inputs)
 
 
-@pytest.mark.parametrize("open_packs", [fullest_first, earliest_first])
-def test_a_fit_stops_when_it_needs_more_packs_than_it_may(open_packs):
-    runs = decreasing(np.asarray([4, 4, 4, 7]), seed=0)[1]
-    assert fit(runs, 10, open_packs(), most_packs=2) is None
-    placements = fit(runs, 10, open_packs(), most_packs=3)
+@pytest.mark.parametrize("first_fit", [False, True])
+def test_a_fit_stops_when_it_needs_more_packs_than_it_may(first_fit):
+    histogram = sort_by_length(np.asarray([4, 4, 4, 7]), seed=0)[1]
+    assert fit(histogram, 10, first_fit=first_fit, most_packs=2) is None
+    placements = fit(histogram, 10, first_fit=first_fit, most_packs=3)
     assert placements is not None
     assert placements.num_packs == 3
 
@@ -104,16 +102,16 @@ def test_best_fit_is_never_above_either_loop_nor_below_the_lower_bound(inputs, s
     lengths, max_tokens = inputs
     packs = plan_packs(lengths, max_tokens, seed=seed).num_packs
     assert packs <= min(len(best_fit_loop(*inputs)), first_fit_decreasing_count(*inputs))
-    runs = decreasing(np.asarray(lengths), seed)[1]
-    assert -(-sum(lengths) // max_tokens) <= fewest_packs(runs, max_tokens) <= packs
+    histogram = sort_by_length(np.asarray(lengths), seed)[1]
+    assert -(-sum(lengths) // max_tokens) <= fewest_packs(histogram, max_tokens) <= packs
 
 
 @settings(max_examples=200, deadline=None)
 @given(packing_inputs(min_size=1))
 def test_the_lower_bound_is_never_above_the_optimum(inputs):
     lengths, max_tokens = inputs[0][:7], inputs[1]
-    runs = decreasing(np.asarray(lengths), seed=0)[1]
-    assert fewest_packs(runs, max_tokens) <= fewest_packs_by_search(lengths, max_tokens)
+    histogram = sort_by_length(np.asarray(lengths), seed=0)[1]
+    assert fewest_packs(histogram, max_tokens) <= fewest_packs_by_search(lengths, max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -121,35 +119,33 @@ def test_the_lower_bound_is_never_above_the_optimum(inputs):
     [([6, 6, 6], 3), ([7, 7, 4, 4], 3), ([5, 5, 5], 2), ([10], 1), ([3, 3, 3, 3], 2), ([8, 8, 3, 3, 3, 1], 3)],
 )
 def test_the_lower_bound_sees_documents_that_cannot_share_a_pack(lengths, packs):
-    runs = decreasing(np.asarray(lengths), seed=0)[1]
-    assert fewest_packs(runs, 10) == packs
+    histogram = sort_by_length(np.asarray(lengths), seed=0)[1]
+    assert fewest_packs(histogram, 10) == packs
 
 
 @settings(max_examples=100, deadline=None)
 @given(inputs_of_every_kind)
 def test_with_many_distinct_lengths_first_fit_alone_is_made(inputs):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(best_fit_module, "RUNS_TRIED_TWICE", 0)
-        patch.setattr(best_fit_module, "DOCUMENTS_PER_RUN", len(inputs[0]) + 1)
-        assert plan_packs(*inputs).num_packs == first_fit_decreasing_count(*inputs)
+    plan = best_fit(np.asarray(inputs[0]), inputs[1], seed=0, lengths_tried_twice=0)
+    assert plan.num_packs == first_fit_decreasing_count(*inputs)
 
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 20), st.integers(1, 2**50)), min_size=1, max_size=40), st.integers(0, 9))
-def test_documents_are_put_from_longest_to_shortest_in_runs(lengths, seed):
+def test_documents_are_sorted_from_longest_to_shortest_and_counted_by_length(lengths, seed):
     lengths = np.asarray(lengths)
-    documents, runs = decreasing(lengths, seed)
+    documents, histogram = sort_by_length(lengths, seed)
     assert sorted(documents.tolist()) == list(range(len(lengths)))
     assert lengths[documents].tolist() == sorted(lengths.tolist(), reverse=True)
-    assert np.repeat(runs.lengths, runs.counts).tolist() == lengths[documents].tolist()
-    assert (np.diff(runs.lengths) < 0).all()
+    assert np.repeat(histogram.lengths, histogram.counts).tolist() == lengths[documents].tolist()
+    assert (np.diff(histogram.lengths) < 0).all()
 
 
 def test_documents_of_equal_length_are_shuffled_without_preference():
-    first = [decreasing(np.full(4, 7), seed)[0][0] for seed in range(400)]
+    first = [sort_by_length(np.full(4, 7), seed)[0][0] for seed in range(400)]
     assert (np.abs(np.bincount(first, minlength=4) - 100) < 40).all()
 
 
 def test_the_order_of_a_seed_is_the_same_everywhere():
     """A run that is resumed elsewhere must find the same packs."""
-    assert decreasing(np.asarray([3, 9, 3, 3, 9, 3]), seed=5)[0].tolist() == [4, 1, 3, 5, 2, 0]
+    assert sort_by_length(np.asarray([3, 9, 3, 3, 9, 3]), seed=5)[0].tolist() == [4, 1, 3, 5, 2, 0]

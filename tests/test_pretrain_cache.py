@@ -150,14 +150,14 @@ def test_files_of_several_batches_are_one_dataset(path):
 
 def _open_on_a_rank(path):
     """(times that this rank tokenised, the labels of its rows, the targets by the shared scan)"""
-    from verl_ext.trainer.distributed import ProcessRanks
+    from verl_ext.trainer.distributed import RunRanks
 
     built = []
     original = PreTrainEncoder.encode
     PreTrainEncoder.encode = lambda *arguments: (built.append(1), original(*arguments))[1]
     dist.barrier()
     dataset = open_files(path, split="train", train_ratio=0.9, max_tokens=30)
-    dataset.read_together(ProcessRanks())
+    dataset.read_together(RunRanks())
     return len(built), [row["labels"].tolist() for row in dataset], dataset.pack_targets().tolist()
 
 

@@ -20,7 +20,7 @@ from tests.tokenised_data import random_documents, write_tokenised
 from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
 from verl_ext.config.check import check_run
-from verl_ext.config.model import model_support_problems
+from verl_ext.config.support import model_support_problems
 from verl_ext.engines.router import RouterLoss
 from verl_ext.losses.router import RoutingSums, router_loss
 

@@ -24,9 +24,9 @@ from tests.tokenised_data import random_documents, write_tokenised
 from tests.training import SMALL
 from verl_ext.config import compose
 from verl_ext.config.output import RUN_LOCK
+from verl_ext.trainer.checkpoint import lock_folder, refuse_locked
 from verl_ext.trainer.distributed import USER_ERROR
 from verl_ext.trainer.setup import prepare
-from verl_ext.trainer.tracking import hold, refuse_running
 from verl_ext.trainer.trainer import SFTTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ def options(tiny_model, tmp_path_factory):
 
 
 def hold_until_killed(folder: Path, held: Connection) -> None:
-    lock = hold(folder)
+    lock = lock_folder(folder)
     held.send(lock.name)
     signal.pause()
 
@@ -65,17 +65,17 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process
         rf"^trainer\.default_local_dir must be a folder that no other run is writing in; got {folder}, which is held "
         rf"by process {process.pid} on {socket.gethostname()} since \d\d\d\d-\d\d-\d\d \S+: end that run, or .*folder$"
     )
-    for attempt in (hold, refuse_running, hold):  # an attempt leaves what the holder wrote
+    for attempt in (lock_folder, refuse_locked, lock_folder):  # an attempt leaves what the holder wrote
         with pytest.raises(ValueError, match=told):
             attempt(folder)
     process.kill()
     process.join()
-    refuse_running(folder)
-    hold(folder).close()
+    refuse_locked(folder)
+    lock_folder(folder).close()
 
 
 def test_looking_whether_a_folder_is_in_use_makes_nothing(tmp_path):
-    refuse_running(tmp_path / "run")
+    refuse_locked(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -84,8 +84,8 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    hold(tmp_path / "run").close()
-    refuse_running(tmp_path / "run")
+    lock_folder(tmp_path / "run").close()
+    refuse_locked(tmp_path / "run")
     assert capsys.readouterr().err == (f"note: {tmp_path / 'run'} cannot be locked (its file system has no locks)\n")
 
 
@@ -122,7 +122,7 @@ def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_or_a_plan_is_no
 
 def is_free(folder: Path) -> bool:
     try:
-        refuse_running(folder)
+        refuse_locked(folder)
     except ValueError:
         return False
     return True
@@ -162,7 +162,7 @@ def test_ranks_and_loaders_end_when_their_torchrun_is_killed_and_leave_the_folde
         started = psutil.Process(torchrun.pid).children(recursive=True)
         assert len(started) >= 4, said.read_text()  # two ranks, a loader process each
         with pytest.raises(ValueError, match="held by process"):
-            refuse_running(run)
+            refuse_locked(run)
         torchrun.kill()
         torchrun.wait()
         wait_for(lambda: all(has_ended(process) for process in started))

@@ -36,13 +36,13 @@ def shared_scan(folder, **options):
     from contextlib import redirect_stderr
     from io import StringIO
 
-    from verl_ext.trainer.distributed import ProcessRanks
+    from verl_ext.trainer.distributed import RunRanks
 
     dataset = SFTDataSet(folder, **{"max_tokens": 100, **options})
     errors = StringIO()
     try:
         with redirect_stderr(errors):
-            dataset.read_together(ProcessRanks())
+            dataset.read_together(RunRanks())
     except SystemExit as left:
         return None, None, (left.code, errors.getvalue())
     return as_tuple(dataset.scan), dataset.scan.tokens_read, None

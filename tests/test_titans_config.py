@@ -1,7 +1,6 @@
 """What a run with long-term memory is refused for, in one line each, and how its options are read."""
 
 import json
-from dataclasses import fields
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ from transformers import AutoConfig
 from tests.babilong_data import write_babilong
 from verl_ext.config import compose, compose_run
 from verl_ext.config.check import check_run
-from verl_ext.config.model import MEMORY_KEYS, titans_config
-from verl_ext.config.own_data import splits_validation
+from verl_ext.config.model import titans_config
 from verl_ext.config.resolve import resolve_logging
-from verl_ext.config.schema import data_config, recipe_choice
+from verl_ext.config.run import RunConfig
+from verl_ext.config.schema import recipe_choice
 from verl_ext.models.qwen_titans import (
-    MemorySettings,
     QwenTitansConfig,
     QwenTitansForCausalLM,
     save_memory_checkpoint,
@@ -58,8 +56,8 @@ def test_the_config_that_is_returned_has_the_memory(checked):
         ("model.memory.variant=mix", "model.memory.variant must be one of residual, mac, mag, mal; got mix"),
         ("model.memory.layers=[7]", "model.memory.layers must lie in 0..1 for a base model of 2 layers; got [7]"),
         ("attention.backend=varlen", "attention.backend must be one of auto, sdpa, flash_attn; got varlen"),
-        ("data.pad_mode=no_padding", "data.pad_mode must be right with model=qwen_titans"),
-        ("data.strategy=best_fit", "data.strategy must be none with model=qwen_titans"),
+        ("data.pad_mode=no_padding", "data.pad_mode must be right"),
+        ("data.strategy=best_fit", "data.strategy must be none"),
         ("engine.strategy=fsdp", "engine.strategy must be fsdp2 with model=qwen_titans"),
         ("trainer.answer_tokens=-1", "trainer.answer_tokens must be at least 0; got -1"),
         ("trainer.log_every_batches=0", "trainer.log_every_batches must be at least 1; got 0"),
@@ -137,11 +135,10 @@ def test_batches_between_logs_become_steps():
     assert config.trainer.log_freq == 11
 
 
-def test_a_part_of_the_training_files_is_for_validation_unless_there_are_others():
-    assert splits_validation(compose(["data=babilong"]))
-    assert not splits_validation(compose(["data=babilong", "data.val_dir=folder"]))
-    assert not splits_validation(compose(["data=babilong", "data.train_ratio=1"]))
-    assert not splits_validation(compose([]))
+def test_a_part_of_the_training_files_is_for_validation_unless_all_are_trained_on():
+    assert RunConfig.of(compose(["data=babilong"])).dataset.splits_validation
+    assert not RunConfig.of(compose(["data=babilong", "data.train_ratio=1"])).dataset.splits_validation
+    assert not RunConfig.of(compose([])).dataset.splits_validation
 
 
 def test_a_length_is_no_forgotten_option_where_rows_have_one():
@@ -165,12 +162,8 @@ def test_evaluation_alone_needs_something_to_measure_and_no_permission_to_delete
 
 def test_a_curriculum_is_not_sorted_by_cost():
     with pytest.raises(ValueError, match=r"data\.balance must be none with data\.shuffle=false"):
-        data_config(compose(["data.train_dir=folder", "data.shuffle=false"]))
-    assert data_config(compose(["data=babilong", "data.train_dir=folder", "data.shuffle=false"])).shuffle is False
-
-
-def test_the_keys_of_the_memory_are_those_of_its_settings():
-    assert set(MEMORY_KEYS) == {entry.name for entry in fields(MemorySettings)}
+        RunConfig.of(compose(["data.train_dir=folder", "data.shuffle=false"]))
+    assert RunConfig.of(compose(["data=babilong", "data.train_dir=folder", "data.shuffle=false"])).data.shuffle is False
 
 
 def test_options_that_nothing_reads_are_refused(tmp_path, tiny_model, checked):

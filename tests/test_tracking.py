@@ -10,8 +10,9 @@ import pytest
 
 from tests.ranks import run_ranks
 from verl_ext.config import compose
+from verl_ext.config.run import RunConfig
 from verl_ext.trainer.checkpoint import clear_output
-from verl_ext.trainer.tracking import RUN_IDS, going_on_with, keep_run_ids, open_tracking, read_run_ids
+from verl_ext.trainer.tracking import RUN_IDS, continued_runs, keep_run_ids, open_tracking, read_run_ids
 
 TRACKERS = ["wandb", "swanlab"]
 
@@ -32,7 +33,7 @@ def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
     for number, first_step in enumerate(first_steps, start=1):
         if number == len(first_steps):
             os.environ |= {f"{tracker.upper()}_RUN_ID": "chosen", f"{tracker.upper()}_RESUME": "allow"}
-        tracking = open_tracking(config, first_step)
+        tracking = open_tracking(RunConfig.of(config), first_step)
         tracking.log({"train/loss": 1.0}, first_step + 1)
         run = tracking.logger[tracker]
         seen.append((run.run if tracker == "wandb" else run.get_run()).id)
@@ -60,7 +61,7 @@ def _told_on_a_terminal(folder: Path, tracker: str) -> str:
         asked = sys.stdin
         config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
         try:
-            open_tracking(config, 0)
+            open_tracking(RunConfig.of(config), 0)
         except ValueError as error:
             assert sys.stdin is asked, "the terminal is given back"
             return str(error)
@@ -80,7 +81,7 @@ def test_a_tracker_that_is_not_installed_is_told_by_name(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     config = compose(["trainer.logger=[swanlab]", f"trainer.default_local_dir={tmp_path}"])
     with pytest.raises(ValueError, match=r"^trainer\.logger .* got \['swanlab'\] \([^\n]*swanlab[^\n]*\)"):
-        open_tracking(config, 0)
+        open_tracking(RunConfig.of(config), 0)
 
 
 class _Run:
@@ -110,7 +111,7 @@ def test_only_the_named_trackers_see_an_id_and_the_environment_is_given_back(mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SWANLAB_RESUME", "must")
     before = dict(os.environ)
-    with going_on_with({"wandb": "a", "swanlab": "b"}, ["swanlab", "console"]):
+    with continued_runs({"wandb": "a", "swanlab": "b"}, ["swanlab", "console"]):
         added = {name: value for name, value in os.environ.items() if before.get(name) != value}
         assert added == {"SWANLAB_RUN_ID": "b"}
     assert dict(os.environ) == before

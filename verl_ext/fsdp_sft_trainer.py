@@ -1,4 +1,4 @@
-"""Packed SFT on verl's FSDP engine: compose, validate, build, fit.
+"""Packed SFT on verl's FSDP engine: compose, prepare, build, fit.
 
     torchrun --nproc_per_node=8 -m verl_ext.fsdp_sft_trainer data.train_dir=DIR model.path=MODEL parallel=ulysses8
 
@@ -6,11 +6,11 @@ Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; t
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    # Started by file path: this folder would hide Python's own modules of the same names (tokenize).
+    # Started by file path: this folder would hide modules of the same names elsewhere (data, models).
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import hydra
@@ -18,67 +18,66 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl_ext.config.overrides import prepare_overrides
-from verl_ext.trainer.distributed import TRAINING_FAILED, errors_told_once, leave_alone, leave_together, process_group
+from verl_ext.trainer.distributed import (
+    TRAINING_FAILED,
+    exit_all_ranks,
+    exit_this_rank,
+    process_group,
+    user_errors_end_the_run,
+)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 def train(config: DictConfig) -> None:
-    """Validate the composed configuration, build the run and fit it."""
+    """Check the composed configuration, build the run and fit it."""
     from verl_ext.config.output import REPORT
     from verl_ext.trainer.checkpoint import saved_folders
-    from verl_ext.trainer.loader import LoadingFailed
+    from verl_ext.trainer.loader import LoadingFailed, loader_deaths_told
     from verl_ext.trainer.report import report_lines, write_report
     from verl_ext.trainer.setup import prepare
     from verl_ext.trainer.trainer import SFTTrainer, TooManySkippedSteps
 
     run = prepare(config)
-    say(run.notices)
-    facts = run.data_report() if dist.get_rank() == 0 else {}
-    report(report_lines(facts))
-    trainer = None if config.trainer.plan_only else SFTTrainer(run)
-    with errors_told_once():
+    print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
+    report = run.data_report() if dist.get_rank() == 0 else {}
+    print_on_rank0(report_lines(report))
+    trainer = None if run.config.trainer.plan_only else SFTTrainer(run)
+    with user_errors_end_the_run():
         if trainer is not None:
             trainer.resume()  # before anything is written: it refuses other packs
-        holds_run = trainer is None and bool(saved_folders(run.output))
-        if facts and not (holds_run or config.trainer.eval_only):
-            write_report(facts, run.output)
+        of_another_run = trainer is None and bool(saved_folders(run.output))
+        if report and not (of_another_run or run.config.trainer.eval_only):
+            write_report(report, run.output)
     if trainer is None:
-        if holds_run:
-            report([f"{run.output} holds a run: its {REPORT} is left as it is"])
+        print_on_rank0([f"{run.output} holds a run: its {REPORT} is left as it is"] if of_another_run else [])
         return
     try:
-        work = trainer.evaluate_only if config.trainer.eval_only else trainer.fit
-        work()
+        with loader_deaths_told():
+            trainer.evaluate_only() if run.config.trainer.eval_only else trainer.fit()
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
-        leave_together(str(error), TRAINING_FAILED)
+        exit_all_ranks(str(error), TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
-        leave_alone(str(error), TRAINING_FAILED)
+        exit_this_rank(str(error), TRAINING_FAILED)
 
 
-def say(notices: Sequence[str]) -> None:
-    """Tell, on rank 0, what was read differently from how it was written."""
+def print_on_rank0(lines: Iterable[str], stream: object = None) -> None:
+    """Print lines, each once for the whole run."""
     if dist.get_rank() == 0:
-        for notice in notices:
-            print(f"note: {notice}", file=sys.stderr)
-
-
-def report(lines: Iterable[str]) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(*lines, sep="\n", flush=True)
+        for line in lines:
+            print(line, file=stream or sys.stdout, flush=True)  # type: ignore[arg-type]
 
 
 def main() -> None:
     """Join the ranks, translate the command line, hand over to Hydra."""
     with process_group():
-        with errors_told_once():
+        with user_errors_end_the_run():
             overrides, notices = prepare_overrides(sys.argv[1:])
-        say(notices)
+        print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
         sys.argv[1:] = overrides
         try:
             train()
         except KeyboardInterrupt:
-            report(["interrupted; the same command resumes from the last checkpoint"])
+            print_on_rank0(["interrupted; the same command resumes from the last checkpoint"])
             raise SystemExit(130) from None
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 RESERVED = ("target",)  # names that a category must not have: `<category>_tokens` would be another metric
-VALIDATION = "val"  # the prefix of metrics that are also told as perplexities
+VALIDATION = "val"  # the prefix of the metrics that have perplexities too
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "target_tokens", "packs")
 
 

@@ -217,8 +217,8 @@ def choice_problem(key: str, value: object, options: Iterable[str]) -> str | Non
     options = list(options)
     if value in options:
         return None
-    nearest = nearest_name(str(value), options)
-    return f"{key} must be one of {', '.join(options)}; got {show(value)}" + (
+    nearest = nearest_name(str(value), options) if len(options) > 1 else None
+    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {show(value)}" + (
         f" (nearest: {nearest})" if nearest else ""
     )
 

@@ -3,6 +3,7 @@
 from verl_ext.attention.kernels import (
     BACKENDS,
     PACKED_ATTENTION,
+    AttentionOptions,
     DocumentLayout,
     choose_backend,
     document_layout,
@@ -14,6 +15,7 @@ from verl_ext.attention.kernels import (
 __all__ = [
     "BACKENDS",
     "PACKED_ATTENTION",
+    "AttentionOptions",
     "DocumentLayout",
     "choose_backend",
     "document_layout",

@@ -1,4 +1,4 @@
-"""Three kernels for attention inside the documents of a pack; each takes and gives ``[T, heads, head size]``.
+"""Kernels for attention inside the documents of a pack, and where those documents begin and end.
 
 | backend      | where                | what                                              |
 |--------------|----------------------|---------------------------------------------------|
@@ -7,15 +7,10 @@
 | `sdpa`       | anywhere             | `scaled_dot_product_attention`, per document      |
 
 The first two need an Ampere GPU or a newer one, half precision and a head size that :func:`flash_limit` admits.
+Each takes and gives ``[T, heads, E]``.
 
-Legend: T tokens, H query heads, K key/value heads (H a multiple of K: grouped-query attention), E head size.
-
-Where the documents of a micro-batch begin and end, computed once on the host and handed to every layer.
-
-verl's own patched attention gathers ``position_ids`` over the sequence-parallel ranks and searches them for zeros in
-every layer: one collective and one device synchronisation each. Here both happen zero times.
-
-Legend: T tokens of the micro-batch with padding, D documents.
+Legend: T tokens of a micro-batch with padding, D documents, H query heads, K key/value heads (H a multiple of K:
+grouped-query attention), E head size.
 """
 
 import importlib.util
@@ -24,17 +19,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from verl_ext.values import Options, check_choice, option
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
 
 
 @dataclass(frozen=True)
 class DocumentLayout:
-    """Document boundaries of one flattened micro-batch.
+    """Document boundaries of one flattened micro-batch, computed once on the host and handed to every layer.
+
+    verl's own patched attention gathers ``position_ids`` over the sequence-parallel ranks and searches them for zeros
+    in every layer: one collective and one device synchronisation each, of which there are none here.
 
     Attributes:
         offsets: D + 1 host integers from 0 to T; document d is ``[offsets[d], offsets[d + 1])``.
@@ -46,18 +46,14 @@ class DocumentLayout:
     cu_seqlens: torch.Tensor
     max_length: int
 
-    @property
-    def total(self) -> int:
-        """T."""
-        return self.offsets[-1]
-
     def padded(self, pad: int) -> "DocumentLayout":
         """Append ``pad`` tokens as one last pseudo-document, as Ulysses needs where T is no multiple of the ranks."""
         if pad == 0:
             return self
-        end = self.total + pad
-        cu_seqlens = torch.nn.functional.pad(self.cu_seqlens, (0, 1), value=end)
-        return DocumentLayout((*self.offsets, end), cu_seqlens, max(self.max_length, pad))
+        end = self.offsets[-1] + pad
+        return DocumentLayout(
+            (*self.offsets, end), F.pad(self.cu_seqlens, (0, 1), value=end), max(self.max_length, pad)
+        )
 
 
 def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cpu") -> DocumentLayout:
@@ -73,39 +69,28 @@ def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cp
     assert int(position_ids[0]) == 0, "a micro-batch begins with a document's first token"
     starts = (position_ids == 0).nonzero().flatten()
     edges = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
-    cu_seqlens = edges.to(torch.int32)
     return DocumentLayout(
         offsets=tuple(edges.tolist()),
-        cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+        cu_seqlens=edges.to(torch.int32).to(device, non_blocking=True),
         max_length=int(edges.diff().max()),
     )
 
 
-BACKENDS = ("flash_attn", "varlen", "sdpa")
+class KernelOptions(NamedTuple):
+    """What a layer asks of a kernel beside its tensors."""
 
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What a layer asks for beside its tensors.
-
-    Attributes:
-        scale: factor on the logits; None for 1/√E.
-        window: a token sees itself and the ``window - 1`` tokens before it, as in transformers; None for all.
-        dropout: of attention weights.
-    """
-
-    scale: float | None = None
-    window: int | None = None
-    dropout: float = 0.0
+    scale: float | None = None  # factor on the logits; None: 1/√E
+    window: int | None = None  # tokens that a token sees, itself included, as in transformers; None: all
+    dropout: float = 0.0  # of attention weights
 
     @property
     def flash_window(self) -> tuple[int, int]:
-        """The same window as flash attention counts it: tokens to the left and to the right; causal."""
+        """The window as flash attention counts it: tokens to the left and to the right; causal."""
         return (-1 if self.window is None else self.window - 1, 0)
 
 
 def sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
     """Causal attention of ``query[T, H, E]`` to ``key, value[T, K, E]``, one document at a time.
 
@@ -115,18 +100,8 @@ def sdpa(
     for start, end in zip(layout.offsets[:-1], layout.offsets[1:], strict=True):
         q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         mask = _window_mask(end - start, options.window, query.device)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=options.dropout,
-                scale=options.scale,
-                is_causal=mask is None,
-                enable_gqa=True,
-            )
-        )
+        given: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout, "is_causal": mask is None}
+        outputs.append(F.scaled_dot_product_attention(q, k, v, mask, **given, enable_gqa=True))
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
 
 
@@ -140,7 +115,7 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
 
 
 def varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
     """torch's built-in flash attention with cumulative lengths (torch ≥ 2.11); half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
@@ -152,25 +127,24 @@ def varlen(
         grouped = {"enable_gqa": True}
     elif groups > 1:  # an early varlen_attn wants as many key/value heads as query heads
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    lengths = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
-    value, size = _as_wide_as(query, value)
-    output = varlen_attn(query, key, value, *lengths, scale=options.scale, window_size=options.flash_window, **grouped)
+    padded, lengths = _flash_arguments(query, value, layout)
+    window = options.flash_window
+    output = varlen_attn(query, key, padded, *lengths, scale=options.scale, window_size=window, **grouped)
     assert isinstance(output, torch.Tensor)
-    return output[..., :size]
+    return output[..., : value.size(-1)]
 
 
 def flash_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
     """The flash-attn package's varlen kernel; half precision on CUDA."""
     from flash_attn import flash_attn_varlen_func
 
-    lengths = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
-    value, size = _as_wide_as(query, value)
+    padded, lengths = _flash_arguments(query, value, layout)
     output = flash_attn_varlen_func(
         query,
         key,
-        value,
+        padded,
         *lengths,
         dropout_p=options.dropout,
         softmax_scale=options.scale,
@@ -178,16 +152,32 @@ def flash_attn(
         window_size=options.flash_window,
         deterministic=os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1",  # set by engine.full_determinism
     )
-    return output[..., :size]
+    return output[..., : value.size(-1)]
 
 
-def _as_wide_as(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Values as wide as the queries, as flash kernels want (latent attention has narrower ones), and their width."""
-    size = value.size(-1)
-    return F.pad(value, (0, query.size(-1) - size)), size
+def _flash_arguments(
+    query: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Values as wide as the queries, as flash kernels want (latent attention has narrower ones), and the lengths of
+    queries and keys."""
+    padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
+    return padded, (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
 
 
-def as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": flash_attn, "varlen": varlen, "sdpa": sdpa}
+BACKENDS = tuple(KERNELS)
+
+
+@dataclass(frozen=True)
+class AttentionOptions(Options):
+    """Which kernel computes the attention inside the documents of a pack."""
+
+    prefix: ClassVar[str] = "attention"
+
+    backend: str = option("auto", "the kernel; auto: the fastest that runs", choices=("auto", *BACKENDS))
+
+
+def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values in one type: autocast's, when layer norms or rotations under it gave fp32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -211,29 +201,35 @@ def flash_limit(
     return None
 
 
-def choose_backend(requested: str, device_type: str, limit: str | None = None, dropout: float = 0.0) -> str:
+def choose_backend(
+    requested: str,
+    device_type: str,
+    limit: str | None = None,
+    dropout: float = 0.0,
+    flash_attn_installed: bool | None = None,
+) -> str:
     """The backend that `attention.backend` stands for: ``auto`` takes the fastest that runs what is asked.
 
-    limit: what :func:`flash_limit` says; dropout: of attention weights.
+    limit: what :func:`flash_limit` says; dropout: of attention weights; flash_attn_installed: None to look.
 
     Raises:
         ValueError: the name is none of them, or the kernel cannot run here.
     """
+    check_choice("attention.backend", requested, ("auto", *BACKENDS))
+    installed = has_flash_attn() if flash_attn_installed is None else flash_attn_installed
     if requested == "auto":
         if device_type != "cuda" or limit:
             return "sdpa"
-        if has_flash_attn():
+        if installed:
             return "flash_attn"
         return "sdpa" if dropout else "varlen"
-    if requested not in BACKENDS:
-        raise ValueError(f"attention.backend must be auto, {', '.join(BACKENDS)}; got {requested}")
     if requested != "sdpa" and device_type != "cuda":
         raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device_type}")
     if requested == "varlen" and dropout:
         limit = limit or f"a model without attention dropout; the model's is {dropout}"
     if requested != "sdpa" and limit:
         raise ValueError(f"attention.backend={requested} needs {limit}; attention.backend=auto uses one that runs")
-    if requested == "flash_attn" and not has_flash_attn():
+    if requested == "flash_attn" and not installed:
         raise ValueError(
             "attention.backend=flash_attn needs the flash-attn package (pip install 'verl-ext[gpu]'); "
             "attention.backend=auto uses torch's own varlen attention without it"
@@ -254,6 +250,3 @@ def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
 def has_flash_attn() -> bool:
     """Whether the flash-attn package is installed."""
     return importlib.util.find_spec("flash_attn") is not None
-
-
-FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": flash_attn, "varlen": varlen, "sdpa": sdpa}

@@ -20,14 +20,14 @@ from verl.utils.ulysses import (
 )
 
 from verl_ext.attention.kernels import (
-    FUNCTIONS,
+    KERNELS,
     PACKED_ATTENTION,
-    AttentionOptions,
     DocumentLayout,
-    as_computed,
+    KernelOptions,
     choose_backend,
     flash_limit,
     gpu_capability,
+    in_autocast_dtype,
 )
 
 _requested = "auto"
@@ -60,8 +60,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]`` inside documents; gives ``[1, T/n, H, E]``.
 
-    n is the sequence-parallel size; ``document_layout`` covers all T tokens. Without a layout each row of the batch
-    is one document, which is what generating and plain evaluation with this implementation mean.
+    n is the sequence-parallel size; ``document_layout`` covers all T tokens. Without one each row of the batch is one
+    document, as in generation and plain evaluation.
     """
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
@@ -73,32 +73,30 @@ def packed_attention(
             raise ValueError(
                 f"model.path: {type(module).__name__} must be given its model's keyword arguments; it is not"
             )
-        document_layout = _one_document_a_row(query, key, attention_mask)
+        document_layout = _rows_layout(query, key, attention_mask)
     rows, length = query.shape[:2]
-    query, key, value = as_computed(query, key, value)
+    query, key, value = in_autocast_dtype(query, key, value)
     capability = gpu_capability(query.device.index) if query.is_cuda else None
     limit = flash_limit(query.dtype, query.size(-1), capability)
-    attend = FUNCTIONS[choose_backend(_requested, query.device.type, limit, dropout)]
+    kernel = KERNELS[choose_backend(_requested, query.device.type, limit, dropout)]
     tokens = (x.flatten(0, 1) for x in (query, key, value))
-    options = AttentionOptions(scaling, sliding_window, dropout)
-    output = attend(*tokens, document_layout, options).unflatten(0, (rows, length))
+    options = KernelOptions(scaling, sliding_window, dropout)
+    output = kernel(*tokens, document_layout, options).unflatten(0, (rows, length))
     if ranks > 1:
         output = gather_heads_scatter_seq(output, head_dim=2, seq_dim=1)
     return output.contiguous(), None
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
-    """What no backend computes must not be left out in silence."""
+    """Raises ValueError for what no backend computes, which would be left out in silence."""
     unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if masked:
         unsupported.append("an attention mask of its own")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         unsupported.append("bidirectional attention")
     if unsupported:
-        missing = ", ".join(unsupported)
-        raise ValueError(
-            f"model.path: {type(module).__name__} needs {missing}, which {PACKED_ATTENTION} does not compute"
-        )
+        needs = f"model.path: {type(module).__name__} needs {', '.join(unsupported)}"
+        raise ValueError(f"{needs}, which {PACKED_ATTENTION} does not compute")
 
 
 def _scatter_heads(
@@ -111,7 +109,7 @@ def _scatter_heads(
     return query, key, value
 
 
-def _one_document_a_row(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:
+def _rows_layout(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:
     if query.size(1) != key.size(1) or attention_mask is not None:
         raise ValueError(
             f"{PACKED_ATTENTION} trains packs and keeps no cache; load the model with attn_implementation=sdpa "
@@ -122,9 +120,4 @@ def _one_document_a_row(query: torch.Tensor, key: torch.Tensor, attention_mask: 
     return DocumentLayout(offsets, torch.tensor(offsets, dtype=torch.int32, device=query.device), length)
 
 
-def register() -> None:
-    """Make ``attn_implementation=verl_ext_packed`` known to transformers; idempotent."""
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-
-
-register()
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

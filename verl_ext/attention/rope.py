@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on a document's length, chosen for each document of a pack by itself.
+"""Rotary embeddings whose frequencies depend on a document's length, computed for each document of a pack by itself.
 
 transformers chooses them in every forward by the largest position that it is given: ``dynamic`` scaling grows with each
 length beyond the model's own, ``longrope`` (Phi-3, Phi-4-mini) changes to a second set of frequencies beyond
-``original_max_position_embeddings``. In a pack, the longest document would choose for its neighbours; under Ulysses,
-each rank would choose for its own slice of a document.
+``original_max_position_embeddings``. In a pack, the longest document would decide for its neighbours; under Ulysses,
+each rank would decide for its own slice of a document.
 
 Legend: T tokens of a micro-batch with padding, n the sequence-parallel size.
 """
@@ -31,8 +31,8 @@ def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | 
     return config.max_position_embeddings if "dynamic" in rope_type else None
 
 
-def restore_rope(model: Any) -> None:
-    """Give rotary embeddings their frequencies in fp32 again, in place.
+def restore_rope_precision(model: Any) -> None:
+    """Compute the frequencies of rotary embeddings again in fp32, in place.
 
     verl casts a whole model to `engine.model_dtype`, these with it, which transformers never does: in bfloat16 a
     frequency has three digits, so that an angle at position 1,000 is off by up to two radians.
@@ -90,19 +90,19 @@ class DocumentRope(torch.nn.Module):
         kwargs = {} if layer_type is None else {"layer_type": layer_type}
         limit = same_frequencies_up_to(self.rotary.config, layer_type)
         if self.layout is None or limit is None:
-            return self._unused_rotary()(x, position_ids, **kwargs)
+            return self._rotary_copy()(x, position_ids, **kwargs)
         parts = []
         for start, end, length in self._runs(self.layout, position_ids.size(1), limit):
             # The last position of a document of that length, appended, makes transformers choose for all of it.
             positions = torch.nn.functional.pad(position_ids[:, start:end], (0, 1), value=length - 1)
-            parts.append(self._unused_rotary()(x, positions, **kwargs))
+            parts.append(self._rotary_copy()(x, positions, **kwargs))
         if isinstance(parts[0], torch.Tensor):
             return torch.cat([part[:, :-1] for part in parts], dim=1)
         return tuple(torch.cat([part[:, :-1] for part in column], dim=1) for column in zip(*parts, strict=True))
 
-    def _unused_rotary(self) -> Any:
-        """A copy that shares the tensors: transformers leaves the frequencies that it chose in the module, where a
-        later forward may take them up."""
+    def _rotary_copy(self) -> Any:
+        """A copy that shares the tensors: transformers keeps the frequencies that it chose in the module, where a later
+        forward may use them."""
         rotary = copy.copy(self.rotary)
         rotary._buffers = dict(self.rotary._buffers)
         return rotary

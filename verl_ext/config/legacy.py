@@ -7,8 +7,6 @@ translation is said once.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from verl_ext.config.own_data import NOT_USERS_CLASS
-
 RENAMED = {
     "model.partial_pretrain": "model.path",
     "model.strategy": "engine.strategy",
@@ -86,21 +84,13 @@ def gone(key: str) -> str | None:
     return None
 
 
-def names_own_class(items: Sequence[Item]) -> bool:
-    """Whether data.custom_cls names a dataset class of the user's, which may read keys that packs do not."""
-    return any(
-        item.key == "data.custom_cls.name" and item.value is not None and item.value.strip("'\"") not in NOT_USERS_CLASS
-        for item in items
-    )
-
-
-def translate(items: Sequence[Item], packed: bool = True) -> tuple[list[Item], list[str]]:
+def translate(items: Sequence[Item], own_class: bool, packed: bool) -> tuple[list[Item], list[str]]:
     """Overrides with today's names, and a notice for each translation. Today's name wins where both are given.
 
-    packed: the data group makes packs, on which even data.max_length has no effect.
+    own_class: data.custom_cls names a class of the user's, which may read any key. packed: the data group makes packs,
+    on which even data.max_length has no effect.
     """
     given = {item.key for item in items}
-    own_class = names_own_class(items)
     kept: list[Item] = []
     notices: list[str] = []
     for item in items:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from verl_ext.config import schema
 from verl_ext.config.compose import CONF, PRIMARY, composed
-from verl_ext.config.legacy import Item, names_own_class, translate
+from verl_ext.config.legacy import Item, translate
 from verl_ext.overrides import repeated_keys
 from verl_ext.values import show
 
@@ -44,8 +44,9 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if any(flag in ("-m", "--multirun") for flag in flags):
         raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
     parsed, folders = [_parse(word) for word in words], _config_folders(flags)
-    items, notices = translate(parsed, packed=_data_choice(parsed, folders) == "packed")
-    own_class = names_own_class(items)
+    classes = [(item.value or "").strip("'\"") for item in parsed if item.key == "data.custom_cls.name"]
+    own_class = any(map(schema.names_own_class, classes))
+    items, notices = translate(parsed, own_class, packed=_data_choice(parsed, folders) == "packed")
     overrides: list[str] = []
     mistakes = [f"{item.key} must have each name once; got {name} twice" for item in items for name in _repeated(item)]
     for item in items:
@@ -143,9 +144,7 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
         return replace(item, prefix="", value=schema.choice_path(group, show(value), folders)), notice
     if item.prefix in ("++", "~") or item.key.startswith("hydra."):
         return item, None
-    # What only a dataclass or a free-form node has is not in the composed config: Hydra must be told to add it.
-    composed = all(key in schema.composed_keys() for key in _keys(item.key, value))
-    return replace(item, prefix="" if composed else "++"), notice
+    return replace(item, prefix="++"), notice  # whether the composed config holds it already or not
 
 
 def _keys(key: str, value: object) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""What a composed config leaves open, settled in place: attention, dataset class, paths, device, precision, kernels.
+"""What a composed config leaves open, set in place: attention, dataset class, paths, device, precision, kernels.
 
-Each function returns notices for what it changed against the user's words; what cannot be is a ValueError.
+Each function returns notices of what it changed against the user's words, and raises ValueError for unsupported values.
 """
 
 import math
@@ -8,10 +8,10 @@ import os
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.attention import PACKED_ATTENTION
-from verl_ext.config.model import ATTENTION, is_titans
-from verl_ext.config.own_data import PACKS, PRETRAIN, splits_validation
-from verl_ext.values import choice_problem
+from verl_ext.config.model import model_kind
+from verl_ext.config.run import dataset_class
+from verl_ext.data import SFTDataSet
+from verl_ext.values import choice_problem, plain, refuse
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -30,27 +30,21 @@ PATHS = (
 
 
 def resolve_config(config: DictConfig) -> list[str]:
-    """Settles what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place."""
+    """Sets what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place."""
     for key in PATHS:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
-    splits_blend = config.data.get("blend") is not None and splits_validation(config)
-    if config.trainer.eval_only and not config.data.get("train_dir") and not splits_blend:
-        if not config.data.val_dir:
-            raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
-        config.data.train_dir = config.data.val_dir  # nothing is trained on
-        if config.data.get("blend") is not None:
-            config.data.blend = None
-    _resolve_rows(config)
-    return resolve_attention(config) + resolve_dataset(config)
-
-
-def _resolve_rows(config: DictConfig) -> None:
-    """What data.rows=padded makes of packs: rows of data.max_length tokens, one document each; in place."""
-    data = config.data
-    if data.custom_cls.name == PRETRAIN and data.get("rows") == "padded":
-        data.max_tokens, data.strategy, data.pad_mode = data.max_length, "none", "right"
+    notices = model_kind(config).resolve_attention(config) + resolve_dataset(config)
+    try:
+        family = dataset_class(config).Options
+    except (ValueError, ImportError, OSError, AttributeError):
+        return notices  # told by the checks
+    data = plain(config.data)
+    if config.trainer.eval_only and not data.get("train_dir"):  # nothing is trained on
+        config.data.update(family.for_evaluation(data))
+    config.data.update(family.implied(data))
+    return notices
 
 
 def resolve_logging(config: DictConfig, world_size: int) -> list[str]:
@@ -73,56 +67,14 @@ def resolve_logging(config: DictConfig, world_size: int) -> list[str]:
     ]
 
 
-def resolve_attention(config: DictConfig) -> list[str]:
-    """Routes model.override_config.attn_implementation to attention.backend, in place.
-
-    Hugging Face's flash_attention_2 becomes backend flash_attn; raises ValueError for every other implementation:
-    none keeps the documents of a pack apart.
-    """
-    if is_titans(config):
-        _resolve_chunk_attention(config)
-        return []
-    key = "model.override_config.attn_implementation"
-    asked = OmegaConf.select(config, key)
-    if asked == PACKED_ATTENTION:
-        return []
-    backend = config.attention.backend
-    if asked is not None and (asked != "flash_attention_2" or backend not in ("auto", "flash_attn")):
-        also = f" and attention.backend={backend}" if asked == "flash_attention_2" else ""
-        raise ValueError(
-            f"{key} must be {PACKED_ATTENTION}, which keeps documents apart: choose its kernel by attention.backend="
-            f"auto, flash_attn, varlen or sdpa; got {asked}{also}"
-        )
-    with open_dict(config):
-        config.model.override_config.attn_implementation = PACKED_ATTENTION
-    if asked is None:
-        return []
-    config.attention.backend = "flash_attn"
-    return [f"{key}={asked} is read as attention.backend=flash_attn, which keeps the documents of a pack apart"]
-
-
-def _resolve_chunk_attention(config: DictConfig) -> None:
-    """Inside a chunk of a model with memory, one row is one document: transformers' own kernels serve, in place."""
-    key, backend = "model.override_config.attn_implementation", config.attention.backend
-    asked, chosen = OmegaConf.select(config, key), ATTENTION.get(backend, backend)  # an unknown one: told by the checks
-    if asked in (None, chosen):
-        with open_dict(config):
-            config.model.override_config.attn_implementation = chosen
-    elif backend != "auto" or asked not in ATTENTION.values():
-        raise ValueError(
-            f"{key} must be {' or '.join(dict.fromkeys(ATTENTION.values()))} with model=qwen_titans, as "
-            f"attention.backend={backend} has it; got {asked}"
-        )
-
-
 def resolve_dataset(config: DictConfig) -> list[str]:
     """Lets verl_ext.data.SFTDataSet stand in for a custom_cls.path of that class that does not exist, in place."""
     custom = config.data.custom_cls
     path = custom.path
-    if not path or custom.name != PACKS or path.startswith("pkg://") or os.path.exists(path):
+    if not path or custom.name != SFTDataSet.__name__ or path.startswith("pkg://") or os.path.exists(path):
         return []
     custom.path = custom.name = None
-    return [f"data.custom_cls.path={path} does not exist: verl_ext.data.{PACKS} is used"]
+    return [f"data.custom_cls.path={path} does not exist: verl_ext.data.{SFTDataSet.__name__} is used"]
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
@@ -132,8 +84,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     fp32 throughout on CPU; bf16 parameters with fp32 reductions on accelerators.
     """
     notices: list[str] = []
-    if problem := choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda")):
-        raise ValueError(problem)
+    refuse([choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))])
     if config.trainer.device == "auto":
         config.trainer.device = accelerator or "cpu"
     on_cpu = config.trainer.device == "cpu"

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.dataset import DatasetOptions, missing_paths, named_paths
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
-from verl_ext.packing.strategies import MOST_TOKENS
+from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.counts import Counts
 from verl_ext.text.documents import Documents
 from verl_ext.text.readers import read_parcels
@@ -384,10 +384,6 @@ class BABILongQuestion(NamedTuple):
     question: str
     target: str
 
-    def is_right(self, answer: str) -> bool:
-        """Whether the text that a model generated is the right answer."""
-        return is_right_answer(answer, self.target, self.question, self.category)
-
 
 class BABILongDataset(TextSet):
     """BABILong's JSON lists of {input, question, target} as rows of one length; see the picture above.
@@ -450,3 +446,8 @@ class BABILongDataset(TextSet):
         assert columns is not None, "tokenized() writes them"
         name = self.category_names[int(columns.category[row])]
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
+
+    def is_right_answer(self, pack: int, answer: str) -> bool:
+        """Whether a text that a model generated answers the question of pack `pack`."""
+        asked = self.question(pack)
+        return is_right_answer(answer, asked.target, asked.question, asked.category)

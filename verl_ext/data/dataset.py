@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.mixture import MixtureRow
-from verl_ext.packing import CostModel, check_choice
-from verl_ext.values import REQUIRED, Options, OptionsT, option, options_of
+from verl_ext.packing import CostModel
+from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
 
 SPLITS = ("train", "val")
 BALANCES = ("sorted", "none")
@@ -67,13 +67,6 @@ class OneRank:
 ONE_RANK = OneRank()
 
 
-class Question(Protocol):
-    """What a pack asks, where a dataset has questions."""
-
-    def is_right(self, answer: str) -> bool:
-        """Whether the text that a model generated is the right answer."""
-
-
 class RunLength(NamedTuple):
     """How long a run is, for a dataset that draws its samples: samples of all steps together, None where epochs say."""
 
@@ -118,11 +111,14 @@ class DataOptions(Options):
 class DatasetOptions(Options):
     """Base of the options of a dataset family: the keys of the data node that its class reads.
 
-    reads: what data.train_dir names, in words; seed and max_tokens are fields or properties of every family.
+    reads: what data.train_dir names, in words. Every family has max_tokens, strategy, over_length, pad_mode and mixture
+    too.
     """
 
     prefix: ClassVar[str] = "data"
     reads: ClassVar[str]
+
+    seed: int = option(42, "of the split, of the plan of packs and of their order", least=0)
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
@@ -140,6 +136,27 @@ class DatasetOptions(Options):
     def row_tokens(self) -> int | None:
         """Tokens of every row where each is one document, filled up to one length; else None."""
         return None
+
+    @property
+    def needs_train_dir(self) -> bool:
+        """Whether data.train_dir must be given: not where other options name the data."""
+        return True
+
+    @classmethod
+    def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of the data node that others of its keys decide, with their values."""
+        return {}
+
+    @classmethod
+    def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys to set where nothing is trained on and data.train_dir is not given: what is measured stands in for it.
+
+        Raises:
+            ValueError: there is nothing to measure.
+        """
+        if not node.get("val_dir"):
+            raise ValueError("data.val_dir is required with trainer.eval_only=true; got null")
+        return {"train_dir": node["val_dir"]}
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         """A line for each path that cannot be what the family reads; told before a model is read."""
@@ -204,7 +221,7 @@ class PackDataset(torch.utils.data.Dataset):
 
     key: the config key that messages name for the data; max_tokens: the most tokens that a model reads of a pack.
     last_is_label: a pack's last token is only predicted, so that the model reads one token less than the pack has.
-    needs_tokenizer: it reads text. has_questions: a pack asks something, and `question` knows the answer.
+    needs_tokenizer: it reads text. has_questions: a pack asks something, see `is_right_answer`.
     is_ordered: the packs stand in the order of the whole run, which the trainer keeps; else an epoch visits each once.
     epochs: how often they hold the data together.
     """
@@ -309,8 +326,8 @@ class PackDataset(torch.utils.data.Dataset):
         """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
         return {}
 
-    def question(self, pack: int) -> Question:
-        """What pack `pack` asks."""
+    def is_right_answer(self, pack: int, answer: str) -> bool:
+        """Whether a text that a model generated answers the question of pack `pack`."""
         raise NotImplementedError(f"{type(self).__name__} has no questions")
 
     def changed_documents(self) -> list[OverLengthRow]:

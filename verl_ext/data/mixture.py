@@ -208,9 +208,9 @@ def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
 
 
 def _reason(draw: IntervalDraw, spans: Spans, folders: Sequence[str], first_rows: NDArray[np.int64]) -> str | None:
-    if draw.hindrance is None:
+    if draw.alternative is None:
         return None
-    span, otherwise = draw.hindrance.document, draw.hindrance.tokens_otherwise
+    span, otherwise = draw.alternative.document, draw.alternative.tokens
     row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
     folder = int(np.searchsorted(first_rows, row, side="right")) - 1
     where = f"row {row - int(first_rows[folder])} of {folders[folder]} ({length:,} tokens"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.dataset import DatasetOptions, named_paths
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
-from verl_ext.packing.strategies import MOST_TOKENS
+from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.counts import Counts
 from verl_ext.text.documents import Documents
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
@@ -83,11 +83,15 @@ class PreTrainOptions(TextSetOptions):
     def row_tokens(self) -> int | None:
         return self.max_length if self.rows == "padded" else None
 
+    @classmethod
+    def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
+        one_a_row = {"max_tokens": node.get("max_length"), "strategy": "none", "pad_mode": "right"}
+        return one_a_row if node.get("rows") == "padded" else {}
+
     @property
     def packing(self) -> SFTOptions:
-        if self.rows == "padded":
-            return replace(self, max_tokens=self.max_length, strategy="none", pad_mode="right")
-        return replace(self, max_tokens=self.max_length if self.max_tokens is None else self.max_tokens)
+        budget = self.max_length if self.max_tokens is None else self.max_tokens
+        return replace(self, **{"max_tokens": budget, **self.implied(vars(self))})
 
 
 @dataclass(frozen=True)

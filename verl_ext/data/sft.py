@@ -29,8 +29,17 @@ from verl_ext.data.left_out import CategoryRows, OverLengthRow, over_length_repo
 from verl_ext.data.mixture import MixtureOptions, draw_spans
 from verl_ext.data.scan import DocumentScan, OverLengthDocuments, scan_documents
 from verl_ext.files import default_root
-from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES, CostModel, PackPlan, Spans, cut_spans, plan_packs
-from verl_ext.packing.strategies import MOST_TOKENS, plan_repeated
+from verl_ext.packing import (
+    MOST_TOKENS,
+    OVER_LENGTH_POLICIES,
+    STRATEGIES,
+    CostModel,
+    PackPlan,
+    Spans,
+    cut_spans,
+    plan_packs,
+)
+from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.sources import SourceFile
 from verl_ext.text.tokenized import Encoder, read_report, tokenized
 from verl_ext.values import option, whole_number
@@ -54,7 +63,6 @@ class SFTOptions(DatasetOptions):
     mixture: Any = option(
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
     )
-    seed: int = option(42, "of the plan of packs and of their order", least=0)
 
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
@@ -65,6 +73,10 @@ class SFTOptions(DatasetOptions):
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return missing_paths(key, paths, os.path.isdir, "folder")
+
+    @property
+    def needs_train_dir(self) -> bool:
+        return self.mixture is None or MixtureOptions.read(self.mixture).needs_train_dir
 
     @property
     def packing(self) -> "SFTOptions":
@@ -150,19 +162,19 @@ class SFTDataSet(PackDataset):
         self.options = SFTOptions.read(config or {}, **given, pad_mode=pad_mode, mixture=mixture)
         if max_tokens is None and (config or {}).get("max_tokens") is None:
             raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
-        drawn_by = None if self.options.mixture is None else MixtureOptions.read(self.options.mixture)
-        if drawn_by is not None and max_samples > 0:
+        mixed = None if self.options.mixture is None else MixtureOptions.read(self.options.mixture)
+        if mixed is not None and max_samples > 0:
             raise ValueError(
                 f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
             )
         folders: list[str] = []
-        if drawn_by is None or drawn_by.needs_train_dir:
+        if self.options.needs_train_dir:
             paths = named_paths(key, "a tokenized dataset folder", train_dir=train_dir, parquet_files=parquet_files)
             folders = [os.path.abspath(os.path.expanduser(path)) for path in paths]
-        self._data = TokenizedData(folders if drawn_by is None else drawn_by.all_folders(folders), key)
+        self._data = TokenizedData(folders if mixed is None else mixed.all_folders(folders), key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
-        self._plan_packs(padding_value, key, max_samples, mixture=drawn_by, train_folders=folders)
+        self._plan_packs(padding_value, key, max_samples, mixture=mixed, train_folders=folders)
 
     def _plan_packs(
         self,

@@ -18,7 +18,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_ext.attention import document_layout
 from verl_ext.attention.packed import require_layout
-from verl_ext.attention.rope import choose_rope_by_document, restore_rope
+from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device
 from verl_ext.losses import token_nll
@@ -40,7 +40,7 @@ class PackedEngine(StepEngine):
     def _build_module(self) -> torch.nn.Module:
         """verl's module, with rotary frequencies in fp32 and by document."""
         module = super()._build_module()
-        restore_rope(module)
+        restore_rope_precision(module)
         choose_rope_by_document(module, self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0)
         return module
 

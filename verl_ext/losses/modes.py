@@ -16,19 +16,61 @@ mean, so it is no term of the mean over packs. With every weight 1, `sequence` i
 (https://arxiv.org/abs/2408.07055).
 
 Everything here comes from data alone, so Z is known before the first forward pass. Pure numpy.
+A new mode is its name in MODES and its branch in `pack_coefficients`.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+
+from verl_ext.values import Options, check_choice, option, show
 
 MODES = ("token", "sequence", "sqrt", "pack", "longwriter")
 
 
 @dataclass(frozen=True)
+class LossOptions(Options):
+    """Which mean is minimised. Category names are texts: one without a name is named by its number."""
+
+    prefix: ClassVar[str] = "loss"
+
+    mode: str = option("token", "which mean the loss is", choices=MODES)
+    category_weights: dict[str, float] | None = option(
+        None, "{category: weight ≥ 0}; a category not named has weight 1"
+    )
+    documents_per_pack: int = option(30, "LongWriter's constant; used by mode longwriter alone", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.category_weights is not None:
+            named = {str(name): float(weight) for name, weight in self.category_weights.items()}
+            object.__setattr__(self, "category_weights", named)
+
+    def problems(self) -> Iterable[str | None]:
+        weights = self.category_weights
+        if weights is None:
+            return
+        if not isinstance(weights, Mapping):
+            yield f"loss.category_weights must map categories to weights; got {show(weights)}"
+            return
+        for name, weight in weights.items():
+            key = f"loss.category_weights.{name}"
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                yield f"{key} must be a number; got {show(weight)}"
+            elif not math.isfinite(weight) or weight < 0:
+                yield f"{key} must be finite and at least 0; got {weight}"
+
+    def spec(self, names: Sequence[str]) -> "LossSpec":
+        """The loss over data whose categories have these names."""
+        return LossSpec(self.mode, category_weight_table(self.category_weights, names), self.documents_per_pack)
+
+
+@dataclass(frozen=True)
 class LossSpec:
-    """What `loss` says, with categories as dense indices.
+    """The loss with categories as dense indices.
 
     Attributes:
         mode: one of :data:`MODES`.
@@ -41,27 +83,20 @@ class LossSpec:
     documents_per_pack: int = 30
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"loss.mode must be one of {', '.join(MODES)}; got {self.mode}")
+        check_choice("loss.mode", self.mode, MODES)
 
 
-@dataclass(frozen=True)
-class PackCoefficients:
-    """One pack's share of the loss.
-
-    Attributes:
-        coefficients: float64[T], a_t of the token *at* t, before normalising.
-        normaliser: the pack's term of Z.
-    """
+class PackCoefficients(NamedTuple):
+    """One pack's share of the loss: float64[T], a_t of the token *at* t before normalising, and its term of Z."""
 
     coefficients: np.ndarray
     normaliser: float
 
 
-def category_weight_table(weights: Mapping[str, float] | None, names: tuple[str, ...]) -> np.ndarray:
+def category_weight_table(weights: Mapping[str, float] | None, names: Sequence[str]) -> np.ndarray:
     """float64[C + 1] by dense category index from `loss.category_weights`; 1 for no category and for names not in it.
 
-    A weight for a category that a dataset lacks has nothing to weigh there (a validation set may hold fewer).
+    A weight for a category that a dataset lacks has no effect there: a validation set may hold fewer.
     """
     return np.array([1.0, *((weights or {}).get(name, 1.0) for name in names)])
 
@@ -88,8 +123,6 @@ def pack_coefficients(
     weights = targets * spec.category_weights[category_index]
     if loss_weight is not None:
         weights = weights * loss_weight
-    in_pack = targets.sum()
-    has_target = float(in_pack > 0)
     if spec.mode == "token":
         return PackCoefficients(weights, weights.sum())
     if spec.mode in ("sequence", "sqrt"):
@@ -97,11 +130,12 @@ def pack_coefficients(
         share = np.maximum(in_document, 1.0) ** (-1.0 if spec.mode == "sequence" else -0.5)
         weights = weights * np.repeat(share, np.diff(offsets))
         return PackCoefficients(weights, weights.sum())
+    in_pack = targets.sum()
     weights = weights / max(in_pack, 1.0)
     if spec.mode == "longwriter":
         count = len(offsets) - 1 if documents is None else documents
         weights = weights * (count / spec.documents_per_pack)
-    return PackCoefficients(weights, has_target)
+    return PackCoefficients(weights, float(in_pack > 0))
 
 
 def shift_left(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:

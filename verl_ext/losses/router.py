@@ -20,27 +20,16 @@ import torch
 
 
 class RoutingSums(NamedTuple):
-    """What tokens add to the sums of a step, in float64.
+    """What tokens add to the sums of a step, in float64."""
 
-    Attributes:
-        choices: ``[E]``, how often each expert was chosen.
-        probabilities: ``[E]``, the sum of its probabilities; has a gradient.
-        tokens: ``[1]``, the tokens times the layers with a router.
-    """
-
-    choices: torch.Tensor
-    probabilities: torch.Tensor
-    tokens: torch.Tensor
+    choices: torch.Tensor  # [E], how often each expert was chosen
+    probabilities: torch.Tensor  # [E], the sum of its probabilities; has a gradient
+    tokens: torch.Tensor  # [1], the tokens times the layers with a router
 
 
 def routing_sums(logits: Sequence[torch.Tensor], is_real: torch.Tensor, top_k: int) -> RoutingSums:
-    """The sums of one batch.
-
-    Args:
-        logits: ``[T, E]`` of every layer with a router.
-        is_real: bool``[T]``, False for padding.
-        top_k: experts that a token is sent to.
-    """
+    """The sums of one batch: logits ``[T, E]`` of every layer with a router, is_real bool``[T]``, False for padding,
+    top_k experts for each token."""
     device, experts = logits[0].device, logits[0].shape[-1]
     choices = torch.zeros(experts, dtype=torch.float64, device=device)
     probabilities = torch.zeros(experts, dtype=torch.float64, device=device)

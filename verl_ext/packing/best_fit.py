@@ -1,42 +1,22 @@
 """Best fit decreasing over the whole set: the longest document first, each into the open pack that it fills best.
 
-Best fit and first fit decreasing are both within 11/9 of the optimum and differ by a pack or two now and then, in about
-one of 350 sets of thousands of documents. So where best fit does not reach the lower bound, first fit is tried too and
-the smaller plan is returned. Of a set with many distinct lengths, where a second try would add half to the time, first
-fit alone is made: the count never exceeds first fit's. A million documents take about 0.1 s.
+Documents of equal length are placed together, into groups of packs that look alike (histogram packing):
 
-A lower bound on the number of packs: where a plan reaches it, no plan is smaller.
-
-Whole documents that are together nearest to a number of tokens: a random subset, then a few of them chosen anew.
-
-    random order   7  3  9  4  2  6        wanted 20
-    taken          7  3  9                 19 tokens; 4, 2 and 6 do not fit the one token that is left
-    chosen anew    7  3     4     6        of the subsets of up to 16 documents, one that sums to 20
-
-1. Documents are taken in random order; one that no longer fits is passed over, so that a long document near the end
-   does not leave a hole that short ones could fill. This takes about log2(longest) passes of numpy.
-2. Of up to 16 documents, half of them taken and half not, with the one that alone comes nearest, all 65,536 subsets are
-   compared and the nearest is kept. This is repeated with other documents until the sum is within the tolerance, at
-   most 16 times. With 16 documents or fewer it is the best choice there is.
-
-Decreasing fits by runs: documents of equal length are placed together, into groups of packs that look alike.
-
-    run: 5 documents of 30      open packs, in order of use      after it
+    5 documents of 30           open packs, in order of use      after it
                                 2 with room 70                   2 with room 10, of 2 = floor(70 / 30) documents each
                                 4 with room 40                   1 with room 10, of 1
                                                                  3 with room 40
 
-Best fit and first fit both stay with a pack until the next document of the run does not fit it, so the work grows with
-pairs of a run and a group (below 0.1 of a million documents of chat and long lengths), not with documents or the
-budget. Lengths only decrease, so a pack either holds the present length (it is *open*) or waits, without being
-looked at, for the first run that fits its room: neither fit needs a search tree.
+A pack is used until the next document of that length does not fit it, so the work grows with pairs of a length and a
+group (below 0.1 of a million documents of chat and long lengths), not with documents or the budget. Lengths only
+decrease, so a pack either holds the present length (it is *open*) or waits, unseen, for the first length that fits its
+room: no search tree. A million documents take about 0.1 s.
 """
 
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import repeat
@@ -46,189 +26,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.packing.plan import PackPlan, index_type
+from verl_ext.packing.plan import PackPlan, index_type, offsets_of
 
 FEWEST_RANDOM_BITS = 16
-
-
-class Runs(NamedTuple):
-    """lengths int64[R], strictly decreasing, and counts int64[R]: so many documents of each."""
-
-    lengths: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-
-def decreasing(lengths: NDArray[np.int64], seed: int) -> tuple[NDArray[np.integer], Runs]:
-    """(documents int32 or int64[D], longest first, and their runs); lengths int64[D], D at least 1.
-
-    Among documents of equal length the seed decides. One sort of one 64-bit key a document, which vectorised sorts
-    do in about a tenth of an argsort's time:
-
-        highest bits                                  lowest bits
-        longest - length  |  random bits of the seed  |  number of the document
-    """
-    documents = len(lengths)
-    longest, shortest = int(lengths.max()), int(lengths.min())
-    number_bits, length_bits = (documents - 1).bit_length(), max((longest - shortest).bit_length(), 1)
-    if number_bits + length_bits + FEWEST_RANDOM_BITS > 64:  # ranks of lengths need fewer bits than lengths
-        distinct, ranks = np.unique(lengths, return_inverse=True)
-        order, runs = _sorted(ranks, len(distinct) - 1, number_bits, number_bits, seed)
-        return order, Runs(distinct[runs.lengths], runs.counts)
-    return _sorted(lengths, longest, length_bits, number_bits, seed)
-
-
-def _sorted(
-    lengths: NDArray[np.int64], longest: int, length_bits: int, number_bits: int, seed: int
-) -> tuple[NDArray[np.integer], Runs]:
-    keys = np.random.default_rng(seed).bit_generator.random_raw(len(lengths))
-    keys >>= np.uint64(length_bits + number_bits)
-    part = np.subtract(longest, lengths, dtype=np.int64).view(np.uint64)
-    part <<= np.uint64(64 - length_bits - number_bits)
-    keys |= part
-    keys <<= np.uint64(number_bits)
-    keys |= np.arange(len(lengths), dtype=np.uint64)
-    keys.sort()
-    np.bitwise_and(keys, np.uint64((1 << number_bits) - 1), out=part)
-    documents = part.astype(index_type(len(lengths)))
-    keys >>= np.uint64(64 - length_bits)
-    starts = np.concatenate([[0], np.flatnonzero(keys[1:] != keys[:-1]) + 1])
-    return documents, Runs(longest - keys[starts].astype(np.int64), np.diff(starts, append=len(lengths)))
-
-
-def fewest_packs(runs: Runs, max_tokens: int) -> int:
-    """Martello and Toth's L2 over every threshold t (Knapsack Problems, 1990, chapter 8), in time linear in the runs.
-
-    Documents over max_tokens / 2 need a pack each. Beside one of more than max_tokens - t no document of t or more
-    finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs:
-
-        L2 = large + max over t of ceil((tokens of t .. max_tokens/2 - room beside large ones up to max_tokens - t) / max_tokens)
-    """  # noqa: E501  the formula is one line
-    large = int(np.searchsorted(-runs.lengths, -(max_tokens // 2), side="left"))
-    packs_before, room_before = (
-        np.concatenate([[0], np.cumsum(values[:large])])
-        for values in (runs.counts, runs.counts * (max_tokens - runs.lengths))
-    )
-    thresholds = runs.lengths[large:]
-    if len(thresholds) == 0:
-        return int(packs_before[-1])
-    tokens = np.cumsum(runs.counts[large:] * thresholds)
-    too_large = np.searchsorted(-runs.lengths[:large], -(max_tokens - thresholds), side="left")
-    beyond = tokens - (room_before[-1] - room_before[too_large])
-    return int(packs_before[-1] + max(-(-beyond.max() // max_tokens), 0))
-
-
-WINDOW = 16  # documents whose subsets are all compared: 2^16 sums
-TRIES = 16
-
-
-def nearest_subset(
-    lengths: NDArray[np.int64], wanted: int, tolerance: float, rng: np.random.Generator
-) -> NDArray[np.bool_]:
-    """bool[n]: a random subset whose sum comes near to `wanted`, above or below; lengths int64[n] ≥ 1, in tokens.
-
-    The search ends within `tolerance` tokens of `wanted`, or with the best that it met. `wanted` is at most the sum.
-    """
-    chosen = _random_fill(lengths, wanted, rng)
-    for _ in range(TRIES):
-        gap = wanted - int(lengths[chosen].sum())
-        if gap == 0:
-            break
-        _choose_anew(lengths, chosen, gap, rng)
-        if len(lengths) <= WINDOW or abs(wanted - int(lengths[chosen].sum())) <= tolerance:
-            break
-    return chosen
-
-
-def hindering(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int) -> int:
-    """The document which, added (gap > 0: tokens are missing) or left out (gap < 0), alone comes nearest to closing
-    the gap."""
-    others = np.flatnonzero(chosen == (gap < 0))
-    return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
-
-
-def _random_fill(lengths: NDArray[np.int64], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Documents in random order, each taken if it fits what the earlier ones left of `wanted`."""
-    chosen = np.zeros(len(lengths), bool)
-    order, room = rng.permutation(len(lengths)), wanted
-    in_order = lengths[order]
-    while len(order):
-        running = np.cumsum(in_order)
-        fits = int(np.searchsorted(running, room, side="right"))
-        chosen[order[:fits]] = True
-        room -= int(running[fits - 1]) if fits else 0
-        still = fits + np.flatnonzero(in_order[fits:] <= room)
-        order, in_order = order[still], in_order[still]
-    return chosen
-
-
-def _choose_anew(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator) -> None:
-    """Replace the choice among up to WINDOW documents by the nearest one, in place; never a worse one."""
-    window = _window(lengths, chosen, gap, rng)
-    sums = np.zeros(1, np.int64)
-    for length in lengths[window].tolist():
-        sums = np.concatenate([sums, sums + length])
-    room = gap + int(lengths[window][chosen[window]].sum())
-    off = np.abs(sums - room)
-    best = int(off.argmin())
-    if off[best] < abs(gap):
-        chosen[window] = (best >> np.arange(len(window))) & 1
-
-
-def _window(
-    lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator
-) -> NDArray[np.int64]:
-    """Up to WINDOW documents: taken ones, others that could come in their place, and the one that alone is nearest."""
-    if len(lengths) <= WINDOW:
-        return np.arange(len(lengths))
-    taken = np.flatnonzero(chosen)
-    not_taken = len(lengths) - len(taken)
-    taken = _sample(taken, max(WINDOW // 2, WINDOW - max(not_taken, 1)), rng)
-    room = gap + int(lengths[taken].sum())
-    others = _sample(np.flatnonzero(~chosen & (lengths < 2 * room)), WINDOW - 1 - len(taken), rng)
-    return np.unique(np.concatenate([taken, others, [hindering(lengths, chosen, gap)]]))
-
-
-def _sample(documents: NDArray[np.int64], size: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    return documents[rng.choice(len(documents), min(size, len(documents)), replace=False)]
-
+LENGTHS_TRIED_TWICE = 2**15  # distinct lengths for which two fits are tried; more where each has DOCUMENTS_PER_LENGTH
+DOCUMENTS_PER_LENGTH = 20
 
 Group = tuple[int, int, int, int]  # first pack, room of each, packs (numbered on from the first), documents in each
 
 
-@dataclass(frozen=True)
-class OpenPacks:
-    """Groups whose packs hold a document of the present length, in the order in which they are to be used.
+class Histogram(NamedTuple):
+    """lengths int64[R], strictly decreasing, and counts int64[R]: so many documents of each."""
 
-    push: what remains of the group that was popped last; extend: groups with less room than any open one.
-    """
-
-    groups: list[Group]
-    push: Callable[[Group], None]
-    pop: Callable[[], Group]
-    extend: Callable[[list[Group]], None]
-
-
-def fullest_first() -> OpenPacks:
-    """Best fit: a stack, since groups come in with less and less room."""
-    groups: list[Group] = []
-
-    def extend(more: list[Group]) -> None:
-        if len(more) > 1:
-            more.sort(key=itemgetter(1, 0), reverse=True)
-        groups.extend(more)
-
-    return OpenPacks(groups, groups.append, groups.pop, extend)
-
-
-def earliest_first() -> OpenPacks:
-    """First fit: a heap over the number of a group's first pack."""
-    groups: list[Group] = []
-
-    def extend(more: list[Group]) -> None:
-        for group in more:
-            heappush(groups, group)
-
-    return OpenPacks(groups, partial(heappush, groups), partial(heappop, groups), extend)
+    lengths: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
 
 class Placements(NamedTuple):
@@ -241,28 +52,116 @@ class Placements(NamedTuple):
     batches: NDArray[np.integer]
 
 
-def fit(runs: Runs, max_tokens: int, open_packs: OpenPacks, most_packs: int) -> Placements | None:
-    """Where the documents of `runs` go, every one into the first of `open_packs` or else a new pack; None when that
-    takes more than `most_packs`. Packs are numbered in the order in which they are opened."""
-    large = int(np.searchsorted(-runs.lengths, -(max_tokens // 2), side="left"))
-    alone = int(runs.counts[:large].sum())  # two documents over half the budget never share a pack
-    rooms = max_tokens - runs.lengths[:large]
-    first = np.cumsum(runs.counts[:large]) - runs.counts[:large]
-    waiting_large = list(zip(first.tolist(), rooms.tolist(), runs.counts[:large].tolist(), repeat(1), strict=False))
-    rest = Runs(runs.lengths[large:], runs.counts[large:])
-    reached = np.searchsorted(rooms, rest.lengths, side="left").tolist()
-    with _collector_paused():
-        num_packs, flat = _fit_runs(rest, max_tokens, open_packs, alone, waiting_large, reached, most_packs)
+def best_fit(
+    lengths: NDArray[np.int64], max_tokens: int, seed: int, lengths_tried_twice: int | None = None
+) -> PackPlan:
+    """Packs in the order in which they were opened, documents in the order in which they were placed (longest first).
+
+    lengths int64[D], each 1..max_tokens. Among documents of equal length the seed decides, so that packs are not made
+    of neighbours. Never more packs than first fit decreasing: both are within 11/9 of the optimum and differ by a pack
+    or two in about one of 350 sets of thousands of documents. So where best fit does not reach the lower bound, first
+    fit is tried too; of a set with more than `lengths_tried_twice` distinct lengths, where a second try would add half
+    to the time, first fit alone is made.
+    """
+    if len(lengths) == 0:
+        return PackPlan(np.zeros(0, np.int32), np.zeros(1, np.int64))
+    documents, histogram = sort_by_length(lengths, seed)
+    if lengths_tried_twice is None:
+        lengths_tried_twice = max(LENGTHS_TRIED_TWICE, len(lengths) // DOCUMENTS_PER_LENGTH)
+    first_fit_alone = len(histogram.lengths) > lengths_tried_twice
+    placements = fit(histogram, max_tokens, first_fit=first_fit_alone)
+    assert placements is not None, "every document fits a pack of its own"
+    if not first_fit_alone and placements.num_packs > fewest_packs(histogram, max_tokens):
+        placements = fit(histogram, max_tokens, first_fit=True, most_packs=placements.num_packs - 1) or placements
+    return plan_from_placements(documents, placements)
+
+
+def sort_by_length(lengths: NDArray[np.int64], seed: int) -> tuple[NDArray[np.integer], Histogram]:
+    """(documents int32 or int64[D], longest first, and their histogram); lengths int64[D], D at least 1.
+
+    Among documents of equal length the seed decides. One sort of one 64-bit key a document, which vectorised sorts
+    do in about a tenth of an argsort's time:
+
+        highest bits                                  lowest bits
+        longest - length  |  random bits of the seed  |  number of the document
+    """
+    documents = len(lengths)
+    longest, shortest = int(lengths.max()), int(lengths.min())
+    number_bits, length_bits = (documents - 1).bit_length(), max((longest - shortest).bit_length(), 1)
+    if number_bits + length_bits + FEWEST_RANDOM_BITS > 64:  # ranks of lengths need fewer bits than lengths
+        distinct, ranks = np.unique(lengths, return_inverse=True)
+        order, histogram = _sort_keys(ranks, len(distinct) - 1, number_bits, number_bits, seed)
+        return order, Histogram(distinct[histogram.lengths], histogram.counts)
+    return _sort_keys(lengths, longest, length_bits, number_bits, seed)
+
+
+def _sort_keys(
+    lengths: NDArray[np.int64], longest: int, length_bits: int, number_bits: int, seed: int
+) -> tuple[NDArray[np.integer], Histogram]:
+    keys = np.random.default_rng(seed).bit_generator.random_raw(len(lengths))
+    keys >>= np.uint64(length_bits + number_bits)
+    part = np.subtract(longest, lengths, dtype=np.int64).view(np.uint64)
+    part <<= np.uint64(64 - length_bits - number_bits)
+    keys |= part
+    keys <<= np.uint64(number_bits)
+    keys |= np.arange(len(lengths), dtype=np.uint64)
+    keys.sort()
+    np.bitwise_and(keys, np.uint64((1 << number_bits) - 1), out=part)
+    documents = part.astype(index_type(len(lengths)))
+    keys >>= np.uint64(64 - length_bits)
+    starts = np.concatenate([[0], np.flatnonzero(keys[1:] != keys[:-1]) + 1])
+    return documents, Histogram(longest - keys[starts].astype(np.int64), np.diff(starts, append=len(lengths)))
+
+
+def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
+    """A lower bound: Martello and Toth's L2 over every threshold t (Knapsack Problems, 1990, chapter 8), in linear time.
+
+    Documents over max_tokens / 2 need a pack each. Beside one of more than max_tokens - t no document of t or more
+    finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs:
+
+        L2 = large + max over t of ceil((tokens of t .. max_tokens/2 - room beside large ones up to max_tokens - t) / max_tokens)
+    """  # noqa: E501  the formula is one line
+    lengths, counts = histogram
+    large = int(np.searchsorted(-lengths, -(max_tokens // 2), side="left"))
+    packs_before, room_before = offsets_of(counts[:large]), offsets_of((counts * (max_tokens - lengths))[:large])
+    thresholds = lengths[large:]
+    if len(thresholds) == 0:
+        return int(packs_before[-1])
+    tokens = np.cumsum(counts[large:] * thresholds)
+    too_large = np.searchsorted(-lengths[:large], -(max_tokens - thresholds), side="left")
+    beyond = tokens - (room_before[-1] - room_before[too_large])
+    return int(packs_before[-1] + max(-(-beyond.max() // max_tokens), 0))
+
+
+def fit(
+    histogram: Histogram, max_tokens: int, *, first_fit: bool = False, most_packs: int | None = None
+) -> Placements | None:
+    """Where the documents go: each into the fullest open pack that holds it, with `first_fit` into the earliest.
+
+    Packs are numbered in the order in which they are opened. None where more than `most_packs` are needed.
+    """
+    documents = int(histogram.counts.sum())
+    most_packs = documents if most_packs is None else most_packs
+    large = int(np.searchsorted(-histogram.lengths, -(max_tokens // 2), side="left"))
+    counts, rooms = histogram.counts[:large], max_tokens - histogram.lengths[:large]
+    alone = int(counts.sum())  # two documents over half the budget never share a pack
+    groups: list[Group] = list(
+        zip((np.cumsum(counts) - counts).tolist(), rooms.tolist(), counts.tolist(), repeat(1), strict=False)
+    )
+    small = Histogram(histogram.lengths[large:], histogram.counts[large:])
+    reached = np.searchsorted(rooms, small.lengths, side="left").tolist()  # rooms ascend
+    waiting = [groups[start:end] for start, end in zip(reached, [large, *reached], strict=False)]
+    with _garbage_collection_paused():
+        num_packs, rows = _fit_small(small, max_tokens, first_fit, alone, waiting, most_packs)
     if num_packs > most_packs:
         return None
-    batches = np.array(flat, index_type(int(runs.counts.sum()))).reshape(-1, 4)
-    return Placements(num_packs, alone, batches)
+    return Placements(num_packs, alone, np.array(rows, index_type(documents)).reshape(-1, 4))
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
-    """The fit keeps some 100,000 tuples and makes no cycle: a collector that looks for one takes a tenth of its time,
-    and more in a process of many objects."""
+def _garbage_collection_paused() -> Iterator[None]:
+    """A fit keeps some 100,000 tuples and makes no cycle: looking for one takes a tenth of its time, and more in a
+    process of many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -272,29 +171,28 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _fit_runs(
-    runs: Runs,
+def _fit_small(
+    histogram: Histogram,
     max_tokens: int,
-    open_packs: OpenPacks,
+    first_fit: bool,
     num_packs: int,
-    waiting_large: list[Group],  # room ascending; run i reaches those from reached[i] on
-    reached: list[int],
+    waiting: list[list[Group]],  # by the first length that fits their room
     most_packs: int,
 ) -> tuple[int, list[int]]:
-    """(packs, batches one after the other); the packs are more than `most_packs` when it stopped there."""
-    groups, push, pop, extend = open_packs.groups, open_packs.push, open_packs.pop, open_packs.extend
-    run_that_fits, shortest = _run_that_fits(runs), int(runs.lengths[-1]) if len(runs.lengths) else 0
-    waiting: list[list[Group] | None] = [None] * len(runs.lengths)  # by the first run that fits
+    """(packs, rows of Placements.batches one after the other); stops at more packs than `most_packs`."""
+    groups: list[Group] = []  # the open packs: a heap by number, or a stack, as groups come in with less and less room
+    push: Callable[[Group], None] = partial(heappush, groups) if first_fit else groups.append
+    pop: Callable[[], Group] = partial(heappop, groups) if first_fit else groups.pop
+    first_that_fits, shortest = _first_that_fits(histogram), int(histogram.lengths[-1]) if waiting else 0
     batches: list[int] = []
     record = batches.extend
-    unreached = len(waiting_large)
-    for run, (length, left, reach) in enumerate(zip(runs.lengths.tolist(), runs.counts.tolist(), reached, strict=True)):
-        arrived, waiting[run] = waiting[run] or [], None
-        if reach < unreached:
-            arrived += waiting_large[reach:unreached]
-            unreached = reach
-        if arrived:
-            extend(arrived)
+    for length, left, arrived in zip(histogram.lengths.tolist(), histogram.counts.tolist(), waiting, strict=True):
+        if first_fit:
+            for group in arrived:
+                push(group)
+        elif arrived:
+            arrived.sort(key=itemgetter(1, 0), reverse=True)
+            groups.extend(arrived)
         while left:
             if groups:
                 first, room, packs, before = pop()
@@ -305,7 +203,7 @@ def _fit_runs(
                     return num_packs, batches
             each = room // length
             take = left // each
-            if not take:  # the run's last documents do not fill one pack
+            if not take:  # the last documents of this length do not fill one pack
                 take, each = 1, left
             if take < packs:
                 push((first + take, room, packs - take, before))
@@ -316,22 +214,17 @@ def _fit_runs(
             if room >= length:
                 push((first, room, packs, before + each))
             elif room >= shortest:
-                fits = run_that_fits(room)
-                others = waiting[fits]
-                if others is None:
-                    waiting[fits] = [(first, room, packs, before + each)]
-                else:
-                    others.append((first, room, packs, before + each))
+                waiting[first_that_fits(room)].append((first, room, packs, before + each))
     return num_packs, batches
 
 
-def _run_that_fits(runs: Runs) -> Callable[[int], int]:
-    """room -> the first run whose documents fit it, for rooms below the longest length: from a table where that is no
-    larger than the documents are many, else by bisection."""
-    if len(runs.lengths) and runs.lengths[0] <= runs.counts.sum():
-        rooms = np.arange(runs.lengths[0] + 1)
-        return np.searchsorted(-runs.lengths, -rooms, side="left").tolist().__getitem__
-    descending = (-runs.lengths).tolist()
+def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
+    """room -> index of the first length that fits it, for rooms below the longest: from a table where that is no larger
+    than the documents are many, else by bisection."""
+    if len(histogram.lengths) and histogram.lengths[0] <= histogram.counts.sum():
+        rooms = np.arange(histogram.lengths[0] + 1)
+        return np.searchsorted(-histogram.lengths, -rooms, side="left").tolist().__getitem__
+    descending = (-histogram.lengths).tolist()
     return lambda room: bisect_left(descending, -room)
 
 
@@ -342,16 +235,15 @@ def plan_from_placements(documents: NDArray[np.integer], placements: Placements)
     changes = np.bincount(first, each, num_packs + 1) - np.bincount(first + packs, each, num_packs + 1)
     sizes = np.cumsum(changes[:-1]).astype(np.int64)
     sizes[:alone] += 1
-    offsets = np.zeros(num_packs + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
+    offsets = offsets_of(sizes)
     index = np.empty_like(documents)
     index[offsets[:alone]] = documents[:alone]
-    index[_places(batches, offsets)] = documents[alone:]
+    index[_positions(batches, offsets)] = documents[alone:]
     return PackPlan(index, offsets)
 
 
-def _places(batches: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.integer]:
-    """Where in document_index each document goes that the batches place."""
+def _positions(batches: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.integer]:
+    """Where in document_index each document of the batches goes."""
     first, packs, each, before = batches.T
     pack = np.repeat(first - (np.cumsum(packs, dtype=first.dtype) - packs), packs)
     pack += np.arange(len(pack), dtype=pack.dtype)
@@ -361,32 +253,6 @@ def _places(batches: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray
         return start
     sizes = np.repeat(each, packs)
     start -= np.cumsum(sizes, dtype=sizes.dtype) - sizes
-    places = np.repeat(start, sizes)
-    places += np.arange(len(places), dtype=places.dtype)
-    return places
-
-
-RUNS_TRIED_TWICE = 2**15  # always; above, where there are DOCUMENTS_PER_RUN on average
-DOCUMENTS_PER_RUN = 20
-
-
-def best_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """Packs in the order in which they were opened, documents in the order in which they were placed (longest
-    first); lengths int64[D], each 1..max_tokens. Never more packs than first fit decreasing. Among documents of equal
-    length the seed decides, so that packs are not made of neighbours."""
-    if len(lengths) == 0:
-        return PackPlan(np.zeros(0, np.int32), np.zeros(1, np.int64))
-    documents, runs = decreasing(lengths, seed)
-    return plan_from_placements(documents, _fewest(runs, max_tokens, len(lengths)))
-
-
-def _fewest(runs: Runs, max_tokens: int, documents: int) -> Placements:
-    if len(runs.lengths) > max(RUNS_TRIED_TWICE, documents // DOCUMENTS_PER_RUN):
-        first = fit(runs, max_tokens, earliest_first(), most_packs=documents)
-        assert first is not None, "every document fits a pack of its own"
-        return first
-    best = fit(runs, max_tokens, fullest_first(), most_packs=documents)
-    assert best is not None, "every document fits a pack of its own"
-    if best.num_packs == fewest_packs(runs, max_tokens):
-        return best
-    return fit(runs, max_tokens, earliest_first(), most_packs=best.num_packs - 1) or best
+    positions = np.repeat(start, sizes)
+    positions += np.arange(len(positions), dtype=positions.dtype)
+    return positions

@@ -19,11 +19,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.packing.best_fit import hindering, nearest_subset
-
 KEY = "data.mixture"
 TOLERANCE = 0.01  # of an interval's budget
 MOST_DOCUMENTS = 2**31 - 1  # drawn from one interval, in whole epochs
+WINDOW = 16  # documents whose subsets are all compared: 2^16 sums
+TRIES = 16
+
+Interval = tuple[int | None, int | None]  # low < length <= high, (None, None) for all lengths
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,18 @@ class MixtureSource:
         return f"{KEY}.sources.{self.name}"
 
     @property
-    def intervals(self) -> list[tuple[int | None, int | None]]:
+    def intervals(self) -> list[Interval]:
         """(low, high) of each interval, (None, None) where it is of all lengths."""
         return [(None, None)] if self.edges is None else list(pairwise(self.edges))
 
 
 @dataclass(frozen=True)
-class Hindrance:
-    """The document that keeps an interval more than TOLERANCE off, and the tokens given if it were drawn once more
-    (tokens are missing) or once less."""
+class Alternative:
+    """The document that comes nearest to the budget when it is drawn once more (tokens are missing) or once less, and
+    the tokens that the interval then gives."""
 
     document: int
-    tokens_otherwise: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class IntervalDraw:
     """What one interval of a source gives: documents int64[D], whole epochs first, each in the order of the data.
 
     distinct: different documents among them; wanted, given, pool: tokens of the budget, of the documents drawn, and of
-    all documents of the interval; hindrance: None within TOLERANCE.
+    all documents of the interval; alternative: where the draw is more than TOLERANCE off, why no draw is nearer.
     """
 
     source: str
@@ -72,7 +74,7 @@ class IntervalDraw:
     wanted: int
     given: int
     pool: int
-    hindrance: Hindrance | None
+    alternative: Alternative | None
 
 
 def draw_mixture(
@@ -100,12 +102,18 @@ def draw_mixture(
     pools = [_pools(lengths, source, ours) for source, ours in zip(sources, members, strict=True)]
     budgets = _budgets(lengths, sources, pools, total_tokens)
     draws: list[IntervalDraw] = []
-    for source, pool, budget in zip(sources, pools, budgets, strict=True):
-        drawn = _draw_source(lengths, source, pool, round(budget * scale), seed)
+    for source, pool, unscaled in zip(sources, pools, budgets, strict=True):
+        budget = round(unscaled * scale)
+        number = zlib.crc32(source.name.encode())  # its draw does not change when another source comes or goes
+        edges = [budget * i // len(pool) for i in range(len(pool) + 1)]
+        drawn = [
+            _draw_interval(lengths, documents, source, source.intervals[i], edges[i + 1] - edges[i], [seed, number, i])
+            for i, documents in enumerate(pool)
+        ]
         if not any(interval.given for interval in drawn):
             shortest = min(int(lengths[documents].min()) for documents in pool)
             raise ValueError(
-                f"{source.key} must have tokens for at least one document; got {round(budget * scale)} tokens over "
+                f"{source.key} must have tokens for at least one document; got {budget} tokens over "
                 f"{len(pool)} intervals, and its shortest document has {shortest}"
             )
         draws += drawn
@@ -113,16 +121,16 @@ def draw_mixture(
 
 
 def _pools(lengths: NDArray[np.integer], source: MixtureSource, members: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The documents of each interval of a source, ascending; ValueError when there are none."""
+    """The documents of each interval of a source, ascending."""
     if len(members) == 0:
         raise ValueError(f"{source.key} must have at least one document to draw from; got none")
     if source.edges is None:
         return [members]
     ours = lengths[members]
-    intervals = list(pairwise(source.edges))
-    pools = [members[(ours > low) & (ours <= high)] for low, high in intervals]
-    for (low, high), pool in zip(intervals, pools, strict=True):
-        if len(pool) == 0:
+    pools = []
+    for low, high in pairwise(source.edges):
+        pools.append(members[(ours > low) & (ours <= high)])
+        if len(pools[-1]) == 0:
             raise ValueError(
                 f"{source.key}.intervals must each hold a document; got none of more than {low} and at most {high} "
                 f"tokens (its documents have {ours.min()} to {ours.max()})"
@@ -156,53 +164,114 @@ def _budgets(
     return [source.tokens if source.tokens else shared * (source.weight or 0) / weights for source in sources]
 
 
-def _draw_source(
-    lengths: NDArray[np.integer], source: MixtureSource, pools: Sequence[NDArray[np.int64]], budget: int, seed: int
-) -> list[IntervalDraw]:
-    number = zlib.crc32(source.name.encode())  # its draw does not change when another source comes or goes
-    return [
-        _draw_interval(
-            lengths[pool].astype(np.int64),
-            pool,
-            source.name,
-            interval,
-            (budget * (i + 1)) // len(pools) - (budget * i) // len(pools),
-            np.random.default_rng([seed, number, i]),
-        )
-        for i, (interval, pool) in enumerate(zip(source.intervals, pools, strict=True))
-    ]
-
-
 def _draw_interval(
-    lengths: NDArray[np.int64],
+    all_lengths: NDArray[np.integer],
     pool: NDArray[np.int64],
-    source: str,
-    interval: tuple[int | None, int | None],
+    source: MixtureSource,
+    interval: Interval,
     wanted: int,
-    rng: np.random.Generator,
+    seed: list[int],
 ) -> IntervalDraw:
-    """lengths int64[n] of the documents pool int64[n]."""
+    lengths = all_lengths[pool].astype(np.int64)
     tokens = int(lengths.sum())
     epochs, rest = divmod(wanted, tokens)
     if epochs * len(pool) > MOST_DOCUMENTS:
         raise ValueError(
-            f"{KEY}.sources.{source} must draw fewer than 2^31 documents from an interval; got a budget of {wanted:,} "
+            f"{source.key} must draw fewer than 2^31 documents from an interval; got a budget of {wanted:,} "
             f"tokens for an interval of {len(pool):,} documents with {tokens:,} tokens"
         )
-    chosen = nearest_subset(lengths, rest, TOLERANCE * wanted, rng)
+    chosen = nearest_subset(lengths, rest, TOLERANCE * wanted, np.random.default_rng(seed))
     given = epochs * tokens + int(lengths[chosen].sum())
-    hindrance = None
+    alternative = None
     if abs(given - wanted) > TOLERANCE * wanted:
-        at = hindering(lengths, chosen, wanted - given)
+        at = _nearest_document(lengths, chosen, wanted - given)
         step = int(lengths[at])
-        hindrance = Hindrance(int(pool[at]), given + step if given < wanted else given - step)
+        alternative = Alternative(int(pool[at]), given + step if given < wanted else given - step)
     return IntervalDraw(
-        source,
+        source.name,
         *interval,
         documents=np.concatenate([np.tile(pool, epochs), pool[chosen]]),
         distinct=len(pool) if epochs else int(chosen.sum()),
         wanted=wanted,
         given=given,
         pool=tokens,
-        hindrance=hindrance,
+        alternative=alternative,
     )
+
+
+def nearest_subset(
+    lengths: NDArray[np.int64], wanted: int, tolerance: float, rng: np.random.Generator
+) -> NDArray[np.bool_]:
+    """bool[n]: a random subset whose sum comes near to `wanted`, above or below; lengths int64[n] ≥ 1, in tokens.
+
+        random order       7  3  9  4  2  6        wanted 20
+        taken              7  3  9                 19 tokens; 4, 2 and 6 do not fit the one token that is left
+        chosen again       7  3     4     6        of the subsets of up to 16 documents, one that sums to 20
+
+    Documents are taken in random order, and one that no longer fits is passed over, so that a long one near the end
+    leaves no hole that short ones could fill. Then all subsets of up to 16 documents, half of them taken and half not,
+    are compared, again and again with other documents until the sum is within `tolerance` tokens of `wanted`, at most
+    16 times. With 16 documents or fewer it is the best choice there is. `wanted` is at most the sum.
+    """
+    chosen = _random_fill(lengths, wanted, rng)
+    for _ in range(TRIES):
+        gap = wanted - int(lengths[chosen].sum())
+        if gap == 0:
+            break
+        _choose_again(lengths, chosen, gap, rng)
+        if len(lengths) <= WINDOW or abs(wanted - int(lengths[chosen].sum())) <= tolerance:
+            break
+    return chosen
+
+
+def _nearest_document(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int) -> int:
+    """The document which, added (gap > 0: tokens are missing) or left out (gap < 0), alone comes nearest to closing
+    the gap."""
+    others = np.flatnonzero(chosen == (gap < 0))
+    return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
+
+
+def _random_fill(lengths: NDArray[np.int64], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Documents in random order, each taken if it fits what the earlier ones left: about log2(longest) passes."""
+    chosen = np.zeros(len(lengths), bool)
+    order, room = rng.permutation(len(lengths)), wanted
+    in_order = lengths[order]
+    while len(order):
+        running = np.cumsum(in_order)
+        fits = int(np.searchsorted(running, room, side="right"))
+        chosen[order[:fits]] = True
+        room -= int(running[fits - 1]) if fits else 0
+        still = fits + np.flatnonzero(in_order[fits:] <= room)
+        order, in_order = order[still], in_order[still]
+    return chosen
+
+
+def _choose_again(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator) -> None:
+    """Replace the choice among up to WINDOW documents by the nearest one, in place; never a worse one."""
+    window = _window(lengths, chosen, gap, rng)
+    sums = np.zeros(1, np.int64)
+    for length in lengths[window].tolist():
+        sums = np.concatenate([sums, sums + length])
+    room = gap + int(lengths[window][chosen[window]].sum())
+    off = np.abs(sums - room)
+    best = int(off.argmin())
+    if off[best] < abs(gap):
+        chosen[window] = (best >> np.arange(len(window))) & 1
+
+
+def _window(
+    lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Up to WINDOW documents: taken ones, others that could come in their place, and the one that alone is nearest."""
+    if len(lengths) <= WINDOW:
+        return np.arange(len(lengths))
+    taken = np.flatnonzero(chosen)
+    not_taken = len(lengths) - len(taken)
+    taken = _sample(taken, max(WINDOW // 2, WINDOW - max(not_taken, 1)), rng)
+    room = gap + int(lengths[taken].sum())
+    others = _sample(np.flatnonzero(~chosen & (lengths < 2 * room)), WINDOW - 1 - len(taken), rng)
+    return np.unique(np.concatenate([taken, others, [_nearest_document(lengths, chosen, gap)]]))
+
+
+def _sample(documents: NDArray[np.int64], size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    return documents[rng.choice(len(documents), min(size, len(documents)), replace=False)]

@@ -1,13 +1,9 @@
-"""The order in which an epoch visits its packs.
-
-CostModel: what a document costs to run, linear plus quadratic in its length; and how evenly ranks share a step.
-
-Balanced, unbiased steps: packs of like cost share a micro-step, and every step mixes cost levels.
+"""The order in which an epoch visits its packs: balanced, unbiased steps.
 
     12 packs by cost       a b c | d e f | g h i | j k l       groups of 3, one pack for each of 3 ranks
     shuffled into steps    step 0:  g h i | a b c    step 1:  j k l | d e f
 
-Ranks wait for the dearest pack of a micro-step: with packs of like cost, hardly (GLM-Long's sorted packing). The
+Ranks wait for the most expensive pack of a micro-step: with packs of like cost, hardly (GLM-Long's sorted packing). The
 groups are shuffled by seed and epoch, so that costs follow one another as in any shuffle, and gradient accumulation
 puts several of them into one step, which removes the bias of a step of like packs (LongAlign's sorted batching).
 """
@@ -18,20 +14,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.packing.plan import PackPlan
+from verl_ext.values import whole_number
 
-
-def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """int64[P]: a permutation of the packs that depends on seed and epoch alone, never on ranks or workers."""
-    if num_packs < 0 or seed < 0 or epoch < 0:
-        raise ValueError(
-            f"num_packs, data.seed and epoch must be at least 0; got num_packs={num_packs}, seed={seed}, epoch={epoch}"
-        )
-    return np.random.default_rng([seed, epoch]).permutation(num_packs)
+# One step in so many comes out of a shuffle all on one cost level and is changed; rare, so that the order of groups
+# stays as uncorrelated as a shuffle's.
+_RARE = 64
+_TRIES = 64
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """cost(l) = linear·l + quadratic·l² + windowed·a(l), in any one unit.
+    """What a document costs to run: cost(l) = linear·l + quadratic·l² + windowed·a(l), in any one unit.
 
     a(l) = l² up to `window` tokens and 2·l·window − window² beyond: twice the area under a causal mask of that width.
     The factors are whole numbers, so that sums below 2^53 are exact, and an order by cost the same on every machine.
@@ -56,7 +49,7 @@ class CostModel:
         return cost
 
     def packs(self, plan: PackPlan, lengths: ArrayLike) -> NDArray[np.float64]:
-        """float64[P]: the documents' costs summed over each pack of `plan`; lengths integer[D], one a document."""
+        """float64[P]: the documents' costs summed over each pack of `plan`; lengths integer[D], one per document."""
         if plan.num_packs == 0:
             return np.zeros(0)
         return np.add.reduceat(self.documents(lengths)[plan.document_index], plan.pack_offsets[:-1])
@@ -70,8 +63,8 @@ def cost_over_ideal(
 ) -> float:
     """How much longer an epoch takes than with perfectly shared steps, at least 1 (1 for no cost at all).
 
-    costs float64[P] of the packs in the order in which they are visited; steps of `batch_size` packs (null: one step).
-    A micro-step deals the next micro_batch_size × ranks packs of its step out and takes as long as its dearest rank.
+    costs float64[P] of the packs in the order in which they are visited; steps of `batch_size` packs (None: one step).
+    A micro-step deals the next micro_batch_size × ranks packs of its step out and takes as long as its slowest rank.
     """
     total = costs.sum()
     if total == 0:
@@ -86,10 +79,12 @@ def cost_over_ideal(
     return float(by_rank.max(axis=1).sum() * ranks / total)
 
 
-# One step in so many comes out of a shuffle all on one cost level and is mended; rare, so that the order of groups
-# stays as uncorrelated as a shuffle's.
-_RARE = 64
-_TRIES = 64
+def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """int64[P]: a permutation of the packs that depends on seed and epoch alone, never on ranks or workers."""
+    whole_number("num_packs", num_packs, least=0)
+    whole_number("data.seed", seed, least=0)
+    whole_number("epoch", epoch, least=0)
+    return np.random.default_rng([seed, epoch]).permutation(num_packs)
 
 
 def balanced_order(
@@ -144,7 +139,7 @@ def _mixed(table: NDArray[np.int64], count: int, rng: np.random.Generator) -> ND
     level = table * levels // count
     for step in np.flatnonzero((level == level[:, :1]).all(axis=1)):
         if (level[step] != level[step, 0]).any():
-            continue  # mended as the partner of another one
+            continue  # an earlier step has exchanged a group with it
         for other, slot in zip(rng.integers(steps, size=_TRIES), rng.integers(groups, size=_TRIES), strict=True):
             kept = np.delete(level[other], slot)
             if level[other, slot] != level[step, 0] and (kept != level[step, 0]).any():

@@ -1,19 +1,30 @@
-"""What a resumed run must share with the run that it goes on with, and what it takes over.
+"""A run's folder: the lock on it, verl's checkpoints in it, and what a resumed run must share with the run before.
 
-verl's checkpoints for a run whose data position is its step number.
+    trainer.default_local_dir/run.lock      who holds it, or held it last: "process 4711 on node-3 since 2026-03-01 …"
+
+One run writes in a folder at a time; its rank 0 holds the lock. The file stays: what counts is the POSIX record lock on
+it, which the kernel releases however its process ends, also over NFS. filelock's `flock` would be inherited by loader
+processes, which a killed rank leaves behind for a while. A process loses a record lock when it closes any of its file
+objects of that file.
 """
 
+import errno
+import fcntl
+import os
 import re
 import shutil
+import socket
+import sys
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from verl.utils.checkpoint import CheckpointHandler
 
-from verl_ext.config.output import EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, REPORT, RUN_IDS, TRACKER
+from verl_ext.config.output import EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, REPORT, RUN_IDS, RUN_LOCK, TRACKER
+from verl_ext.config.run import RunConfig
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
@@ -82,13 +93,12 @@ class Checkpoints:
     """Saves and resumes through verl's ``CheckpointHandler``.
 
     Args:
-        config: the composed configuration.
+        config: the run's.
         engine: an initialised engine.
         plan: fingerprint of the step plan.
-        lora: LoRA rank, alpha and task for verl's metadata file, or None.
     """
 
-    def __init__(self, config: DictConfig, engine: StepEngine, plan: PlanState, lora: dict[str, Any] | None) -> None:
+    def __init__(self, config: RunConfig, engine: StepEngine, plan: PlanState) -> None:
         trainer = config.trainer
         self.folder = Path(trainer.default_local_dir)
         self.engine = engine
@@ -100,7 +110,7 @@ class Checkpoints:
             default_hdfs_dir=trainer.default_hdfs_dir,
             resume_mode=trainer.resume_mode,
             resume_from_path=trainer.resume_from_path,
-            lora_train_meta=lora,
+            lora_train_meta=_lora_metadata(config.values["model"]),
         )
 
     def resume(self) -> int:
@@ -114,6 +124,13 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Write ``global_step_<step>``."""
         self.handler.save_checkpoint(step=step)
+
+
+def _lora_metadata(model: dict[str, Any]) -> dict[str, Any] | None:
+    """What verl writes beside a LoRA checkpoint."""
+    if not model["lora_rank"] and model["lora_adapter_path"] is None:
+        return None
+    return {"r": int(model["lora_rank"]), "lora_alpha": int(model["lora_alpha"] or 0), "task_type": "CAUSAL_LM"}
 
 
 def saved_folders(folder: Path) -> list[Path]:
@@ -139,3 +156,62 @@ def clear_output(folder: Path) -> None:
     metrics = (METRICS, f"{METRICS}.before_resume")
     for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, RUN_IDS, *metrics):
         (folder / name).unlink(missing_ok=True)
+
+
+_HELD = (errno.EACCES, errno.EAGAIN)
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def refuse_locked(folder: Path) -> None:
+    """Refuse a folder that a run on this or another host is writing in; leaves everything as it is.
+
+    Raises:
+        ValueError: the lock is held; the message says by which process.
+    """
+    path = folder / RUN_LOCK
+    if path.is_file():
+        with path.open() as file:
+            _lock(file, fcntl.LOCK_SH)
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Lock `folder`, made where it is missing, for as long as this process lives and keeps what is returned.
+
+    On a file system without locks nothing is locked, and a note says so.
+
+    Raises:
+        ValueError: as :func:`refuse_locked`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / RUN_LOCK).open("a+")  # what its holder wrote must outlive an attempt
+    try:
+        if not _lock(file, fcntl.LOCK_EX):
+            print(f"note: {folder} cannot be locked (its file system has no locks)", file=sys.stderr)
+        file.truncate(0)
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}")
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _lock(file: TextIO, kind: int) -> bool:
+    """Lock an open run.lock; False where its file system has no locks, ValueError where another process has it."""
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            file.seek(0)
+            folder = Path(file.name).parent
+            raise ValueError(
+                "trainer.default_local_dir must be a folder that no other run is writing in; got "
+                f"{folder}, which is held by {file.read() or 'another process'}: end that run, or choose another folder"
+            ) from None
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    return True

@@ -1,9 +1,7 @@
-"""The ranks of a run: their process group, who may speak, and how they leave, together or when torchrun is gone.
+"""The ranks of a run: their process group, who prints, and how they exit, together or when torchrun is gone.
 
 The group comes first, before any configuration is read, so that a user's mistake is told by one rank in one line while
-the others leave with the same exit code, instead of each rank printing its own traceback.
-
-The token ids of a stream's documents over all ranks: each reads a share, and the next start none.
+the others exit with the same code, instead of each rank printing its own traceback.
 """
 
 import logging
@@ -24,12 +22,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_ext.data import MultiDocDataset, SFTDataSet
-
 USER_ERROR = 2
 TRAINING_FAILED = 3
 _WATCH_SECONDS = 1.0
-_TIMEOUT = timedelta(hours=10)  # verl's own: ranks wait for one that tokenises, reads weights or writes files
+_TIMEOUT = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
 
 def accelerator() -> str | None:
@@ -81,10 +77,10 @@ def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
 
 
 @contextmanager
-def errors_told_once() -> Iterator[None]:
-    """A mistake inside (``ValueError``, or a file that cannot be read), on any rank, ends the run on every rank.
+def user_errors_end_the_run() -> Iterator[None]:
+    """A ValueError or OSError inside, on any rank, ends the run on all: rank 0 prints the first, each exits with 2.
 
-    Rank 0 tells the first, all exit with 2.
+    Collective: every rank leaves the block before any goes on.
     """
     mistake: str | None = None
     try:
@@ -95,12 +91,39 @@ def errors_told_once() -> Iterator[None]:
         mistake = str(error)
     mistakes: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(mistakes, mistake)
-    told = next((m for m in mistakes if m is not None), None)
-    if told is not None:
-        leave_together(told, USER_ERROR)
+    first = next((m for m in mistakes if m is not None), None)
+    if first is not None:
+        exit_all_ranks(first, USER_ERROR)
 
 
-def leave_together(message: str, code: int) -> NoReturn:
+class RunRanks:
+    """All ranks of the run, for datasets that read their data together (:class:`verl_ext.data.dataset.Ranks`)."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def guard(self) -> AbstractContextManager[None]:
+        """:func:`user_errors_end_the_run`."""
+        return user_errors_end_the_run()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce(self, values: NDArray[Any]) -> None:
+        """The sum over the ranks, in place."""
+        dist.all_reduce(torch.from_numpy(values))
+
+
+def exit_all_ranks(message: str, code: int) -> NoReturn:
     """End the run on every rank, which must all call this: rank 0 says why, all exit with ``code``."""
     if dist.get_rank() == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -108,7 +131,7 @@ def leave_together(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def leave_alone(message: str, code: int) -> NoReturn:
+def exit_this_rank(message: str, code: int) -> NoReturn:
     """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
     with suppress(OSError):  # a terminal or a pipe that is gone
         print(f"\nerror: rank {os.environ['RANK']}: {message}", file=sys.stderr)  # below a progress bar
@@ -130,7 +153,7 @@ def _end_with_torchrun() -> None:
     def watch() -> None:
         while os.getppid() == torchrun:
             time.sleep(_WATCH_SECONDS)
-        leave_alone(f"torchrun (process {torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
+        exit_this_rank(f"torchrun (process {torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
 
     threading.Thread(target=watch, name="torchrun-watch", daemon=True).start()
 
@@ -165,41 +188,3 @@ def _be_quiet() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ.update(TQDM_DISABLE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # read when tqdm and transformers load
-
-
-class ProcessRanks:
-    """The ranks of the process group, as `PackDataset.read_together` asks for them."""
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size()
-
-    def guard(self) -> AbstractContextManager[None]:
-        return errors_told_once()
-
-    def broadcast(self, value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def all_reduce(self, values: NDArray[Any]) -> None:
-        dist.all_reduce(torch.from_numpy(values))
-
-
-def share_scan(dataset: SFTDataSet) -> None:
-    """Give `dataset` its scan, on every rank; all ranks call it together."""
-    dataset.read_together(ProcessRanks())
-
-
-def share_token_range(dataset: MultiDocDataset) -> None:
-    """Give `dataset` its token_range, on every rank; all ranks call it together."""
-    dataset.read_together(ProcessRanks())

@@ -1,16 +1,9 @@
 """The validation set, whole, as one step: the configured loss, every category's mean, and right answers.
 
-An answer is counted twice where the data has questions (data=babilong) and the model generates (model=qwen_titans):
+Where the data has questions (data=babilong) and the model generates (model=qwen_titans), right answers are counted:
 
     exact_match   every token of the target is the likeliest one, given those before it (teacher-forced)
-    accuracy      what is generated says the target and no other label of its task (BABILong's `compare_answers`; of
-                  data that is none of its qa1 to qa5: is the target)
-
-Right answers of a validation set, by category: teacher-forced and generated.
-
-A generated answer ends at the tokenizer's EOS, else after as many tokens as were asked for. In categories of qa1 to qa5
-it is right by the benchmark's rule (`compare_answers`); in all others its first line must be the target, but for case,
-white space at the ends and a full stop (`is_same_text`), which takes a model that ends its answers (data.append_eos).
+    accuracy      what is generated, up to the tokenizer's EOS or `trainer.answer_tokens`, is right as the data has it
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from tqdm import tqdm
 from verl.utils.device import get_device_id
 
 from verl_ext.config.output import EVALUATION
-from verl_ext.data import BABILongDataset
-from verl_ext.engines.chunked import ChunkedEngine, rows, target_positions
+from verl_ext.config.run import RunConfig
+from verl_ext.data import PackDataset
+from verl_ext.engines.chunked import rows, target_positions
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.loader import RankShare
+from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run, Validation
 
 _MORE = 4  # tokens that a generated answer may be longer than the longest target
@@ -47,15 +40,15 @@ class AnswerScores:
         tokens: generated for an answer; 0 for none.
     """
 
-    def __init__(self, dataset: BABILongDataset, engine: ChunkedEngine, tokens: int) -> None:
+    def __init__(self, dataset: PackDataset, engine: Any, tokens: int) -> None:
         device: Any = get_device_id()
         self.dataset, self.engine, self.tokens = dataset, engine, tokens
         self.counts = torch.zeros(3, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
 
     @classmethod
-    def for_run(cls, run: Any, dataset: Any, engine: Any) -> "AnswerScores | None":
+    def for_run(cls, run: Run, dataset: PackDataset, engine: StepEngine) -> "AnswerScores | None":
         """None where the data has no questions or the engine does not generate."""
-        if not (isinstance(dataset, BABILongDataset) and isinstance(engine, ChunkedEngine)):
+        if not (dataset.has_questions and engine.generates):
             return None
         asked = run.config.trainer.answer_tokens
         return cls(dataset, engine, int(dataset.pack_targets().max()) + _MORE if asked is None else asked)
@@ -81,11 +74,11 @@ class AnswerScores:
             if pack is not None and targets[row].any():
                 self.counts[2, categories[row]] += self._is_right(pack, generated[row])
 
-    def report(self, prefix: str, names: Sequence[str], add_up: Callable[[torch.Tensor], None]) -> dict[str, float]:
-        """Shares of right answers over all data-parallel ranks, of all and by category; `add_up` sums over them."""
+    def report(self, prefix: str, names: Sequence[str], all_reduce: Callable[[torch.Tensor], None]) -> dict[str, float]:
+        """Shares of right answers over all data-parallel ranks, of all and by category; `all_reduce` sums over them."""
         kinds = {"exact_match": 1, "accuracy": 2} if self.tokens else {"exact_match": 1}
         total = self.counts.clone()
-        add_up(total)
+        all_reduce(total)
         answers, *_ = counts = total.tolist()
         metrics: dict[str, float] = {f"{prefix}/answers": int(sum(answers))}
         for kind, at in kinds.items():
@@ -106,7 +99,7 @@ class AnswerScores:
         tokenizer = self.engine.model_config.tokenizer
         answer = list(takewhile(lambda token: token != tokenizer.eos_token_id, generated))
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        return self.dataset.question(pack).is_right(text)
+        return self.dataset.is_right_answer(pack, text)
 
 
 def _categories(data: TensorDict) -> torch.Tensor:
@@ -117,9 +110,9 @@ def _categories(data: TensorDict) -> torch.Tensor:
 class Evaluation:
     """Measures a validation set on every rank's share of it."""
 
-    def __init__(self, run: Run, validation: Validation, engine: StepEngine, share: RankShare) -> None:
+    def __init__(self, run: Run, validation: Validation, engine: StepEngine, rank: DataParallelRank) -> None:
         self.validation = validation
-        self._run, self._engine, self._share = run, engine, share
+        self._run, self._engine, self._rank = run, engine, rank
 
     def measure(self) -> dict[str, float]:
         """`val/…` metrics of the weights as they are; the same on every rank."""
@@ -128,7 +121,7 @@ class Evaluation:
         scores = AnswerScores.for_run(self._run, dataset, self._engine)
         with self._engine.eval_mode():
             for packs, batch in self._batches():
-                sums = self._share.sums(batch)
+                sums = self._rank.sums(batch)
                 loss = StepLoss(1.0, 1, sums)
                 micro_batches = list(batch.micro_batches(self._run.config.data.micro_batch_size_per_gpu))
                 self._engine.evaluate(micro_batches, loss if scores is None else scores.beside(loss))
@@ -137,19 +130,19 @@ class Evaluation:
                 total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
         assert total is not None
         names = dataset.categories.names
-        metrics = total.reduced(self._share.add_up).report("val", names)
+        metrics = total.reduced(self._rank.all_reduce).report("val", names)
         if scores is not None:
-            metrics |= scores.report("val", names, self._share.add_up)
+            metrics |= scores.report("val", names, self._rank.all_reduce)
         return metrics
 
     def _batches(self) -> Iterator[tuple[list[int | None], StepBatch]]:
         """This rank's packs of every step of the validation set, and their batch; with a bar where it takes long."""
         dataset, plan = self.validation.dataset, self.validation.plan
-        batches = self._share.batches(dataset, plan, 0, plan.steps_per_epoch)
-        leads = self._share.rank == 0
-        bar = tqdm(batches, desc="validate", unit="step", delay=5, leave=False, disable=None if leads else True)
+        batches = self._rank.batches(dataset, plan, 0, plan.steps_per_epoch)
+        hidden = None if self._rank.rank == 0 else True  # None: where nobody looks
+        bar = tqdm(batches, desc="validate", unit="step", delay=5, leave=False, disable=hidden)
         for step, batch in enumerate(bar):
-            yield plan.rank_packs(step, self._share.rank, self._share.ranks), batch
+            yield plan.rank_packs(step, self._rank.rank, self._rank.size), batch
 
     def _generate(self, scores: AnswerScores, micro_batches: Sequence[TensorDict], packs: list[int | None]) -> None:
         first = 0
@@ -159,16 +152,16 @@ class Evaluation:
             first += rows
 
 
-def write_evaluation(metrics: dict[str, float], step: int, config: DictConfig) -> Path:
+def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) -> Path:
     """The metrics of `trainer.eval_only` as evaluation.json in the run's folder, in place of an earlier one's."""
     path = Path(config.trainer.default_local_dir) / EVALUATION
-    data: Any = OmegaConf.to_container(config.data, resolve=True, throw_on_missing=False)
+    data = config.values["data"]
     measured = ("val_dir",) if data["val_dir"] is not None else ("train_dir", "blend", "train_ratio")
     facts: dict[str, Any] = {
-        "model.path": config.model.path,
+        "model.path": config.values["model"]["path"],
         "global_step": step,
         **{f"data.{name}": data[name] for name in measured if data.get(name) is not None},
-        "data.max_tokens": config.data.max_tokens,
+        "data.max_tokens": data["max_tokens"],
         **metrics,
     }
     write_json(path, facts)

@@ -1,21 +1,11 @@
-"""The loader of a rank's packs, step after step, from any step on, and what is told when it fails.
-
-What torch notices of a loader process's death, told where a batch is asked for.
-
-torch raises its notice from a signal handler, wherever the program is: in the middle of a training step it may be taken
-for something else there, or be swallowed. Here it waits until the next batch is asked for. A process that dies while a
-batch is waited for is told at once.
-
-One data-parallel rank's share of steps: its batches, its sums, and the reduction over the others.
-"""
+"""The loader of a rank's packs, step after step, from any step on, and what is said when it fails."""
 
 import contextlib
 import multiprocessing
 import os
 import re
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +14,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from verl.utils.device import get_device_id
 
-from verl_ext.config.model import is_titans
 from verl_ext.data import PackDataset
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
@@ -37,53 +26,22 @@ class LoadingFailed(RuntimeError):
     """A batch that cannot be made, in one line. It happens to one rank; the others know nothing of it."""
 
 
-class WorkerDeaths:
-    """Stands between the program and the SIGCHLD handler that torch's loader installs."""
+@contextlib.contextmanager
+def loader_deaths_told(processes: Sequence[multiprocessing.process.BaseProcess] = ()) -> Iterator[None]:
+    """What torch notices inside of a loader process's death, wherever its signal handler raises it, as LoadingFailed.
 
-    def __init__(self) -> None:
-        self._torchs: Callable[..., Any] | None = None
-        self._notice: RuntimeError | None = None
-        self._waiting = False
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-
-    def listen(self) -> None:
-        """To be called when a loader's processes have started."""
-        self._processes = multiprocessing.active_children()
-        installed = signal.getsignal(signal.SIGCHLD)
-        # torch installs its handler in the main thread alone
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and callable(installed) and installed != self._on_signal:
-            self._torchs = installed
-            signal.signal(signal.SIGCHLD, self._on_signal)
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Around the wait for a batch: a death, also an earlier one, is a ``LoadingFailed``."""
-        self._waiting = True
-        try:
-            if self._notice is not None:
-                notice, self._notice = self._notice, None
-                raise notice
-            yield
-        except Exception as error:
-            death = _death(error, self._processes)
-            if death is None or os.environ.get("VERL_EXT_FULL_ERROR"):
-                raise
-            raise LoadingFailed(death) from error
-        finally:
-            self._waiting = False
-
-    def _on_signal(self, signum: int, frame: Any) -> None:
-        assert self._torchs is not None
-        try:
-            self._torchs(signum, frame)
-        except RuntimeError as notice:
-            if self._waiting:
-                raise
-            self._notice = notice
+    processes: the loader's, whose exit codes say more where torch missed the signal.
+    """
+    try:
+        yield
+    except Exception as error:
+        death = None if isinstance(error, LoadingFailed) else _death(error, processes)
+        if death is None or os.environ.get("VERL_EXT_FULL_ERROR"):
+            raise
+        raise LoadingFailed(death) from error
 
 
-def _death(error: BaseException, processes: list[multiprocessing.process.BaseProcess]) -> str | None:
+def _death(error: BaseException, processes: Sequence[multiprocessing.process.BaseProcess]) -> str | None:
     """One line on the process that died, from torch's notice or a notice behind it; None for any other error."""
     found: list[tuple[str, str]] = []
     behind: BaseException | None = error
@@ -105,7 +63,7 @@ def _death(error: BaseException, processes: list[multiprocessing.process.BasePro
     return f"{process} {fate}; {advice}, or lower data.num_workers or data.prefetch_factor"
 
 
-def _killed(processes: list[multiprocessing.process.BaseProcess]) -> list[tuple[str, str]]:
+def _killed(processes: Sequence[multiprocessing.process.BaseProcess]) -> list[tuple[str, str]]:
     """What torch no longer knows where its loader saw the closed pipe, and took the exit code, before the signal."""
     codes = [(process.pid, process.exitcode) for process in processes]
     return [
@@ -113,9 +71,6 @@ def _killed(processes: list[multiprocessing.process.BaseProcess]) -> list[tuple[
         for pid, code in codes
         if code is not None and code < 0
     ]
-
-
-_deaths = WorkerDeaths()
 
 
 class _Batches(Dataset):
@@ -179,12 +134,11 @@ class PackLoader:
         self._batches = batches
 
     def __iter__(self) -> Iterator[StepBatch]:
-        with _deaths.told():  # a process may die before the others have started
+        with loader_deaths_told():  # a process may die before the others have started
             batches = iter(self._batches)
-            if self._batches.num_workers:
-                _deaths.listen()
+        processes = multiprocessing.active_children() if self._batches.num_workers else []
         while True:
-            with _deaths.told():
+            with loader_deaths_told(processes):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -217,7 +171,7 @@ def pack_loader(
     batches = DataLoader(
         _Batches(dataset, collate),
         batch_sampler=_RankSteps(plan, first_step, last_step, rank, ranks),  # type: ignore[arg-type]
-        collate_fn=_as_it_is,
+        collate_fn=_unchanged,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
@@ -226,31 +180,30 @@ def pack_loader(
     return PackLoader(batches)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch  # made whole where it was read
 
 
-class RankShare:
-    """What rank `rank` of `ranks` data-parallel ones has of a run."""
+class DataParallelRank:
+    """One data-parallel rank's part of a run: its batches, its sums, and the reduction over the others."""
 
     def __init__(self, run: Run, engine: StepEngine) -> None:
         self.run = run
         self._engine = engine
-        self.rank, self.ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-        # A model that reads chunk by chunk runs collectives for every chunk: an idle row is as long as any other.
-        self._idle_tokens = run.config.data.max_tokens if is_titans(run.config) else 1
+        self.rank, self.size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
 
     def batches(self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
-        """This rank's share of steps ``first_step`` to ``last_step - 1``, the loss laid out."""
+        """This rank's batches of steps ``first_step`` to ``last_step - 1``."""
         data = self.run.config.data
+        idle_tokens = dataset.max_tokens if self.run.config.model.idle_rows_are_full else 1
         return pack_loader(
             dataset,
             plan,
             first_step,
             last_step,
             self.rank,
-            self.ranks,
-            StepCollator(self.run.loss_for(dataset), dataset.categories, self._idle_tokens, dataset.last_is_label),
+            self.size,
+            StepCollator(self.run.loss_for(dataset), dataset.categories, idle_tokens, dataset.last_is_label),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,
             pin_memory=data.pin_memory,
@@ -263,6 +216,6 @@ class RankShare:
         sums.add_counts(batch.counts)
         return sums
 
-    def add_up(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the data-parallel ranks, in place."""
         dist.all_reduce(tensor, group=self._engine.get_data_parallel_group())

@@ -1,6 +1,4 @@
-"""verl's training worker from a composed configuration: engine, optimizer, checkpoints, profiler.
-
-The training loop: packs in, exact loss, category loss, validation, checkpoints.
+"""The training loop: packs in, exact loss, category loss, validation, checkpoints.
 
 verl's ``TrainingWorker`` carries the engine, the profiler and the configuration dataclasses; the loop is our own,
 because verl's drops validation batches, averages means, and waits for the device after every micro-batch.
@@ -16,43 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_id
-from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
-from verl_ext.config.model import is_titans
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
-from verl_ext.plugin import CHUNKED, PACKED, select_engine
+from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.checkpoint import Checkpoints, clear_output, save_final_memory
-from verl_ext.trainer.distributed import errors_told_once, limit_collectives
+from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, save_final_memory
+from verl_ext.trainer.distributed import limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
-from verl_ext.trainer.loader import RankShare
+from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
-from verl_ext.trainer.tracking import hold, open_tracking
-
-
-def training_worker(config: DictConfig, total_steps: int) -> TrainingWorker:
-    """A worker whose weights are not read yet: ``reset`` does that. ``VERL_ENGINE_VENDOR`` names its engine.
-
-    ``total_steps`` is the length of the learning-rate schedule.
-    """
-    optimizer = omega_conf_to_dataclass(config.optim)
-    optimizer.total_training_steps = total_steps
-    return TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=omega_conf_to_dataclass(config.model),
-            engine_config=omega_conf_to_dataclass(config.engine),
-            optimizer_config=optimizer,
-            checkpoint_config=omega_conf_to_dataclass(config.checkpoint),
-            profiler_config=omega_conf_to_dataclass(config.profiler),
-        )
-    )
+from verl_ext.trainer.tracking import open_tracking
 
 
 @contextlib.contextmanager
@@ -86,34 +62,35 @@ class SFTTrainer:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.config = run.config
-        self.leads = dist.get_rank() == 0
-        with errors_told_once():  # before the weights are read; a measurement alone may go on beside a run
-            self._lock = hold(run.output) if self.leads and not self.config.trainer.eval_only else None
+        self.is_rank0 = dist.get_rank() == 0
+        with user_errors_end_the_run():  # before the weights are read; a measurement alone may go on beside a run
+            self._lock = lock_folder(run.output) if self.is_rank0 and not self.config.trainer.eval_only else None
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
-        self.share = RankShare(run, self.engine)
+        self.rank = DataParallelRank(run, self.engine)
         self.evaluation = None
         if run.validation is not None:
-            self.evaluation = Evaluation(run, run.validation, self.engine, self.share)
+            self.evaluation = Evaluation(run, run.validation, self.engine, self.rank)
         with _upstream_quiet():
             self.client.reset()
-        if run.clear_output and self.leads:
+        if run.replaces_output and self.is_rank0:
             clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
         dist.barrier()
         self.plan_state = run.plan_state()
-        self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.lora_metadata)
+        self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state)
         self.first_step = 0
+        self._pack_tokens = run.train_set.pack_tokens()
         meshes = filter(None, (self.engine.device_mesh, self.engine.ulysses_device_mesh))
         limit_collectives(self.config.trainer.nccl_timeout, meshes)
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
-        select_engine(CHUNKED if is_titans(self.config) else PACKED)
+        select_engine(self.config.model.engine_vendor)
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
-            return training_worker(self.config, self.run.total_steps)
+            return TrainingWorker(self.config.worker_config(self.run.total_steps))
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
@@ -121,22 +98,22 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train to the last step, validating and saving as `trainer` says; the last step always does both."""
-        with errors_told_once():  # a tracker without a login ends every rank
-            self.tracking = open_tracking(self.config, self.first_step) if self.leads else None
-        self.progress = StepProgress(self.first_step, self.run.total_steps, self.leads)
+        with user_errors_end_the_run():  # a tracker without a login ends every rank
+            self.tracking = open_tracking(self.config, self.first_step) if self.is_rank0 else None
+        self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         self._share_plan_state()
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
             self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
-        batches = self.share.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
+        batches = self.rank.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
             self._seed_step(step)
-            logged = step == self.run.total_steps or self._is_due(step, self.config.trainer.log_freq)
+            logged = self.run.is_due(step, self.config.trainer.log_freq)
             outcome = self.train_step(batch, logged)
             self._profile(step, "stop")
-            self.progress.step(int(self.run.pack_tokens[self.run.plan.packs(step - 1)].sum()))
+            self.progress.step(int(self._pack_tokens[self.run.plan.packs(step - 1)].sum()))
             self._count_skipped(step, outcome)
             if outcome.sums is not None:
                 self._log_step(step, outcome)
@@ -172,8 +149,8 @@ class SFTTrainer:
         lr = self.engine.lr_scheduler.get_last_lr()[0]
         normaliser = self._normaliser(batch)
         if normaliser > 0:
-            sums = self.share.sums(batch) if logged else None
-            grad_norm = self._update(batch, StepLoss(normaliser, self.share.ranks, sums))
+            sums = self.rank.sums(batch) if logged else None
+            grad_norm = self._update(batch, StepLoss(normaliser, self.rank.size, sums))
         else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
             sums, grad_norm = None, math.nan
         self.engine.lr_scheduler_step()  # the schedule counts steps, skipped ones included
@@ -191,7 +168,7 @@ class SFTTrainer:
         """Z of the global step. Read while the device is idle: the step before ended with its gradient norm."""
         device: Any = get_device_id()
         normaliser = batch.normaliser.to(device, copy=True)
-        self.share.add_up(normaliser)
+        self.rank.all_reduce(normaliser)
         return normaliser.item()
 
     def validate(self) -> dict[str, float]:
@@ -202,7 +179,7 @@ class SFTTrainer:
     def evaluate_only(self) -> None:
         """Measure the validation set with the weights as they are, print the metrics and write them."""
         metrics = self.validate()
-        if self.leads:
+        if self.is_rank0:
             path = write_evaluation(metrics, self.first_step, self.config)
             width = max(map(len, metrics))
             print(
@@ -211,11 +188,11 @@ class SFTTrainer:
 
     def _log_step(self, step: int, outcome: StepOutcome) -> None:
         assert outcome.sums is not None
-        sums = outcome.sums.reduced(self.share.add_up)
+        sums = outcome.sums.reduced(self.rank.all_reduce)
         if self.tracking is None:
             return
         metrics = sums.report("train", self.run.train_set.categories.names)
-        metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * self.config.data.max_tokens)
+        metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * self.run.train_set.max_tokens)
         metrics["train/grad_norm"] = outcome.grad_norm
         metrics["train/lr"] = outcome.lr
         if self.engine.scaler is not None:
@@ -251,18 +228,14 @@ class SFTTrainer:
             )
 
     def _validate_and_save(self, step: int) -> None:
-        last = step == self.run.total_steps
         paused = self.progress.pause()
-        if self.evaluation is not None and (last or self._is_due(step, self.run.test_freq)):
+        if self.evaluation is not None and self.run.is_due(step, self.config.trainer.test_freq):
             metrics = self.validate()
             self._track(metrics, step)
-        if last or self._is_due(step, self.run.save_freq):
+        if self.run.is_due(step, self.config.trainer.save_freq):
             with self.progress.aside():
                 self.checkpoints.save(step)
         self.progress.resume(paused)
-
-    def _is_due(self, step: int, every: int) -> bool:
-        return every > 0 and (step % every == 0)
 
     def _profile(self, step: int, moment: str) -> None:
         """verl's profiler between the two steps of `trainer.profile_interval`."""

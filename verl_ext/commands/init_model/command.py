@@ -128,7 +128,7 @@ def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingTe
 
 
 def _model_lines(options: InitModelOptions, model: Any, num_tokens: int, num_bytes: int) -> list[str]:
-    from verl_ext.config.model import model_support_problems  # heavy: it imports verl
+    from verl_ext.config.support import model_support_problems  # heavy: it imports verl
 
     total, outside = count_parameters(model)
     name = f"{options.model}, {model.config.architectures[0]}"

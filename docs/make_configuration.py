@@ -1,0 +1,94 @@
+"""Writes docs/configuration.md from the options dataclasses: python docs/make_configuration.py"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl_ext.attention import AttentionOptions
+from verl_ext.commands.babilong.command import BabilongOptions
+from verl_ext.commands.index import IndexOptions
+from verl_ext.commands.init_model.command import InitModelOptions
+from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.config.run import TrainerOptions
+from verl_ext.config.schema import dataset_families
+from verl_ext.data.dataset import DataOptions
+from verl_ext.losses import LossOptions
+from verl_ext.models.qwen_titans import MemoryOptions
+from verl_ext.values import Option, Options, options_of, show
+
+PAGE = Path(__file__).parent / "configuration.md"
+COMMANDS = {
+    "tokenize": TokenizeOptions,
+    "index": IndexOptions,
+    "babilong": BabilongOptions,
+    "init-model": InitModelOptions,
+}
+
+
+def page() -> str:
+    """The text of docs/configuration.md."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield from (
+        "# Configuration",
+        "",
+        "Made from the options dataclasses by `python docs/make_configuration.py`; a test holds it to them. The keys of",
+        "verl's own nodes (`model`, `engine`, `optim`, `checkpoint`, `profiler`) are verl's; `--cfg job` prints them all.",
+        "",
+        "## Training: `python -m verl_ext.fsdp_sft_trainer`",
+        "",
+        "### `data`, whatever the dataset",
+        "",
+    )
+    yield from _table(DataOptions)
+    for choice, family in dataset_families().items():
+        yield from (
+            "",
+            f"### `data={choice}`: `{family.__name__}`",
+            "",
+            f"`data.train_dir` names {family.Options.reads}.",
+            "",
+        )
+        yield from _table(family.Options)
+    for title, cls in {
+        "`loss`": LossOptions,
+        "`attention`": AttentionOptions,
+        "`trainer`": TrainerOptions,
+        "`model.memory` of `model=qwen_titans`": MemoryOptions,
+    }.items():
+        yield from ("", f"### {title}", "")
+        yield from _table(cls)
+    for name, cls in COMMANDS.items():
+        yield from ("", f"## `verl-ext {name}`", "")
+        yield from _table(cls)
+
+
+def _table(cls: type[Options]) -> Iterator[str]:
+    yield "| key | default | values | meaning |"
+    yield "|---|---|---|---|"
+    yield from _rows(cls, f"{cls.prefix}." if cls.prefix else "")
+
+
+def _rows(cls: type[Options], prefix: str) -> Iterator[str]:
+    for name, field in options_of(cls).items():
+        if isinstance(field.type, type) and issubclass(field.type, Options):
+            yield from _rows(field.type, f"{prefix}{name}.")
+            continue
+        default = "required" if field.required and field.default in (None, "") else f"`{show(field.default)}`"
+        cells = (f"`{prefix}{name}`", default, _values(field), field.meaning)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _values(field: Option) -> str:
+    if field.choices:
+        return ", ".join(f"`{choice}`" for choice in field.choices)
+    bounds = {"≥": field.least, ">": field.above, "≤": field.most}
+    kind: Any = getattr(field.type, "__name__", "any") if field.type is not Any else "any"
+    limits = " ".join(f"{sign} {show(bound)}" for sign, bound in bounds.items() if bound is not None)
+    return " ".join(filter(None, [kind, limits, "or null" if field.nullable and kind != "any" else ""]))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,93 @@
+"""Options dataclasses: type, default, check and meaning of each option stated once, and mistakes in one line each."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from verl_ext.values import Options, nearest_key, option, options_of
+
+
+@dataclass(frozen=True)
+class Inner(Options):
+    prefix: ClassVar[str] = "outer.inner"
+    path: str = option(None, "a folder", required=True)
+
+
+@dataclass(frozen=True)
+class Outer(Options):
+    prefix: ClassVar[str] = "outer"
+    size: int = option(8, "tokens", least=2, most=64)
+    rate: float = option(0.5, "a share", above=0, most=1)
+    limit: int | None = option(None, "null: none", least=1)
+    kind: str = option("plain", "which", choices=("plain", "packed"))
+    on: bool = option(False, "whether")
+    names: list[str] = option(["a"], "some")
+    anything: Any = option(None, "of any type")
+    inner: Inner | None = option(None, "a node")
+
+    def problems(self):
+        if self.limit is not None and self.limit > self.size:
+            yield f"outer.limit must be at most outer.size={self.size}; got {self.limit}"
+
+
+@pytest.mark.parametrize(
+    ("given_values", "line"),
+    [
+        ({"size": 1}, "outer.size must be at least 2; got 1"),
+        ({"size": 65}, "outer.size must be at most 64; got 65"),
+        ({"size": "8"}, "outer.size must be a whole number; got 8"),
+        ({"size": 2.5}, "outer.size must be a whole number; got 2.5"),
+        ({"size": True}, "outer.size must be a whole number; got true"),
+        ({"rate": 0}, "outer.rate must be above 0; got 0.0"),
+        ({"rate": float("nan")}, "outer.rate must be above 0; got nan"),
+        ({"limit": 0}, "outer.limit must be at least 1; got 0"),
+        ({"limit": 9}, "outer.limit must be at most outer.size=8; got 9"),
+        ({"kind": "packd"}, "outer.kind must be one of plain, packed; got packd (nearest: packed)"),
+        ({"on": "yes"}, "outer.on must be true or false; got yes"),
+        ({"names": "a"}, "outer.names must be a list; got a"),
+        ({"inner": {"path": ""}}, "outer.inner.path is required: a folder; got ''"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_one_line(given_values, line):
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        Outer.read(given_values)
+    assert str(raised.value) == line
+
+
+def test_all_mistakes_come_together_and_those_of_several_options_after_them():
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        Outer.read({"size": 0, "kind": "x", "limit": 9, "inner": {"path": None}})
+    keys = [line.split()[0] for line in str(raised.value).splitlines()]
+    assert keys == ["outer.size", "outer.kind", "outer.inner.path"]  # limit against size waits for a size
+
+
+def test_options_are_read_from_a_config_node_and_other_keys_are_left_alone():
+    node = OmegaConf.create({"size": 16, "rate": 1, "limit": "???", "theirs": 3, "kind": "${which}", "which": "packed"})
+    assert Outer.read(node) == Outer(16, 1.0, kind="packed")
+    assert Outer.read(node, size=32, kind=None).size == 32
+
+
+def test_a_list_is_not_shared_between_instances():
+    assert Outer().names is not Outer().names
+    assert options_of(Outer)["names"].default == ["a"]
+
+
+def test_a_name_that_reads_as_a_number_is_a_text():
+    assert Inner.read({"path": 7}) == Inner("7")
+
+
+@given(st.integers(2, 64), st.floats(0.01, 1))
+def test_every_value_within_its_bounds_is_kept(size, rate):
+    made = Outer.read({"size": size, "rate": rate})
+    assert (made.size, made.rate) == (size, rate)
+
+
+def test_the_nearest_key_prefers_the_same_name_then_the_same_node():
+    keys = ["data.max_tokens", "data.max_length", "trainer.seed"]
+    assert nearest_key("trainer.max_tokens", keys) == "data.max_tokens"
+    assert nearest_key("data.max_tokenz", keys) == "data.max_tokens"
+    assert nearest_key("nothing.like_it_at_all", keys) is None

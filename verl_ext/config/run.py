@@ -1,0 +1,188 @@
+"""The configuration of a run as typed options: what the rooms beside and above `config` use of it.
+
+    composed DictConfig ──checked, settled──► RunConfig ──► datasets, trainer, verl's worker
+
+No DictConfig leaves this package, but for what verl builds its own dataclasses from.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.attention import AttentionOptions
+from verl_ext.config.model import PackedModel, model_kind
+from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
+from verl_ext.data.sft import SFTDataSet
+from verl_ext.losses import LossOptions
+from verl_ext.values import Options, nearest_name, option, plain, show
+
+AFTER_EACH_EPOCH = "after_each_epoch"
+
+
+@dataclass(frozen=True)
+class TrainerOptions(Options):
+    """The keys of the trainer node: verl's, and ours from `device` on. Frequencies are in steps."""
+
+    prefix: ClassVar[str] = "trainer"
+
+    default_local_dir: str = option(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "the folder of the run's files", required=True
+    )
+    default_hdfs_dir: str | None = option(None, "verl's: checkpoints are copied there as well")
+    project_name: str = option("verl_ext", "for trackers")
+    experiment_name: str = option("sft", "for trackers")
+    logger: Any = option(["console"], "console, file, wandb, swanlab, tensorboard or another tracker of verl's")
+    total_epochs: int = option(1, "how often the data is trained on", least=1)
+    total_training_steps: int | None = option(None, "steps of the run; null: those of total_epochs", least=1)
+    seed: int = option(1, "of dropout and of new adapters", least=0)
+    save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; -1: only at the end")
+    test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; -1: only at the end")
+    max_ckpt_to_keep: int | None = option(None, "checkpoints that are kept; null: all", least=1)
+    resume_mode: str = option("auto", "auto: from the last checkpoint", choices=("auto", "disable", "resume_path"))
+    resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
+    balance_batch: bool = option(True, "verl's; without effect on packs, see data.balance")
+    nnodes: int = option(1, "verl's; torchrun says how many there are", least=1)
+    n_gpus_per_node: int = option(1, "verl's; torchrun says how many there are", least=1)
+    profile_interval: Any = option([-1, -1], "[first step, last step] that verl's profiler records; [-1, -1]: none")
+    device: str = option("auto", "auto: a GPU where one is visible", choices=("auto", "cpu", "cuda"))
+    log_freq: int = option(1, "steps between logged metrics", least=1)
+    log_every_batches: int | None = option(None, "the same in micro-batches of a rank, in place of log_freq", least=1)
+    max_skipped_steps: int = option(10, "non-finite gradients in a row before the run ends with an error", least=0)
+    nccl_timeout: int = option(1800, "seconds that a collective of training may take (CPU: gloo's)", least=1)
+    overwrite: bool = option(False, "true: a default_local_dir with files in it is replaced")
+    plan_only: bool = option(False, "true: check everything, print and write the plan, train nothing")
+    eval_only: bool = option(False, "true: measure data.val_dir with the run's last checkpoint, or with model.path")
+    answer_tokens: int | None = option(
+        None, "generated for an answer of data=babilong; null: 4 more than its longest; 0: none", least=0
+    )
+
+    def problems(self) -> Iterable[str | None]:
+        for name in ("save_freq", "test_freq"):
+            value = getattr(self, name)
+            if value != AFTER_EACH_EPOCH and (isinstance(value, bool) or not isinstance(value, int)):
+                yield f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}; got {show(value)}"
+        yield _interval_problem(self.profile_interval)
+        yield from _logger_problems(self.logger)
+
+    @property
+    def loggers(self) -> list[str]:
+        """The trackers that `logger` names."""
+        return [self.logger] if isinstance(self.logger, str) else list(self.logger)
+
+    def validates(self) -> bool:
+        """Whether validations are asked for besides the one at the end."""
+        return self.test_freq == AFTER_EACH_EPOCH or self.test_freq > 0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run's options, each node typed.
+
+    Attributes:
+        data: what every dataset family has; dataset: the options of `dataset_class`.
+        model: the class of the model node, which declares what this kind of model needs.
+        values: the whole configuration as plain dicts and lists, for trackers and for what verl alone reads.
+    """
+
+    data: DataOptions
+    dataset: DatasetOptions
+    dataset_class: type[PackDataset]
+    loss: LossOptions
+    attention: AttentionOptions
+    trainer: TrainerOptions
+    model: type[PackedModel]
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: DictConfig) -> "RunConfig":
+        """Raises ValueError, a line for each value that is not allowed."""
+        values = plain(config)
+        family = dataset_class(config)
+        return cls(
+            data=DataOptions.read(values["data"]),
+            dataset=family.Options.read(values["data"]),
+            dataset_class=family,
+            loss=LossOptions.read(values["loss"]),
+            attention=AttentionOptions.read(values["attention"]),
+            trainer=TrainerOptions.read(values["trainer"]),
+            model=model_kind(config),
+            values=values,
+        )
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share one pack."""
+        return self.values["engine"]["ulysses_sequence_parallel_size"]
+
+    def worker_config(self, total_steps: int) -> Any:
+        """:func:`worker_config` of these values."""
+        return worker_config(self.values, total_steps)
+
+
+def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
+    """What verl's TrainingWorker is made from; total_steps: length of the learning-rate schedule."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.engine_workers import TrainingWorkerConfig
+
+    node = OmegaConf.create(dict(values))
+    names = ("model", "engine", "optim", "checkpoint", "profiler")
+    parts = {name: omega_conf_to_dataclass(node[name]) for name in names}
+    parts["optim"].total_training_steps = total_steps
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=parts["model"],
+        engine_config=parts["engine"],
+        optimizer_config=parts["optim"],
+        checkpoint_config=parts["checkpoint"],
+        profiler_config=parts["profiler"],
+    )
+
+
+def dataset_class(config: DictConfig) -> type[PackDataset]:
+    """`SFTDataSet`, or the `PackDataset` that `data.custom_cls.path` and `data.custom_cls.name` name.
+
+    Raises:
+        ValueError: the class is no `PackDataset`, whose packs and categories the trainer asks for.
+    """
+    custom = config.data.custom_cls
+    if not custom.get("path"):
+        return SFTDataSet
+    named = _imported(custom.path, custom.name)
+    if not (isinstance(named, type) and issubclass(named, PackDataset)):
+        raise ValueError(
+            "data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got "
+            f"{custom.name} of {custom.path}"
+        )
+    return named
+
+
+@functools.cache  # a file is executed once: its class stays the same class
+def _imported(path: str, name: str) -> Any:
+    from verl.utils.import_utils import load_extern_object
+
+    return load_extern_object(path, name)
+
+
+def _interval_problem(interval: object) -> str | None:
+    if isinstance(interval, list) and len(interval) == 2 and all(isinstance(step, int) for step in interval):
+        start, end = interval
+        if start <= end and (start >= 0 or end < 0):
+            return None
+    return f"trainer.profile_interval must be [first step, last step], or [-1, -1] for none; got {show(interval)}"
+
+
+def _logger_problems(logger: object) -> Iterable[str]:
+    from verl.utils.tracking import Tracking
+
+    names = [logger] if isinstance(logger, str) else logger
+    if not isinstance(names, (list, tuple)) or not names:
+        yield f"trainer.logger must be a list of loggers, e.g. [console]; got {show(logger)}"
+        return
+    for name in names:
+        if name not in Tracking.supported_backend:
+            nearest = nearest_name(str(name), Tracking.supported_backend)
+            hint = f" (nearest: {nearest})" if nearest else ""
+            yield f"trainer.logger must be among {', '.join(Tracking.supported_backend)}; got {show(name)}{hint}"

@@ -1,0 +1,251 @@
+"""What a model's architecture allows: packs, sequence parallelism, attention kernels, positions.
+
+Read from its config.json, classes and safetensors headers, before weights are loaded. `hf_config` is a Hugging Face
+config throughout.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from glob import glob
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.attention import choose_backend, flash_limit
+from verl_ext.engines.router import asks_for_router_loss, has_router_loss
+
+SP = "engine.ulysses_sequence_parallel_size"
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+_APART = {"full_attention", "sliding_attention", "attention"}
+_ELSEWHERE = {  # what these compute outside query, key and value, where a packed attention does not see it
+    "gpt_oss": "attention sinks",
+    "doge": "an attention mask that it computes",
+    "glm_moe_dsa": "an attention mask that it computes",
+    "deepseek_v4": "an attention mask that it computes",
+}
+
+
+def model_support_problems(hf_config: Any) -> list[str]:
+    """Reasons why packs would leak between documents in this architecture, or be computed wrongly.
+
+    Models whose attention transformers does not dispatch would ignore the packed attention; recurrent, convolutional
+    and chunked layers carry a state across documents; logit soft-capping and attention sinks are not computed by it.
+    Remote code is not read; the attention itself refuses what it lacks.
+    """
+    if getattr(hf_config, "model_type", None) == "qwen_titans":
+        return ["model.path holds a Qwen with long-term memory, which needs model=qwen_titans; got another model group"]
+    problems = list(_packing_problems(hf_config))
+    cls, text = _model_class(hf_config), hf_config.get_text_config()
+    if cls is not None and hasattr(text, "is_decoder") and not problems:
+        problems += _encoder_problems(cls, hf_config)
+    return problems
+
+
+def _packing_problems(hf_config: Any) -> Iterator[str]:
+    text, cls = hf_config.get_text_config(), _model_class(hf_config)
+    name = f"model.path: {type(hf_config).__name__}"
+    if cls is None and not getattr(hf_config, "auto_map", None):
+        yield f"{name} must be a causal language model that transformers has; it has none for this config"
+    if modal := [kind for kind in ("vision_config", "audio_config") if getattr(hf_config, kind, None) is not None]:
+        yield f"{name} must be a text model; it has {', '.join(modal)}, whose inputs packs do not carry"
+    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
+        yield f"{name} must dispatch its attention through transformers' AttentionInterface; {cls.__name__} does not"
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    if others := sorted(kinds - _APART):
+        yield f"{name} must have attention layers alone, which keep documents apart; got {', '.join(others)}"
+    if cap := getattr(text, "attn_logit_softcapping", None):
+        yield f"{name} must not cap attention logits; got attn_logit_softcapping={cap}"
+    if text.model_type in _ELSEWHERE:
+        yield f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
+    if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
+        yield (
+            f"model.override_config.output_router_logits must be false for {type(hf_config).__name__}, of which "
+            "transformers computes no router loss that can be taken over packs; got true"
+        )
+    if (both := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):
+        yield f"{name} must have causal attention; got use_bidirectional_attention={both}"
+
+
+def _encoder_problems(cls: type, hf_config: Any) -> list[str]:
+    """What keeps an encoder's architecture (BERT's and its kin) from being trained on packs: read from its modules."""
+    name = f"model.path: {type(hf_config).__name__}"
+    with torch.device("meta"):
+        modules = dict(cls(copy.deepcopy(hf_config)).named_modules())
+    if any(getattr(module, "is_causal", None) is False for module in modules.values()):
+        return [f"{name} must have causal attention; got is_decoder={str(hf_config.is_decoder).lower()}"]
+    embeddings = [module for path, module in modules.items() if path.endswith(".position_embeddings")]
+    if any(getattr(embedding, "padding_idx", None) is not None for embedding in embeddings):
+        return [f"{name} must count positions from 0, as packs do; {cls.__name__} counts from pad_token_id + 1"]
+    return []
+
+
+def router_notices(hf_config: Any) -> list[str]:
+    """Says that a mixture of experts trains without its router loss, which published configs leave off."""
+    text = hf_config.get_text_config()
+    if asks_for_router_loss(hf_config) or not has_router_loss(_model_class(hf_config), text):
+        return []
+    return [
+        f"{type(hf_config).__name__} is trained without a router loss; model.override_config.output_router_logits=true "
+        f"adds it with router_aux_loss_coef={text.router_aux_loss_coef}"
+    ]
+
+
+def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
+    """Whether Ulysses can split the model's heads: query heads divide, key/value heads divide or repeat."""
+    sp = config.engine.ulysses_sequence_parallel_size
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(sp, int) or sp <= 1 or not heads:
+        return []
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % sp:
+        return [f"{SP} must divide the model's {heads} attention heads; got {sp}"]
+    if kv_heads % sp and sp % kv_heads:
+        return [f"{SP} must divide the model's {kv_heads} key/value heads or be a multiple of them; got {sp}"]
+    return []
+
+
+def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
+    """Adapters on the input embeddings or the head, where they cannot be sharded or exported."""
+    model, adapter = config.model, config.model.lora_adapter_path
+    tied = hf_config.get_text_config().tie_word_embeddings
+    if not model.lora_rank or not (tied or config.engine.strategy == "fsdp2"):
+        return []
+    from peft import LoraConfig  # here: takes seconds, and only such a run needs it
+    from peft.tuners.tuners_utils import check_target_module_exists as targets_module
+
+    if adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+        return []  # told with the paths, or a hub name
+    if adapter:
+        key, lora = "model.lora_adapter_path: target_modules", LoraConfig.from_pretrained(adapter)
+    else:
+        plain: Any = OmegaConf.to_container(model, resolve=True)
+        key = "model.target_modules"
+        lora = LoraConfig(target_modules=plain["target_modules"], exclude_modules=plain["exclude_modules"])
+    named = [name for name in ("lm_head", "model.embed_tokens") if lora.target_modules and targets_module(lora, name)]
+    if not named:
+        return []
+    why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
+    given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
+    return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
+
+
+def weight_problems(folder: str) -> list[str]:
+    """One line when ``folder`` (model.path) holds no weights, or a safetensors file that was cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(glob(os.path.join(folder, "*.safetensors")))
+    if not files and not any(glob(os.path.join(folder, kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
+        return [f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return [f"model.path must hold weights that can be read; got {file}: {error}"]
+    return []
+
+
+def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
+    """Raises ValueError when a document reaches positions that the model does not have.
+
+    Positions restart with every document, so a pack may be longer than the model's positions; a document, of at most
+    min(longest_document, max_tokens) tokens, may not.
+    """
+    positions = model_positions(hf_config)
+    longest = min(longest_document, max_tokens)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"data.max_tokens must be at most the model's {positions} positions while a document is longer than those; "
+            f"got {max_tokens} and a longest document of {longest} tokens: lower it with data.over_length=drop, "
+            "truncate or split, or extend the model by model.override_config"
+        )
+
+
+def model_positions(hf_config: Any) -> int | None:
+    """The positions that a model was made for, its RoPE scaling included; None when its config names none.
+
+    Some configs (Llama 3) give max_position_embeddings with the scaling included, others (YaRN for Qwen) without: the
+    larger reading is taken.
+    """
+    text = hf_config.get_text_config()
+    positions = base = getattr(text, "max_position_embeddings", None)
+    if not positions:
+        return None
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one for each layer type
+    for rope in ropes:
+        if isinstance(rope, dict) and rope.get("factor"):
+            positions = max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or base)))
+    return int(positions)
+
+
+def chosen_backend(
+    config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
+) -> tuple[str, str | None]:
+    """(the attention backend that runs, what flash attention lacks here or None).
+
+    hf_config: None where it could not be read; capability: of the GPU, None where it is not known. Raises ValueError
+    where the backend that is asked for cannot run.
+    """
+    dtype = _DTYPES.get(OmegaConf.select(config, "engine.mixed_precision.param_dtype"), torch.bfloat16)
+    model = {} if hf_config is None else {"head_size": _head_size(hf_config.get_text_config())}
+    dropout = 0.0 if hf_config is None else attention_dropout(hf_config)
+    limit = flash_limit(dtype, capability=capability, **model)
+    return choose_backend(config.attention.backend, device, limit, dropout), limit
+
+
+def quadratic_memory_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
+    """Where sdpa on a GPU may hold scores or a mask of ``[l, l]`` for a document of l tokens.
+
+    The flash kernel inside sdpa takes no mask, and what no fused kernel takes is computed with all scores in memory.
+    """
+    backend, limit = chosen_backend(config, hf_config, "cuda", capability)
+    layers, window = windowed_layers(hf_config.get_text_config())
+    reasons = [f"flash attention needs {limit}"] if limit else []
+    if window is not None and window < config.data.max_tokens:
+        reasons.append(f"{layers} layers with a sliding window of {window} tokens need a mask")
+    if backend != "sdpa" or not reasons:
+        return []
+    return [
+        f"attention.backend={config.attention.backend} uses sdpa, whose memory may grow here with the square of a "
+        f"document's length: {'; '.join(reasons)}"
+    ]
+
+
+def attention_dropout(hf_config: Any) -> float:
+    """Dropout of attention weights in training, which model configs have under several names."""
+    text = hf_config.get_text_config()
+    given = [getattr(text, name, None) for name in _DROPOUT]
+    given.append(getattr(getattr(text, "attn_config", None), "attn_pdrop", None))  # DBRX
+    return max(float(value or 0) for value in given)
+
+
+def windowed_layers(text: Any) -> tuple[int, int | None]:
+    """(layers with sliding-window attention, its width in tokens) of a Hugging Face text config."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers  # Mistral: every layer
+    layers = sum(kind == "sliding_attention" for kind in kinds)
+    return (layers, int(window)) if window and layers else (0, None)
+
+
+def _head_size(text: Any) -> int:
+    """Of queries and keys; latent attention has it in two parts."""
+    if rotated := getattr(text, "qk_rope_head_dim", None):
+        return text.qk_nope_head_dim + rotated
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _model_class(hf_config: Any) -> type | None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(hf_config, "auto_map", None):
+        return None
+    try:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    except KeyError:
+        return None
+    return cls[0] if isinstance(cls, tuple) else cls
