@@ -124,7 +124,7 @@ class SpecialTokens:
         hidden = rendered.text
         count = len(self._hidden_pattern.findall(hidden))
         text = rendered.text = self._shown(hidden)
-        if first is not None and text != chats.template.text(chat):
+        if first is not None and text != chats.template.with_arguments_as_printed(chat)[1]:
             raise self.refused(first, "and the chat template changes it, so that its place cannot be told")
         if first is not None and count and on_found == "error":
             raise self.refused(first)
