@@ -1,6 +1,6 @@
 """Where the assistant's turns lie in a rendered chat.
 
-A chat is rendered whole, and that text is what is tokenised. Rendered once more with marks around what its messages
+A chat is rendered whole, and that text is what is tokenized. Rendered once more with marks around what its messages
 say, it shows which words are whose:
 
     text      <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think></think>hello<|im_end|>\\n
