@@ -30,6 +30,7 @@ def checked(tmp_path, tiny_model):
 
     def check(*overrides):
         sound = ["data=babilong", "model=qwen_titans", *MEMORY, "data.max_length=64", "data.train_batch_size=2"]
+        sound.append("data.answer_reserve_tokens=8")
         where = [f"data.train_dir={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}"]
         return check_run(compose([*sound, *where, "parallel=cpu", *overrides]), 1)
 
