@@ -104,7 +104,7 @@ def test_rows_too_short_for_the_question_and_the_reserve(tmp_path):
         ({"split": "test"}, "split must be one of train, val; got test"),
         ({"split": "train", "train_ratio": 0.1}, "data.train_ratio must leave samples for training"),
         ({"cache_dir": ["a"]}, "data.cache_dir must be a text; got ['a']"),
-        ({"config": {"strategy": "best_fit"}}, "data.strategy must be one of none; got best_fit"),
+        ({"config": {"strategy": "best_fit"}}, "data.strategy must be none; got best_fit"),
         ({"config": {"mixture": {"sources": {}}}}, "data.mixture must be null for BABILong"),
         ({"max_length": None, "config": {"max_length": 96, "max_tokens": 64}}, "data.max_tokens must be"),
     ],

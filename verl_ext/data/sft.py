@@ -192,12 +192,10 @@ class SFTDataSet(PackDataset):
         if options.pad_mode == "right":
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
-        lengths = self._data.lengths()
         self._split_rows = rows
-        documents = len(lengths) if rows is None else len(rows)
+        documents = len(self._data) if rows is None else len(rows)
         self._in_use = min(documents, max_samples) if max_samples > 0 else documents
-        used = lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
-        spans = cut_spans(used, options.max_tokens, options.over_length, key)
+        spans = cut_spans(self._lengths_in_use(), options.max_tokens, options.over_length, key)
         self.spans: Spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
         self.plan: PackPlan
         if mixture is None:
@@ -244,10 +242,14 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length(self) -> OverLengthDocuments:
         """The documents longer than a pack."""
-        rows = self._rows[: self._in_use]
-        return OverLengthDocuments.of(
-            self._data.lengths()[rows], self.max_tokens, self.options.packing.over_length, rows
-        )
+        policy, rows = self.options.packing.over_length, self._split_rows
+        rows = None if rows is None else rows[: self._in_use]
+        return OverLengthDocuments.of(self._lengths_in_use(), self.max_tokens, policy, rows)
+
+    def _lengths_in_use(self) -> NDArray[np.int64]:
+        """int64: tokens of each document in use, before over-length handling."""
+        lengths, rows = self._data.lengths(), self._split_rows
+        return lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -277,8 +279,8 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
         """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
-        lengths, policy = self._data.lengths()[self._rows], self.options.packing.over_length
-        used, total = lengths[: self._in_use], int(lengths.sum())
+        policy, total = self.options.packing.over_length, int(self._data.lengths()[self._rows].sum())
+        used = self._lengths_in_use()
         return over_length_report(self.scan.over_length, policy, self.category_names, used, total)
 
     def changed_documents(self) -> list[OverLengthRow]:
@@ -370,7 +372,7 @@ class TextSet(SFTDataSet):
         those longer than a pack (needs the scan)."""
         columns, rows = self._data.document_columns, self._rows[: self._in_use]
         assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._data.lengths()[rows]
+        full, lengths = columns.full_length[rows], self._lengths_in_use()
         cut = full > lengths
         by_category = CategoryRows(columns.category, self.category_names, int(full.sum(dtype=np.int64)))
         report = by_category.of(self.cut_reason, rows[cut], full[cut], lengths[cut])
