@@ -52,7 +52,7 @@ def _copies(model: str, sequence_parallel: int) -> dict:
     columns = {column.untyped_storage().data_ptr() for column in vars(batch).values() if torch.is_tensor(column)}
     (micro_batch,) = batch.micro_batches(2)
     with Copies() as seen:
-        inputs, outputs, moved = engine.laid_out(micro_batch, META)
+        inputs, outputs, moved = engine.prepare_micro_batch(micro_batch, META)
         nll = torch.zeros(len(batch.input_ids), device=META)
         sums = StepSums.zeros(0, META)
         StepLoss(1.0, 1, sums)(

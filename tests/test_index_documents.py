@@ -157,7 +157,7 @@ def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
     return find_source_files({str(source): [str(folder / str(source))] for source in range(len(sizes))})
 
 
-def test_small_files_of_one_source_share_a_parcel(tmp_path: Path) -> None:
+def test_small_files_of_one_source_share_a_batch(tmp_path: Path) -> None:
     files = text_files(tmp_path, [[30, 30, 50, 1, 200, 1], [5, 5]])
     batches = list(read_batches(files, lambda source: False, batch_bytes=100))
     assert [(p.source, [chunk.num_bytes for chunk in p.chunks]) for p in batches] == [

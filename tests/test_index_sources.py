@@ -159,7 +159,7 @@ def test_a_damaged_compressed_file_is_one_line_that_names_it(
     assert "\n" not in str(error.value)
 
 
-def test_a_parcel_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(tmp_path: Path) -> None:
+def test_a_batch_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(tmp_path: Path) -> None:
     content = "".join(json.dumps({"text": "the cat " * 10000}) + "\n" for _ in range(64)).encode()
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))

@@ -15,7 +15,7 @@ from tests.training import SMALL, metrics, train, train_alone
 from verl_ext.config import compose
 from verl_ext.data import MultiDocDataset
 from verl_ext.data.megatron.index import IndexWriter
-from verl_ext.trainer.distributed import share_token_range
+from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
@@ -217,7 +217,7 @@ def _evaluate(overrides):
 
 def _token_range(prefix, cache):
     dataset = MultiDocDataset(prefix, None, 16, cache_dir=cache)
-    share_token_range(dataset)
+    dataset.read_together(RunRanks())
     return dataset.token_range
 
 

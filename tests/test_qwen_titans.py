@@ -91,7 +91,7 @@ def test_a_folder_opens_without_storage_as_verl_does_on_other_ranks(tmp_path):
 
 def test_a_memory_for_random_base_weights_may_start_with_a_say():
     for std in (0.0, 0.1):
-        memory = tiny_titans(perturbed=False, output_std=std).memory_modules()[0]
+        memory = tiny_titans(perturbed=False, output_std=std).memory["1"]
         assert memory.long_term_memory.out_proj.weight.std().item() == pytest.approx(std, rel=0.3)
 
 

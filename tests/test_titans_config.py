@@ -39,7 +39,7 @@ def checked(tmp_path, tiny_model):
 def test_the_config_that_is_returned_has_the_memory(checked):
     config = checked("model.memory.layers=[0]")
     assert isinstance(config, QwenTitansConfig)
-    assert (config.chunk_size, list(config.memory_settings.layers)) == (32, [0])
+    assert (config.chunk_size, list(config.memory_options.layers)) == (32, [0])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_config_that_is_returned_has_the_memory(checked):
         ),
         ("model.lora_rank=4", "model.lora_rank must be 0 with model=qwen_titans"),
         ("model.train=memry", "model.train must be one of all, memory; got memry (nearest: memory)"),
-        ("model.memory.heads=two", "model.memory.heads must be a whole number of at least 1; got 'two'"),
+        ("model.memory.heads=two", "model.memory.heads must be a whole number; got two"),
         ("model.memory.variant=mix", "model.memory.variant must be one of residual, mac, mag, mal; got mix"),
         ("model.memory.layers=[7]", "model.memory.layers must lie in 0..1 for a base model of 2 layers; got [7]"),
         ("attention.backend=varlen", "attention.backend must be one of auto, sdpa, flash_attn; got varlen"),
@@ -122,7 +122,7 @@ def test_its_options_are_refused_on_another_model(tmp_path, tiny_model):
 def test_an_exported_folder_keeps_its_memory_but_for_what_is_given(tiny_model):
     exported = titans_config(AutoConfig.from_pretrained(tiny_model), {"chunk_size": 64, "heads": 2, "variant": None})
     read = titans_config(exported, {"chunk_size": 128, "heads": None})
-    assert (read.chunk_size, read.memory_settings.heads) == (128, 2)
+    assert (read.chunk_size, read.memory_options.heads) == (128, 2)
 
 
 def test_batches_between_logs_become_steps():

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from verl_ext.models.qwen_titans.configuration import MemorySettings
+from verl_ext.models.qwen_titans.configuration import MemoryOptions
 from verl_ext.models.qwen_titans.memory import (
     LongTermMemory,
     MemoryState,
     WriteCoefficients,
     WriteRates,
-    limited,
+    limit_writes,
     recall,
     surprise,
     write,
@@ -20,13 +20,13 @@ from verl_ext.models.qwen_titans.memory import (
 )
 
 HIDDEN = 12
-SETTINGS = MemorySettings(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4)
+SETTINGS = MemoryOptions(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4)
 
 
 def _memory(seed: int = 0, dtype: torch.dtype = torch.float64, **fields) -> LongTermMemory:
     """A memory whose parameters are all away from their start."""
     torch.manual_seed(seed)
-    memory = LongTermMemory(HIDDEN, MemorySettings(**{**vars(SETTINGS), **fields})).to(dtype)
+    memory = LongTermMemory(HIDDEN, MemoryOptions(**{**vars(SETTINGS), **fields})).to(dtype)
     with torch.no_grad():
         for parameter in memory.parameters():
             parameter += 0.5 * torch.randn_like(parameter)
@@ -157,7 +157,7 @@ def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
 def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.Tensor, MemoryState]:
     """One row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
     x = F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6)
-    heads, size = memory.settings.heads, memory.settings.sub_chunk
+    heads, size = memory.options.heads, memory.options.sub_chunk
     q, k, v = (
         layer(x).view(1, -1, heads, 3).transpose(1, 2) for layer in (memory.q_proj, memory.k_proj, memory.v_proj)
     )
@@ -171,7 +171,7 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
         own = [values[:, :, part] for values in (k, v, theta, eta, alpha)]
         recalled.append(recall(q[:, :, part], state.w1, state.w2))
         own[2] = own[2] * _limit(own[0], state, *own[2:])
-        state = _by_token(state, *own, [True] * own[0].shape[2], memory.settings.max_surprise)
+        state = _by_token(state, *own, [True] * own[0].shape[2], memory.options.max_surprise)
     merged = torch.cat(recalled, 2)
     merged = merged / (merged.square().mean(-1, keepdim=True) + 1 / 3).sqrt()
     return memory.out_proj(merged.transpose(1, 2).flatten(2)), state
@@ -212,7 +212,7 @@ def test_padding_never_writes(real, padding):
         alone_output, alone = memory(hidden[:, :real], None, None)
         torch.testing.assert_close(output[:, :real], alone_output, rtol=1e-12, atol=1e-12)
     else:
-        alone = memory._initial_state(1)
+        alone = memory.initial_state(1)
     for own, exact in zip(padded, alone, strict=True):
         torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
 
@@ -254,7 +254,7 @@ def test_forgetting_all_and_writing_nothing_clears_the_memory():
 
 def test_what_is_written_once_is_recalled_by_its_key():
     torch.manual_seed(0)
-    memory = LongTermMemory(HIDDEN, MemorySettings(**{**vars(SETTINGS), "expansion": 200})).double()
+    memory = LongTermMemory(HIDDEN, MemoryOptions(**{**vars(SETTINGS), "expansion": 200})).double()
     _with_rates(memory, theta=0.0, eta=-1e4, alpha=-1e4)  # θ = ½
     hidden = _hidden(1, 1)
     state = memory(hidden, None, None)[1]
@@ -319,7 +319,7 @@ def test_sixteen_thousand_random_tokens_stay_finite(scale):
 @pytest.mark.parametrize("theta", [-3.0, 3.0])
 def test_gradients_over_many_sub_chunks_do_not_explode_also_where_keys_are_alike(alike, theta):
     torch.manual_seed(0)
-    memory = LongTermMemory(32, MemorySettings(chunk_size=4096, heads=2, head_dim=8, sub_chunk=32))
+    memory = LongTermMemory(32, MemoryOptions(chunk_size=4096, heads=2, head_dim=8, sub_chunk=32))
     torch.nn.init.normal_(memory.out_proj.weight)
     with torch.no_grad():
         memory.rates.bias[:2] = theta
@@ -333,9 +333,9 @@ def test_a_sub_chunk_of_one_key_is_written_without_overshoot():
     z = torch.ones(1, 1, 5, 4, dtype=torch.float64) / 2
     c = torch.full((1, 1, 5), 0.9, dtype=torch.float64)
     by = WriteCoefficients(*[torch.ones(1, 1)] * 3, c, c)
-    torch.testing.assert_close(limited(by, z).c, torch.full_like(c, 0.1))  # 2 · 5 · 0.1 · |z|² = 1
+    torch.testing.assert_close(limit_writes(by, z).c, torch.full_like(c, 0.1))  # 2 · 5 · 0.1 · |z|² = 1
     few = by._replace(c=c / 100)
-    assert torch.equal(limited(few, z).c, few.c)
+    assert torch.equal(limit_writes(few, z).c, few.c)
 
 
 def test_hidden_states_of_zeros_have_finite_gradients():

@@ -46,7 +46,7 @@ def tiny_titans(seed: int = 0, perturbed: bool = True, attention: str = "sdpa", 
 def perturb(model: QwenTitansForCausalLM, scale: float = 0.3) -> QwenTitansForCausalLM:
     """Add normal noise to every memory parameter."""
     with torch.no_grad():
-        for memory in model.memory_modules():
+        for memory in model.memory.values():
             for parameter in memory.parameters():
                 parameter += scale * torch.randn_like(parameter)
     return model

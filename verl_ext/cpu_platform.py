@@ -8,23 +8,25 @@ gives it. It is chosen by name alone (``VERL_PLATFORM=cpu``), which our trainer 
 """
 
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
+def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
 class CPUDevice:
     """What verl asks of ``torch.cuda``, for a host without one. Sizes are bytes."""
 
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def current_device() -> str:
-        return "cpu"
+    is_available = staticmethod(torch.cpu.is_available)
+    current_device = staticmethod(torch.cpu.current_device)
+    current_stream = staticmethod(torch.cpu.current_stream)
+    stream = staticmethod(torch.cpu.stream)
+    set_device = synchronize = empty_cache = ipc_collect = staticmethod(_do_nothing)
+    set_per_process_memory_fraction = reset_peak_memory_stats = staticmethod(_do_nothing)
 
     @staticmethod
     def device_count() -> int:
@@ -35,24 +37,6 @@ class CPUDevice:
         return "cpu"
 
     @staticmethod
-    def set_device(device: Any) -> None: ...
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None: ...
-
-    @staticmethod
-    def empty_cache() -> None: ...
-
-    @staticmethod
-    def ipc_collect() -> None: ...
-
-    @staticmethod
-    def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None: ...
-
-    @staticmethod
-    def reset_peak_memory_stats(device: Any = None) -> None: ...
-
-    @staticmethod
     def memory_allocated(device: Any = None) -> int:
         return 0
 
@@ -61,14 +45,6 @@ class CPUDevice:
     @staticmethod
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         return 0, 0
-
-    @staticmethod
-    def current_stream(device: Any = None) -> Any:
-        return torch.cpu.current_stream()
-
-    @staticmethod
-    def stream(stream: Any) -> Any:
-        return nullcontext()
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -83,17 +59,11 @@ class CPUDevice:
 class CPUPlatform(PlatformBase):
     """CPU ranks over gloo; selected by ``VERL_PLATFORM=cpu`` and by nothing else."""
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
+    device_name = vendor_name = property(lambda self: "cpu")
+    device_module = property(lambda self: CPUDevice)
 
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> Any:
-        return CPUDevice
+    set_device = synchronize = empty_cache = set_allocator_settings = _do_nothing
+    profiler_start = profiler_stop = cudart = _do_nothing
 
     def is_available(self) -> bool:
         return not torch.cuda.is_available()
@@ -107,19 +77,10 @@ class CPUPlatform(PlatformBase):
     def device_count(self) -> int:
         return CPUDevice.device_count()
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -134,10 +95,6 @@ class CPUPlatform(PlatformBase):
     def nvtx_range(self, msg: str):
         yield
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "CPU"
 
@@ -149,6 +106,3 @@ class CPUPlatform(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> Any:
-        return None

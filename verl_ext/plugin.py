@@ -9,13 +9,10 @@ import importlib
 import os
 import warnings
 
+import verl_ext.cpu_platform  # noqa: F401  registers itself
+
 PACKED, CHUNKED = "verl_ext", "verl_ext_chunked"
 _MODULES = {PACKED: "verl_ext.engines.packed", CHUNKED: "verl_ext.engines.chunked"}
-
-
-def register_platform() -> None:
-    """Make ``VERL_PLATFORM=cpu`` known to verl."""
-    import verl_ext.cpu_platform  # noqa: F401
 
 
 def register_engine(vendor: str = PACKED) -> None:
@@ -32,6 +29,5 @@ def select_engine(vendor: str = PACKED) -> None:
     register_engine(vendor)
 
 
-register_platform()
 if os.environ.get("VERL_ENGINE_VENDOR") in _MODULES:
     register_engine(os.environ["VERL_ENGINE_VENDOR"])

@@ -24,13 +24,10 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
-from importlib import resources
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin
 
-from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -46,26 +43,20 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 def run_command(
     arguments: Sequence[str],
     name: str,
-    options_class: Any,
-    run: Callable[[Any], str],
+    options_class: type[OptionsT],
+    run: Callable[[OptionsT], str],
     example: str = "[key=value ...]",
 ) -> int:
     """Do `run(options)`, print what it returns, and return the exit code.
 
     0: done, or --help; 1: DataError or OSError; 2: UsageError or no arguments; 130: Ctrl-C or SIGTERM.
     """
-    if isinstance(options_class, str):
-        return _run_composed(arguments, name, options_class, run)
     if not arguments or {"-h", "--help"} & set(arguments):
         print(help_text(name, options_class, example))
         return 0 if arguments else 2
-    return _finish(lambda: run(read_options(options_class, arguments)))
-
-
-def _finish(work: Callable[[], str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
     try:
-        closing = work()
+        closing = run(read_options(options_class, arguments))
     except (UsageError, DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -202,98 +193,3 @@ def _delete(config: DictConfig, key: str) -> None:
     if not OmegaConf.is_dict(parent) or name not in parent:
         raise UsageError(f"~{key} must name a key that was given")
     del parent[name]
-
-
-# Of the commands whose options are not yet a subclass of Options: goes with the last of them.
-
-
-def _run_composed(arguments: Sequence[str], usage: str, config_name: str, work: Callable[[Sequence[str]], str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        options = resources.files("verl_ext.conf").joinpath(f"{config_name}.yaml")
-        print(f"{usage}\n\n{options.read_text(encoding='utf-8')}")
-        return 0 if arguments else 2
-    return _finish(lambda: work(arguments))
-
-
-class ComposedOptions(Protocol):
-    """A dataclass of options."""
-
-    def problems(self) -> list[str]:
-        """One line for every mistake that can be seen without opening a source."""
-
-
-ComposedT = TypeVar("ComposedT", bound=ComposedOptions)
-
-
-def load_options(
-    name: str, schema: type[ComposedT], overrides: Iterable[str], open_nodes: Mapping[str, str] | None = None
-) -> ComposedT:
-    """Compose `conf/<name>.yaml` with command-line overrides into a checked `schema`.
-
-    `open_nodes` are those whose keys are the user's own, with what they map to what ("a category to files"; empty where
-    the node may hold a single value instead). A mandatory key without a value arrives as an empty string.
-    Raises `UsageError` with one line for every mistake.
-    """
-    known = known_keys(schema)
-    overrides = [_composed_override(text, known, open_nodes or {}) for text in overrides]
-    try:
-        with initialize_config_module(version_base="1.3", config_module="verl_ext.conf"):
-            node = compose(name, overrides=overrides)
-        typed = OmegaConf.structured(schema)
-        OmegaConf.set_readonly(typed.model, False)  # a frozen dataclass
-        merged = OmegaConf.merge(typed, node)
-        OmegaConf.resolve(merged)
-        for key in OmegaConf.missing_keys(merged):
-            OmegaConf.update(merged, key, "")
-        options = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        where = getattr(error, "full_key", None)
-        raise UsageError(f"{where}: {first_line(error)}" if where else first_line(error)) from error
-    except (HydraException, ValueError) as error:  # a ValueError is Hydra's of a node given as a number
-        raise UsageError(first_line(error.__cause__ or error)) from error
-    assert isinstance(options, schema)
-    if problems := list(options.problems()):
-        raise UsageError("; ".join(problems))
-    return options
-
-
-def known_keys(schema: type) -> list[str]:
-    """Every dotted key of a dataclass, in its order."""
-    keys = []
-    for name, kind in get_type_hints(schema).items():
-        keys.append(name)
-        if isinstance(kind, type) and is_dataclass(kind):
-            keys += [f"{name}.{child}" for child in known_keys(kind)]
-    return keys
-
-
-def least_problems(lowest: Mapping[str, tuple[int | None, int]]) -> list[str]:
-    """One line for every key whose (value, least) has a value that is too small; null is none."""
-    return [
-        f"{key} must be at least {least}; got {value}"
-        for key, (value, least) in lowest.items()
-        if value is not None and value < least
-    ]
-
-
-def _composed_override(text: str, known: Sequence[str], open_nodes: Mapping[str, str]) -> str:
-    """One override whose key is known, with `++` added where it opens a key of the user's own."""
-    try:
-        override = OverridesParser.create().parse_override(text)
-        key, value = override.key_or_group, override.value()
-    except HydraException as error:
-        hint = "key=value, with quotes around a value that holds spaces or '='"
-        raise UsageError(f"an override must be {hint}; got {text!r}") from error
-    if repeated := repeated_keys(text):
-        names = ", ".join(repeated)
-        raise UsageError(f"{key} must have each name once, several values of it as a list; got {names} more than once")
-    if open_nodes.get(key) and not override.is_delete() and not isinstance(value, dict):
-        example = f"'{key}={{{Path(str(value)).name.partition('.')[0] or 'name'}:{value}}}'"
-        raise UsageError(f"{key} must map {open_nodes[key]}, e.g. {example}; got {value}")
-    if key.partition(".")[0] in open_nodes:
-        return text if text.startswith(("+", "~")) else f"++{text}"
-    if key not in known and not key.startswith("hydra."):
-        nearest = nearest_key(key, known)
-        hint = f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}"
-        raise UsageError(f"unknown key {key}; {hint}")
-    return text

@@ -31,13 +31,12 @@ class PackedModel(HFModelConfig):
     `override_config` reaches `hf_config` through :func:`override`. What a kind of model declares:
 
     engine_vendor: names its engine in `verl_ext.plugin`; needs_positions: a document may not be longer than the
-    model's positions; idle_rows_are_full: a rank without a pack runs as many tokens as the others.
+    model's positions.
     """
 
     _mutable_fields = HFModelConfig._mutable_fields | {"override_config"}
     engine_vendor: ClassVar[str] = PACKED
     needs_positions: ClassVar[bool] = True
-    idle_rows_are_full: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         given = dict(self.override_config)
@@ -116,7 +115,6 @@ class QwenTitansModel(PackedModel):
 
     engine_vendor: ClassVar[str] = CHUNKED
     needs_positions: ClassVar[bool] = False  # they restart with every chunk
-    idle_rows_are_full: ClassVar[bool] = True  # it runs collectives for every chunk
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +159,7 @@ class QwenTitansModel(PackedModel):
                 "data.max_tokens (data.max_length of data=babilong) must be a multiple of model.memory.chunk_size="
                 f"{chunk}; got {tokens} (nearest above: {up})"
             )
-        if config.model.train == "memory" and not titans.memory_settings.layers:
+        if config.model.train == "memory" and not titans.memory_options.layers:
             problems.append(
                 "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
             )

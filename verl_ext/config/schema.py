@@ -24,7 +24,7 @@ from verl_ext.config.model import PackedModel, QwenTitansModel
 from verl_ext.config.run import TrainerOptions, dataset_class
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.losses import LossOptions
-from verl_ext.models.qwen_titans import MemorySettings
+from verl_ext.models.qwen_titans import MemoryOptions
 from verl_ext.values import nearest_key, nearest_name, options_of, show
 
 UPSTREAM_CONF = "verl.trainer.config"
@@ -78,7 +78,7 @@ def option_nodes() -> dict[str, dict[str, Any]]:
         "attention": _defaults(AttentionOptions),
         "loss": _defaults(LossOptions),
         "trainer": _defaults(TrainerOptions),
-        "memory": dict.fromkeys(entry.name for entry in fields(MemorySettings)),  # null: the model's own, else default
+        "memory": dict.fromkeys(options_of(MemoryOptions)),  # null: the model's own, else default
     }
     for choice, family in dataset_families().items():
         nodes[f"data/{choice}"] = {**_defaults(DataOptions), **_defaults(family.Options)}

@@ -91,6 +91,15 @@ class MultiDocOptions(DatasetOptions):
     seed: int = option(42, "of the samples, of their order, and of the split", least=0, most=2**32 - 1)
     val_seed: int | None = option(None, "of val_sampling=random_starts; null: seed + 1", least=0)
 
+    @property
+    def needs_train_dir(self) -> bool:
+        return self.blend is None
+
+    @classmethod
+    def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
+        splits_blend = node.get("blend") is not None and not node.get("val_dir") and node.get("train_ratio", 1.0) < 1
+        return {} if splits_blend else {**super().for_evaluation(node), "blend": None}
+
     def problems(self) -> Iterable[str | None]:
         if self.max_tokens not in (None, self.seq_len):
             yield f"data.max_tokens must be data.seq_len={self.seq_len} for samples of it; got {self.max_tokens}"

@@ -12,7 +12,7 @@ Legend: B rows of a micro-batch, L tokens of a row, T ≤ L of them that are rea
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,9 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.engines.export import whole_on_first_rank
-from verl_ext.engines.step import StepEngine
+from verl_ext.engines.step import StepEngine, gather_to_rank0
 from verl_ext.losses import token_nll
-from verl_ext.models.qwen_titans import answer_greedily, load_memory_checkpoint
+from verl_ext.models.qwen_titans import generate_greedily, load_memory_checkpoint
 
 
 @EngineRegistry.register(
@@ -35,11 +34,18 @@ from verl_ext.models.qwen_titans import answer_greedily, load_memory_checkpoint
 class ChunkedEngine(StepEngine):
     """Runs micro-batches of rows through a ``QwenTitansForCausalLM``; its model node is `model=qwen_titans`'s."""
 
+    generates: ClassVar[bool] = True
+
     model_config: Any
     module: Any
 
+    @classmethod
+    def idle_tokens(cls, max_tokens: int) -> int:
+        """A whole row: every chunk has collectives of its own."""
+        return max_tokens
+
     def _build_module(self) -> torch.nn.Module:
-        """verl's module, with the memory of `model.memory_checkpoint`, and frozen but for it on request."""
+        """verl's module with the memory of `model.memory_checkpoint`; `model.train=memory` freezes all else."""
         module = super()._build_module()
         if self.model_config.memory_checkpoint:
             load_memory_checkpoint(module, self.model_config.memory_checkpoint)
@@ -50,7 +56,7 @@ class ChunkedEngine(StepEngine):
     def _build_fsdp_module(self, module: Any) -> Any:
         """verl's FSDP2, except that what enters a memory is not cast: its state stays in fp32."""
         precision = self.engine_config.mixed_precision
-        assert precision is not None, "settled before the engine is built"
+        assert precision is not None, "the config is resolved before the engine is built"
         self._autocast_dtype = PrecisionType.to_dtype(precision["param_dtype"])
         dtypes = {
             "param_dtype": self._autocast_dtype,
@@ -62,7 +68,7 @@ class ChunkedEngine(StepEngine):
             "reshard_after_forward": self.engine_config.reshard_after_forward,
         }
         full_state = module.state_dict()
-        for memory in module.memory_modules():
+        for memory in module.memory.values():
             fully_shard(memory, mp_policy=MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False), **options)
         mp_policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=True)
         apply_fsdp2(module, {**options, "mp_policy": mp_policy}, self.engine_config)
@@ -70,7 +76,7 @@ class ChunkedEngine(StepEngine):
         return module
 
     def _offload_policy(self) -> CPUOffloadPolicy | None:
-        """FSDP2's own offload where `engine.offload_policy` asks for it; it takes the place of verl's."""
+        """FSDP2's own offload where `engine.offload_policy` asks for it, in place of verl's."""
         if not self.engine_config.offload_policy:
             return None
         self._is_offload_param = self._is_offload_optimizer = False
@@ -120,25 +126,24 @@ class ChunkedEngine(StepEngine):
         is_prompt = torch.arange(ids.shape[1]) < prompts[:, None]
         tokenizer = self.model_config.tokenizer
         with self._autocast():
-            answers = answer_greedily(
+            answers = generate_greedily(
                 self.module,
                 ids.to(device),
                 is_prompt.long().to(device),
                 tokens,
                 eos_token_ids=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
                 pad_token_id=tokenizer.pad_token_id or 0,
-                agree=_greatest,
+                all_max=_all_max,
             )
         return answers.tolist()
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """The memory's parameters in one piece, on rank 0's host memory; collective."""
-        named = self.module.memory_state_dict()
-        return {name: whole_on_first_rank(tensor) for name, tensor in named.items()}
+        """The whole parameters of the memory, on rank 0's host memory; collective."""
+        return {name: gather_to_rank0(tensor) for name, tensor in self.module.memory_state_dict().items()}
 
 
-def _greatest(values: torch.Tensor) -> torch.Tensor:
-    """Elementwise the greatest of all ranks'."""
+def _all_max(values: torch.Tensor) -> torch.Tensor:
+    """The elementwise maximum over all ranks."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
 

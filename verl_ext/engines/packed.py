@@ -23,8 +23,8 @@ from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_los
 from verl_ext.engines.step import StepEngine, on_device
 from verl_ext.losses import token_nll
 
-# What only verl's reinforcement learning asks of prepare_model_outputs; its own code answers there.
-_UPSTREAM_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
+# What only verl's reinforcement learning asks of prepare_model_outputs; verl's own code computes it.
+_VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
 
 
 @EngineRegistry.register(
@@ -52,8 +52,8 @@ class PackedEngine(StepEngine):
             self.router_loss = RouterLoss(self.module, hf_config)
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
-        """As the parent. A router loss is of the whole step: with several micro-batches, each is read once before them
-        all to count its choices of experts; a single one is counted in its own forward."""
+        """As the parent. A router loss is of the whole step: with several micro-batches, a forward of each before them
+        all counts its choices of experts; a single one is counted in its own forward."""
         if self.router_loss is not None:
             self.router_loss.begin_step()
             if len(micro_batches) > 1:
@@ -68,7 +68,7 @@ class PackedEngine(StepEngine):
         sums = []
         with torch.random.fork_rng([device] if isinstance(device, int) else []):
             for micro_batch in micro_batches:
-                model_inputs, _, _ = self.laid_out(micro_batch, device)
+                model_inputs, _, _ = self.prepare_micro_batch(micro_batch, device)
                 with self._autocast(), self.router_loss.recording() as logits:
                     self.module(**model_inputs, use_cache=False, logits_to_keep=1)
                 sums.append(self.router_loss.sums(logits, self._real_tokens(micro_batch)))
@@ -82,7 +82,7 @@ class PackedEngine(StepEngine):
             loss = super().training_loss(micro_batch, loss_function)
         return loss + self.router_loss.share(logits, self._real_tokens(micro_batch))
 
-    def laid_out(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
+    def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
         """The inputs ``[1, T/n]`` and the layout of all T tokens, for every attention layer to read."""
         layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
         micro_batch = on_device(micro_batch, device)
@@ -92,26 +92,26 @@ class PackedEngine(StepEngine):
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
         """verl's inputs ``[1, T/n]`` of a micro-batch on the device, by shapes alone: nothing waits for the device."""
-        if _asks_upstream(micro_batch):
+        if _needs_verl(micro_batch):
             return super().prepare_model_inputs(micro_batch)
         ids, positions = micro_batch["input_ids"].values(), micro_batch["position_ids"].values()
         following = micro_batch["next_ids"].values() if "next_ids" in micro_batch else ids.roll(-1)
         pad = self._pad_size(len(ids))
         model_inputs: dict[str, Any] = {
-            "input_ids": self._share_of_tokens(ids, pad).unsqueeze(0),
+            "input_ids": self._sequence_slice(ids, pad).unsqueeze(0),
             "attention_mask": None,
-            "position_ids": self._share_of_tokens(positions, pad).unsqueeze(0),
+            "position_ids": self._sequence_slice(positions, pad).unsqueeze(0),
         }
         if getattr(self.model_config.hf_config, "output_router_logits", False):
             model_inputs["output_router_logits"] = False  # transformers would compute its own loss of this batch
-        return model_inputs, {"pad_size": pad, "labels": self._share_of_tokens(following, pad)}
+        return model_inputs, {"pad_size": pad, "labels": self._sequence_slice(following, pad)}
 
     def _pad_size(self, tokens: int) -> int:
         """Padding after all tokens: to verl's bucket (`engine.pad_to_length`), then to a multiple of n."""
         bucket = self._get_packed_pad_size(tokens)
         return bucket + -(tokens + bucket) % self.ulysses_sequence_parallel_size
 
-    def _share_of_tokens(self, values: torch.Tensor, pad_size: int) -> torch.Tensor:
+    def _sequence_slice(self, values: torch.Tensor, pad_size: int) -> torch.Tensor:
         """``[T/n]``: what this sequence-parallel rank holds of ``[T - pad_size]`` and the padding after it."""
         padded = torch.nn.functional.pad(values, (0, pad_size))
         return slice_input_tensor(padded, dim=0, padding=False) if self.use_ulysses_sp else padded
@@ -122,14 +122,14 @@ class PackedEngine(StepEngine):
         if "is_real" in micro_batch:
             is_real = micro_batch["is_real"].values().to(device, non_blocking=True)
         else:
-            is_real = torch.ones_like(micro_batch["input_ids"].values(), dtype=torch.bool, device=device)
-        return self._share_of_tokens(is_real, self._pad_size(len(is_real)))
+            is_real = torch.ones(len(micro_batch["input_ids"].values()), dtype=torch.bool, device=device)
+        return self._sequence_slice(is_real, self._pad_size(len(is_real)))
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
         """``log_probs`` of the next token for every position, jagged as ``input_ids``, gathered over the SP ranks."""
-        if _asks_upstream(micro_batch):
+        if _needs_verl(micro_batch):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         logits = output.logits.squeeze(0)  # [T/n, V]
         nll = token_nll(logits, output_args["labels"], inplace_backward=True)
@@ -137,9 +137,9 @@ class PackedEngine(StepEngine):
         return {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, micro_batch["input_ids"].offsets())}
 
 
-def _asks_upstream(micro_batch: TensorDict) -> bool:
-    """Whether verl's reinforcement learning asks for what its own code alone gives."""
-    if any(tu.get_non_tensor_data(micro_batch, key, default=False) for key in _UPSTREAM_OUTPUTS):
+def _needs_verl(micro_batch: TensorDict) -> bool:
+    """Whether the batch asks for outputs that only verl's own code computes."""
+    if any(tu.get_non_tensor_data(micro_batch, key, default=False) for key in _VERL_OUTPUTS):
         return True
     temperature = tu.get_non_tensor_data(micro_batch, "temperature", default=1.0)
     return isinstance(temperature, torch.Tensor) or temperature != 1.0

@@ -1,7 +1,7 @@
-"""The router loss of a mixture-of-experts model, exact for the optimizer step: its routers are read by hooks.
+"""The router loss of a mixture-of-experts model, exact for the optimizer step: hooks record its routers' logits.
 
 transformers computes the loss in each forward, for that batch alone and with one-hot tensors of every token, choice and
-expert; here the routers that it declares (``_can_record_outputs``) are read instead.
+expert; here the routers that it declares (``_can_record_outputs``) are recorded instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,14 +35,10 @@ def _router_of(model_class: type | None) -> OutputRecorder | None:
 
 
 class RouterLoss:
-    """Collects the router logits of a module's forwards, and turns them into a rank's share of a step's loss.
+    """Records the router logits of a module's forwards, and turns them into a rank's share of a step's loss.
 
-    Args:
-        module: the model, sharded or not.
-        hf_config: its config: ``router_aux_loss_coef`` and ``num_experts_per_tok``.
-
-    Raises:
-        ValueError: transformers declares no routers for this model.
+    hf_config: the model's, of which ``router_aux_loss_coef`` and ``num_experts_per_tok`` are read.
+    Raises ValueError where transformers declares no routers for this model.
     """
 
     def __init__(self, module: nn.Module, hf_config: Any) -> None:
@@ -81,7 +77,7 @@ class RouterLoss:
             self._logits = None
 
     def begin_step(self) -> None:
-        """The next step's routing is not known yet; its first micro-batch tells it unless :meth:`measure` does."""
+        """Forget the last step's routing. :meth:`measure` sums that of the next one, else its only micro-batch does."""
         self._step = None
 
     def measure(self, micro_batches: Sequence[RoutingSums]) -> None:

@@ -9,18 +9,22 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
+from verl.utils.transformers_compat import drop_tied_target_keys
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
-from verl_ext.engines.export import export_merged
 from verl_ext.engines.router import RouterLoss
 
 SCALER = "gradient_scaler.pt"  # in a checkpoint of an fp16 run
@@ -30,7 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 class StepEngine(FSDPEngineWithLMHead):
-    """Runs the micro-batches of a step."""
+    """Runs the micro-batches of a step.
+
+    generates: whether it has ``generate_answers(ids, prompts, tokens)``.
+    """
+
+    generates: ClassVar[bool] = False
 
     scaler: Any  # a ShardedGradScaler with fp16, else None
     router_loss: RouterLoss | None = None
@@ -40,18 +49,28 @@ class StepEngine(FSDPEngineWithLMHead):
         # verl also copies the override onto the config as a plain attribute, which an export would write to disk and
         # which plain transformers then refuses; the implementation itself is kept elsewhere.
         vars(self.model_config.hf_config).pop("attn_implementation", None)
-        _as_verl_reads(self.model_config.hf_config)
+        _adapt_config(self.model_config.hf_config)
+
+    @classmethod
+    def idle_tokens(cls, max_tokens: int) -> int:
+        """Tokens that a rank without a pack runs, so that the collectives of the others complete."""
+        return 1
 
     def initialize(self) -> None:
         """verl's model, optimizer and schedule; fp16 has a gradient scaler on every device.
 
         verl's own scaler is of `cuda`, and elsewhere turns itself off with a warning: gradients would underflow, and
-        infinite ones reach the parameters.
+        infinite ones reach the parameters. Ours starts at 2^16 and halves with every step that it skips for an infinite
+        gradient on any rank.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but")
             super().initialize()
-        self.scaler = gradient_scaler(self._autocast_dtype)
+        self.scaler = None
+        if self._autocast_dtype == torch.float16:
+            self.scaler = ShardedGradScaler(
+                get_device_name(), growth_interval=_STEADY_STEPS, process_group=dist.group.WORLD
+            )
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.
@@ -76,10 +95,9 @@ class StepEngine(FSDPEngineWithLMHead):
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """verl's forward step, without its waits for the device: for a layout of lengths that lie there, and for
-        ``loss.item()``."""
+        """verl's forward step, without its waits for the device: for lengths that lie there and for ``loss.item()``."""
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
-        model_inputs, output_args, micro_batch = self.laid_out(micro_batch, device)
+        model_inputs, output_args, micro_batch = self.prepare_micro_batch(micro_batch, device)
         with self._autocast():
             raw_output = self.module(**model_inputs, use_cache=False)
             model_output = self.prepare_model_outputs(raw_output, output_args, micro_batch, loss_function)
@@ -92,10 +110,16 @@ class StepEngine(FSDPEngineWithLMHead):
                 )
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
 
-    def laid_out(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
+    def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
         """What the model reads, what its outputs are made with, and a micro-batch of the host, all on the device."""
-        model_inputs, output_args = (_moved(part, device) for part in self.prepare_model_inputs(micro_batch))
-        return model_inputs, output_args, on_device(micro_batch, device)
+        inputs, output_args = (
+            {
+                key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for key, value in part.items()
+            }
+            for part in self.prepare_model_inputs(micro_batch)
+        )
+        return inputs, output_args, on_device(micro_batch, device)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, with the scaler's state; ``hf_model`` of a LoRA run has its adapters merged."""
@@ -111,16 +135,34 @@ class StepEngine(FSDPEngineWithLMHead):
         if self.scaler is not None and manager.should_save_extra and self.rank == 0:
             torch.save(self.scaler.state_dict(), Path(local_path) / SCALER)
         if merges:
-            export_merged(self.module, Path(local_path) / "huggingface", self.model_config.trust_remote_code)
+            self._export_merged(Path(local_path) / "huggingface")
+
+    def _export_merged(self, folder: Path) -> None:
+        """Write the model with its adapters merged, under the base model's names; collective, rank 0 writes.
+
+        verl 0.9.1's ``hf_model`` has PEFT's names, which plain transformers cannot load. The run's own weights are as
+        before afterwards: base and adapters apart.
+        """
+        with merged_lora_context(self.module, backup_adapters=True):
+            merged = normalize_peft_param_name(self.module.state_dict())
+            gathered = {name: gather_to_rank0(tensor) for name, tensor in merged.items()}
+        if self.rank == 0:
+            config = self.module.config
+            with torch.device("meta"):
+                plain = AutoModelForCausalLM.from_config(config, trust_remote_code=self.model_config.trust_remote_code)
+            drop_tied_target_keys(gathered, plain, config)
+            plain.save_pretrained(folder, state_dict=gathered)
+        dist.barrier()
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's checkpoint, with the scaler's state where it has one."""
-        super().load_checkpoint(local_path, *args, **kwargs)
-        if self.scaler is not None and self.checkpoint_manager.should_load_extra:
-            self._load_scaler(Path(local_path) / SCALER)
+        """verl's checkpoint, with the scaler's state where it has one.
 
-    def _load_scaler(self, path: Path) -> None:
-        """Rank 0's file, so that the scale is the same on every rank, also where nodes share no disk; collective."""
+        Rank 0's file is read, so that the scale is the same on every rank, also where nodes share no disk; collective.
+        """
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if self.scaler is None or not self.checkpoint_manager.should_load_extra:
+            return
+        path = Path(local_path) / SCALER
         saved = [torch.load(path, weights_only=True) if self.rank == 0 and path.is_file() else None]
         dist.broadcast_object_list(saved)
         if saved[0] is not None:
@@ -129,20 +171,13 @@ class StepEngine(FSDPEngineWithLMHead):
             _log.warning("%s has no %s: the loss scale starts anew", path.parent, SCALER)
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters of a long-term memory in one piece, on rank 0's host memory; collective. Empty without one."""
+        """The whole parameters of a long-term memory, on rank 0's host memory; collective. Empty without one."""
         return {}
 
     def _autocast(self) -> Any:
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
-
-
-def _moved(part: dict[str, Any], device: Any) -> dict[str, Any]:
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in part.items()
-    }
 
 
 def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
@@ -157,38 +192,30 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
         if isinstance(value, torch.Tensor) and value.is_nested:
             shared: Any = value.offsets()  # type: ignore[attr-defined]
             if id(shared) not in offsets:
-                offsets[id(shared)] = to_device(shared, device)
+                offsets[id(shared)] = _pinned(shared, device).to(device, non_blocking=True)
             flat = value.values().to(device, non_blocking=True)
             moved[key] = torch.nested.nested_tensor_from_jagged(flat, offsets[id(shared)])
         elif isinstance(value, torch.Tensor):
-            moved[key] = to_device(value, device)
+            moved[key] = _pinned(value, device).to(device, non_blocking=True)
     return moved
 
 
-def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """A small tensor of the host on the device, page-locked on the way, without which a copy to CUDA waits."""
-    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+def _pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """A small tensor page-locked on its way from the host to CUDA, without which the copy waits."""
+    return tensor.pin_memory() if tensor.device.type == "cpu" and torch.device(device).type == "cuda" else tensor
 
 
-def gradient_scaler(dtype: torch.dtype) -> ShardedGradScaler | None:
-    """The scaler of fp16's losses, None for types whose exponent needs none.
-
-    It starts at 2^16 and halves with every step that it skips for an infinite gradient, on any rank.
-    """
-    if dtype != torch.float16:
-        return None
-    return ShardedGradScaler(get_device_name(), growth_interval=_STEADY_STEPS, process_group=dist.group.WORLD)
+def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
 
 
-def _as_verl_reads(config: Any) -> None:
+def _adapt_config(config: Any) -> None:
     """verl reads key/value heads from every config and takes an architecture for a causal model by its name's
     "ForCausalLM"; GPT-2, a GPT2LMHeadModel, has neither. What is exported has its class's own name again."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
     if not hasattr(config, "num_key_value_heads") and hasattr(config, "num_attention_heads"):
         config.num_key_value_heads = config.num_attention_heads
-    named = (config.architectures or [""])[0]
-    if "ForCausalLM" not in named and CAUSAL.get(config.model_type) == named:
+    architecture = (config.architectures or [""])[0]
+    if "ForCausalLM" not in architecture and CAUSAL_MODELS.get(config.model_type) == architecture:
         config.architectures = [f"{config.model_type.upper()}ForCausalLM"]

@@ -37,17 +37,21 @@ Change = tuple[str, tuple[Any, ...]]  # a method of words, such as strip, and it
 
 @dataclass
 class _Notes:
-    """What a template asks: (leaf, changes of the words before, method, arguments, answer)."""
+    """What a template asks: (leaf, changes of the words before, method, arguments, answer); and what it may print, by
+    number of the stand-in. Something that cannot be noted makes it no proof."""
 
     questions: set[tuple[Leaf, tuple[Change, ...], str, tuple[Any, ...], Any]] = field(default_factory=set)
-    printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)  # by stand-in
+    printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)
     is_proof: bool = True
 
-    def stand_in(self, leaf: Leaf, changes: tuple[Change, ...]) -> int:
-        """The number of the stand-in for words after changes."""
+    def words(self, text: str, leaf: Leaf, changes: tuple[Change, ...] = ()) -> "_Words":
+        """The words of a field after changes: `text`, with the stand-in of these in place of any other."""
         if (leaf, changes) not in self.printed:
             self.printed.append((leaf, changes))
-        return self.printed.index((leaf, changes))
+        stand_in = _NEW.replace("w0", f"w{self.printed.index((leaf, changes))}")
+        words = _Words(_STAND_IN.sub(lambda _: stand_in, text), self)
+        words.leaf, words.changes = leaf, changes
+        return words
 
 
 class _Opaque(str):
@@ -79,10 +83,6 @@ class _Words(_Opaque):
     leaf: Leaf
     changes: tuple[Change, ...]
 
-    def with_change(self, change: Change) -> "_Words":
-        """The words after a method that leaves these stand-ins as they are."""
-        return stand_in_for(str(self), self.leaf, (*self.changes, change), self.notes)
-
     def ask(self, method: str, *arguments: Any) -> Any:
         """The answer of a method, noted."""
         plain = tuple(str(a) if isinstance(a, str) else a for a in arguments)
@@ -92,29 +92,11 @@ class _Words(_Opaque):
         self.notes.questions.add((self.leaf, self.changes, method, plain, answer))
         return answer
 
-    def __contains__(self, part: Any) -> bool:
-        return self.ask("__contains__", part)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and self.ask("__eq__", other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
-
-    def startswith(self, *arguments: Any) -> bool:  # type: ignore[override]
-        return self.ask("startswith", *arguments)
-
-    def endswith(self, *arguments: Any) -> bool:  # type: ignore[override]
-        return self.ask("endswith", *arguments)
-
-    def strip(self, *arguments: Any) -> "_Words":  # type: ignore[override]
-        return self.with_change(("strip", arguments))
-
-    def lstrip(self, *arguments: Any) -> "_Words":  # type: ignore[override]
-        return self.with_change(("lstrip", arguments))
-
-    def rstrip(self, *arguments: Any) -> "_Words":  # type: ignore[override]
-        return self.with_change(("rstrip", arguments))
 
     def split(self, separator: Any = None, *arguments: Any) -> list[Any]:  # type: ignore[override]
         if separator is None or separator in self:
@@ -127,7 +109,16 @@ class _Words(_Opaque):
         return self
 
 
-def _is_no_proof(name: str) -> Callable[..., Any]:
+def _asking(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self.ask(name, *arguments)
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    """A method that leaves the stand-ins as they are, and changes other words."""
+    return lambda self, *arguments: self.notes.words(str(self), self.leaf, (*self.changes, (name, arguments)))
+
+
+def _no_proof(name: str) -> Callable[..., Any]:
     def method(self: _Opaque, *arguments: Any, **named: Any) -> Any:
         self.notes.is_proof = False
         return getattr(str, name)(str(self), *arguments, **named)
@@ -135,20 +126,16 @@ def _is_no_proof(name: str) -> Callable[..., Any]:
     return method
 
 
+for _name in ("__contains__", "startswith", "endswith"):
+    setattr(_Words, _name, _asking(_name))
+for _name in ("strip", "lstrip", "rstrip"):
+    setattr(_Words, _name, _changing(_name))
 _HARMLESS = {"__new__", "__init__", "__class__", "__getattribute__", "__doc__", "__init_subclass__", "__subclasshook__"}
 _HARMLESS |= {"__dir__", "__setattr__", "__delattr__", "__reduce__", "__reduce_ex__", "__repr__", "__sizeof__"}
 for _kind in (_Opaque, _Words):
     for _name in set(dir(str)) - _HARMLESS:
         if all(_name not in vars(parent) for parent in (_kind, *_kind.__mro__[1:-2])):
-            setattr(_kind, _name, _is_no_proof(_name))
-
-
-def stand_in_for(text: str, leaf: Leaf, changes: tuple[Change, ...], notes: _Notes) -> _Words:
-    """Words with the stand-in of these changes in `text`."""
-    number = notes.stand_in(leaf, changes)
-    words = _Words(_STAND_IN.sub(lambda _: _NEW.replace("w0", f"w{number}"), text), notes)
-    words.leaf, words.changes = leaf, changes
-    return words
+            setattr(_kind, _name, _no_proof(_name))
 
 
 @dataclass
@@ -234,13 +221,13 @@ class ProvenChats:
         messages: list[Message] = []
         for index, message in enumerate(chat.messages):
             said = {name: message[name] for name in SPOKEN_FIELDS if message.get(name)}
-            stand_ins = {name: str(stand_in_for(_NEW, (index, name), (), notes)) for name in said}
+            stand_ins = {name: str(notes.words(_NEW, (index, name))) for name in said}
             messages.append({**message, **stand_ins})
 
         def watched(message: Message) -> Message:
             """The message as it is rendered: its stand-ins as strings that note what is asked."""
             return {
-                name: stand_in_for(value, *notes.printed[int(found[1])], notes)
+                name: notes.words(value, *notes.printed[int(found[1])])
                 if isinstance(value, str) and (found := _STAND_IN.search(value))
                 else value
                 for name, value in message.items()

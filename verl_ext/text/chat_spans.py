@@ -1,6 +1,6 @@
 """Where the assistant's turns lie in a rendered chat.
 
-A chat is rendered whole, and that text is what is tokenised. Rendered once more with marks around what its messages
+A chat is rendered whole, and that text is what is tokenized. Rendered once more with marks around what its messages
 say, it shows which words are whose:
 
     text      <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think></think>hello<|im_end|>\\n
@@ -11,22 +11,21 @@ say, it shows which words are whose:
 A target begins where the text, from the last word before it, parts from what the model is given at inference (the
 messages before it with the generation prompt; of a template without one, up to a plain answer's first word). So the
 head of a tool call, which the model must write, is learnt. It ends with what ends a turn (`ChatTemplate.ends`),
-closers of tool calls before it included. Words of others inside a turn, as a template prints tool results that it
-puts between an assistant's call and its content, cut the target in two.
-
-Where a template says itself what is generated (`{% generation %}`), it is taken at its word.
+closers of tool calls before it included. Words of others inside a turn, such as tool results, cut the target in two.
+What a template says itself is generated (`{% generation %}`) is taken at its word.
 """
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 from verl_ext.text.chat_template import ChatTemplate, Span, common_prefix, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.records import Chat, Message
+from verl_ext.text.messages import Message, functions_called, map_strings
+from verl_ext.text.records import Chat
 
 SPOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
 # Marks are of ASCII letters and digits, which no template trims, splits or escapes.
@@ -41,9 +40,9 @@ _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
 
 @dataclass
 class Target:
-    """Characters start..stop of a rendered chat, said by the assistant's turn `message`, and the weight of its tokens.
+    """Characters start..stop of a rendered chat, of the assistant's turn `message`, and the weight of its tokens.
 
-    `closed_by` is what ends the turn, "" where nothing does; None where the turn goes on in another target.
+    closed_by: what ends the turn, "" where nothing does; None where the turn goes on in another target.
     """
 
     start: int
@@ -83,8 +82,7 @@ def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
     return located.generation_blocks() if template.marks_generation else located.turns()
 
 
-@dataclass(frozen=True)
-class _Words:
+class _Words(NamedTuple):
     """One string of a message, which a template prints or not."""
 
     message: int
@@ -99,17 +97,14 @@ class _Words:
 
     @property
     def space_before(self) -> str:
-        """White space that they begin with."""
         return self.text[: len(self.text) - len(self.text.lstrip())]
 
     @property
     def space_after(self) -> str:
-        """White space that they end with."""
         return self.text[len(self.text.rstrip()) :]
 
 
-@dataclass
-class _Place:
+class _Place(NamedTuple):
     """Where marked words lie in the text: first and last character known to be theirs (or at their edge)."""
 
     number: int
@@ -153,15 +148,10 @@ class _Marks:
         if isinstance(call.get("name"), str) and self.way != "around_but_names":
             marked["name"] = self._marked(_Words(index, "tool_calls", call["name"]))
         if "arguments" in call:
-            marked["arguments"] = self._argument(index, call["arguments"])
+            marked["arguments"] = map_strings(
+                call["arguments"], lambda text: self._marked(_Words(index, "tool_calls", text))
+            )
         return marked
-
-    def _argument(self, index: int, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._marked(_Words(index, "tool_calls", value))
-        if isinstance(value, dict):
-            return {key: self._argument(index, item) for key, item in value.items()}
-        return [self._argument(index, item) for item in value] if isinstance(value, list) else value
 
     def _marked(self, words: _Words) -> str:
         """The words with marks, inside the white space around them, which templates trim. Of blank ones a tool's result
@@ -180,23 +170,23 @@ class _Marks:
         return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
 
     def places(self, marked: str) -> tuple[str, list[_Place]]:
-        """A marked text without its marks, and where the words lie in it, in the text's order; printed again, words
-        lie where they were first."""
+        """A marked text without its marks, and where the words lie in it, in the text's order; of words that are
+        printed again, where they were first."""
         parts: list[str] = []
-        begins: dict[int, int] = {}
-        ends: dict[int, int] = {}
+        borders: tuple[dict[int, int], dict[int, int]] = ({}, {})  # where words begin and end, by number
         at = length = 0
         for match in _MARK.finditer(marked):
             parts.append(marked[at : match.start()])
             length += match.start() - at
             at = match.end()
-            (begins if match[1] in "bB" else ends).setdefault(int(match[2]), length)
+            borders[match[1] in "eE"].setdefault(int(match[2]), length)
+        begins, ends = borders
         places = []
         for number in {**begins, **ends}:
-            if number >= len(self.words):
-                continue
-            last = ends.get(number, begins.get(number, 0))
-            places.append(_Place(number, self.words[number], min(begins.get(number, last), last), last, number in ends))
+            if number < len(self.words):
+                last = ends.get(number, begins.get(number, 0))
+                first = min(begins.get(number, last), last)
+                places.append(_Place(number, self.words[number], first, last, number in ends))
         places.sort(key=lambda place: (place.first, place.last))
         return "".join([*parts, marked[at:]]), places
 
@@ -211,45 +201,40 @@ class _Located:
         self._trimmed: dict[tuple[Any, ...], bool] = {}
         for way in _WAYS:
             self.marks = _Marks(chat, way)
-            try:
-                marked = template.render(self.marks.messages, self.marks.tools)
-            except BadRecord:
-                continue
-            found, self.places = self.marks.places(marked)
+            marked = template.try_render(self.marks.messages, self.marks.tools)
+            found, self.places = self.marks.places(marked) if marked is not None else (None, [])
             if found == text:
-                break
-        else:
-            raise BadRecord(
-                "template_mismatch",
-                "the chat template changes with what messages say in a way that hides where they are in its text",
-            )
+                return
+        hidden = "changes with what messages say in a way that hides where they are in its text"
+        raise BadRecord("template_mismatch", f"the chat template {hidden}")
 
     def turns(self) -> RenderedChat:
         """Every turn that is to be learnt, as the text shows it."""
         unprinted, targets = self.unprinted(), []
-        runs = _runs(self.places)
-        newest = max((place.words.message for place in self.places), default=0)
-        last_run = {self.places[first].words.message: (first, last) for first, last in runs}
-        for first, last in runs:
-            index = self.places[first].words.message
+        places = self.places
+        runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.message)]
+        newest = max((place.words.message for place in places), default=0)
+        last_run = {places[run[0]].words.message: run for run in runs}
+        for run in runs:
+            first, last = run[0], run[-1]
+            index = places[first].words.message
             if index in self.chat.targets:
                 start = self._start(first, index)
-                after = self.places[last + 1] if last + 1 < len(self.places) else None
+                after = places[last + 1] if last + 1 < len(places) else None
                 limit = after.first if after else len(self.text)
                 # What follows a chat's last words is the template's alone, also where it prints the tools there.
                 is_last = after is None or (after.words.message == _TOOLS and index == newest)
-                stop, closed_by = self._end(self.places[last], limit, index, is_last)
-                for end, begin, token in self._stops_inside(first, last):
+                stop, closed_by = self._end(places[last], limit, index, is_last)
+                for end, begin, token in self._stops_inside(places[first : last + 1]):
                     targets.append(Target(start, end, index, token))
                     start = begin
-                targets.append(Target(start, stop, index, closed_by if last_run[index] == (first, last) else None))
+                targets.append(Target(start, stop, index, closed_by if last_run[index] is run else None))
         spoken = {words.message for words in self.marks.words}
         for index in self.chat.targets:
-            if index not in spoken:
-                if (target := self._empty_turn(index)) is not None:
-                    targets.append(target)
-                else:
-                    unprinted.append("empty turn")
+            if index not in spoken and (target := self._empty_turn(index)) is not None:
+                targets.append(target)
+            elif index not in spoken:
+                unprinted.append("empty turn")
         targets.sort(key=lambda target: target.start)
         previous = 0
         for target in targets:
@@ -258,12 +243,12 @@ class _Located:
             previous, target.weight = target.stop, self.chat.targets[target.message]
         return RenderedChat(self.text, targets, unprinted)
 
-    def _stops_inside(self, first: int, last: int) -> Iterator[tuple[int, int, str]]:
+    def _stops_inside(self, places: list[_Place]) -> Iterator[tuple[int, int, str]]:
         """Where a template prints one message as two turns, content and calls: after the token that stops generation,
         after the header that follows, and that token."""
-        for place, after in pairwise(self.places[first : last + 1]):
+        for place, after in pairwise(places):
             gap = self.text[place.last : after.first]
-            if (stop := self.template.find_stop(gap)) is None:
+            if (stop := self.template.stops.search(gap)) is None:
                 continue
             rest = gap[stop.end() :].lstrip()
             if length := self.template.header_at_start_of(rest):
@@ -271,30 +256,27 @@ class _Located:
 
     def unprinted(self) -> list[str]:
         """The kinds of words that the text does not have, each once."""
-        printed = {place.number for place in self.places}
+        printed, learnt = {place.number for place in self.places}, self.chat.targets
         kinds = {
             words.kind
             for number, words in enumerate(self.marks.words)
-            if number not in printed and words.text.strip() and self._is_missed(words)
+            if number not in printed
+            and words.text.strip()
+            # Templates take reasoning out of earlier turns on purpose: it is missed where it is to be learnt alone.
+            and (words.kind != "reasoning_content" or words.message in learnt)
         }
         if self.marks.way == "around_but_names":
-            calls = (call for message in self.chat.messages for call in message.get("tool_calls") or [])
-            names = (call.get("function", call).get("name") for call in calls)
+            names = (call.get("name") for call in functions_called(self.chat.messages))
             if any(isinstance(name, str) and name not in self.text for name in names):
                 kinds.add("tool_calls")
         for number, place in enumerate(self.places):  # reasoning inside content, which some templates take out
-            if place.words.message in self.chat.targets and "</think>" in place.words.text:
+            if place.words.message in learnt and "</think>" in place.words.text:
                 before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
                 begin = self.places[number - 1].last if number else 0
                 for words, kind in ((before, place.words.kind), (thought, "reasoning in content")):
                     if words.strip() and self.text.find(words.strip(), begin, place.last) < 0:
                         kinds.add(kind)
         return sorted(kinds)
-
-    def _is_missed(self, words: _Words) -> bool:
-        """Whether it is told that words are not printed: reasoning is missed where it is to be learnt alone, since
-        templates take it out of earlier turns on purpose."""
-        return words.kind != "reasoning_content" or words.message in self.chat.targets
 
     def _start(self, place: int, index: int) -> int:
         """Where the target of message `index` begins, whose words are first at `self.places[place]`."""
@@ -356,36 +338,19 @@ class _Located:
         return self._prompts[exact][0]
 
     def _new_prompts(self, before: _Place | None, count: int) -> list[tuple[str, int]]:
-        if own := self.template.generation_prompt:
-            prompts = [self._rendered_prompt(before, self.marks.messages[:count], own)]
-        else:
-            prompts = [
-                self._rendered_prompt(before, [*self.marks.messages[:count], _PLAIN_ANSWER]),
-                self._rendered_prompt(before, self.marks.messages[:count]),
-            ]
-        return [prompt for prompt in prompts if prompt is not None and prompt[0]]
-
-    def _rendered_prompt(
-        self, before: _Place | None, messages: list[Message], generation_prompt: str = ""
-    ) -> tuple[str, int] | None:
-        try:
-            marked = self.template.render(messages, self.marks.tools, generation=bool(generation_prompt))
-        except BadRecord:
-            return None
-        has_answer = bool(messages) and messages[-1] == _PLAIN_ANSWER and _ANSWER in marked
-        text, places = self.marks.places(marked.split(_ANSWER)[0] if has_answer else marked)
-        begin = 0
-        if before is not None:
-            if not places or places[-1].number != before.number:
-                return None
-            begin = places[-1].last
-        elif places:
-            return None
-        given = text[begin:]
-        if has_answer:
-            return given, 0
-        is_header = generation_prompt and given.endswith(generation_prompt)
-        return given, len(given) - len(generation_prompt) if is_header else len(given)
+        own, messages = self.template.generation_prompt, self.marks.messages[:count]
+        prompts = []
+        for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
+            marked = self.template.try_render(chat, self.marks.tools, generation=bool(own)) or ""
+            has_answer = chat[-1:] == [_PLAIN_ANSWER] and _ANSWER in marked
+            text, places = self.marks.places(marked.split(_ANSWER)[0] if has_answer else marked)
+            if [place.number for place in places[-1:]] != ([before.number] if before else []):
+                continue
+            given = text[places[-1].last if places else 0 :]
+            before_header = 0 if has_answer else len(given.removesuffix(own))
+            if given:
+                prompts.append((given, before_header))
+        return prompts
 
     def _end(self, place: _Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
         """Where the target ends whose last words are at `place`, before `limit`, and what ends the turn there."""
@@ -409,16 +374,13 @@ class _Located:
 
     def _is_trimmed(self, place: _Place) -> bool:
         """Whether the template prints a turn's content without the white space at its end."""
-        messages = self.chat.messages[: place.words.message + 1]
-        if (kind := _kind(messages[-1])) not in self._trimmed:
-            trimmed = {**messages[-1], "content": place.words.text.rstrip()}
-            try:
-                texts = {
-                    self.template.render([*messages[:-1], last], self.chat.tools) for last in (messages[-1], trimmed)
-                }
-            except BadRecord:
+        *before, turn = self.chat.messages[: place.words.message + 1]
+        if (kind := _kind(turn)) not in self._trimmed:
+            turns = turn, {**turn, "content": place.words.text.rstrip()}
+            texts = [self.template.try_render([*before, last], self.chat.tools) for last in turns]
+            if None in texts:
                 return False
-            self._trimmed[kind] = len(texts) == 1
+            self._trimmed[kind] = texts[0] == texts[1]
         return self._trimmed[kind]
 
     def _says(self, text: str) -> bool:
@@ -429,52 +391,40 @@ class _Located:
         """How much of `tail`, the text after a turn's last words, is there too when the turn ends the chat; and whether
         that is all that closes it there. Tails that differ before their first special token alone, by numbers in a
         call, are closed alike."""
+        messages = self.marks.messages[: index + 1]
         if is_last:
-            return (self._closing_before_a_turn(place, index, tail) if self._says(tail) else len(tail)), True
+            # What a template says at the end of a chat is not there where a turn follows; all is, where none can.
+            follows = [[*messages, {"role": role, "content": _ANSWER}] for role in ("user", "tool")]
+            closing = self._first_tail(follows, place) if self._says(tail) else None
+            return len(tail) if closing is None else self.template.common_prefix(closing, tail), True
         token = self.template.special.search(tail)
         begin = token.start() if token else 0
         key = (_kind(self.chat.messages[index]), tail[begin:])
         if key not in self._closings:
-            closed, is_whole = self._closing(place, index, tail)
-            if closed < begin:
-                return closed, is_whole
-            self._closings[key] = closed - begin, is_whole
+            user = next((m for m in self.marks.messages if m["role"] == "user"), None)
+            closing = self._first_tail([[user, messages[-1]] if user else messages[-1:], messages], place)
+            length = self.template.common_prefix(closing or "", tail)
+            is_whole = closing is not None and (
+                length == len(closing) or self.template.find_end(tail[:length]) is not None
+            )
+            if length < begin:
+                return length, is_whole
+            self._closings[key] = length - begin, is_whole
         closed, is_whole = self._closings[key]
         return closed + begin, is_whole
 
-    def _closing_before_a_turn(self, place: _Place, index: int, tail: str) -> int:
-        """How much of `tail`, the last turn's, is there too where another turn follows: not what a template says at the
-        end of a chat. All of it where no turn can follow."""
-        for role in ("user", "tool"):
-            messages = [*self.marks.messages[: index + 1], {"role": role, "content": _ANSWER}]
-            if (closing := self._tail_in(messages, place)) is not None:
-                return self.template.common_prefix(closing, tail)
-        return len(tail)
-
-    def _closing(self, place: _Place, index: int, tail: str) -> tuple[int, bool]:
-        """As `_closed`, from a rendering of the turn as the last."""
-        messages = self.marks.messages
-        user = next((m for m in messages if m["role"] == "user"), None)
-        alone = [user, messages[index]] if user else [messages[index]]
-        for chat in (alone, messages[: index + 1]):
-            if (closing := self._tail_in(chat, place)) is not None:
-                length = self.template.common_prefix(closing, tail)
-                return length, length == len(closing) or self.template.find_end(tail[:length]) is not None
-        return 0, False
-
-    def _tail_in(self, messages: list[Message], place: _Place) -> str | None:
-        """What follows a place's words where these messages are rendered, up to the next words; None where the template
-        refuses them or leaves the words out."""
-        try:
-            marked = self.template.render(messages, self.marks.tools)
-        except BadRecord:
-            return None
-        text, places = self.marks.places(marked.split(_ANSWER)[0])
-        same = next((number for number, other in enumerate(places) if other.number == place.number), None)
-        if same is None:
-            return None
-        stop = places[same + 1].first if same + 1 < len(places) else len(text)
-        return text[places[same].last + (0 if place.reaches_end else len(place.words.second_half)) : stop]
+    def _first_tail(self, chats: list[list[Message]], place: _Place) -> str | None:
+        """What follows a place's words, up to the next words, in the first of these chats that the template prints with
+        the words in it."""
+        for messages in chats:
+            if (marked := self.template.try_render(messages, self.marks.tools)) is None:
+                continue
+            text, places = self.marks.places(marked.split(_ANSWER)[0])
+            same = next((number for number, other in enumerate(places) if other.number == place.number), None)
+            if same is not None:
+                stop = places[same + 1].first if same + 1 < len(places) else len(text)
+                return text[places[same].last + (0 if place.reaches_end else len(place.words.second_half)) : stop]
+        return None
 
     def _empty_turn(self, index: int) -> Target | None:
         """The target of a turn that says nothing: what ends it."""
@@ -524,17 +474,6 @@ def _length_but_space(given: str, text: str) -> int:
             return 0
         at += 1
     return at + common_prefix(given[len(core) :], text[at:]) if at else 0
-
-
-def _runs(places: list[_Place]) -> list[tuple[int, int]]:
-    """First and last place of every run of one message's words."""
-    runs: list[tuple[int, int]] = []
-    for number, place in enumerate(places):
-        if runs and places[number - 1].words.message == place.words.message:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return runs
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:

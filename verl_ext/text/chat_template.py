@@ -1,7 +1,4 @@
-"""A tokenizer's chat template: rendering, its generation prompt, and what ends a turn.
-
-Chats as texts with targets, as the command's options say: which turns, and what of words that are not printed.
-"""
+"""A tokenizer's chat template: rendering, its generation prompt, and what ends a turn."""
 
 import json
 import re
@@ -11,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from verl_ext.text.json_records import BadRecord, parse_json
-from verl_ext.text.records import Chat, Message
+from verl_ext.text.messages import Message, functions_called
+from verl_ext.text.records import Chat
 from verl_ext.values import UsageError, first_line
 
 Span = tuple[int, int]
@@ -30,7 +28,8 @@ _TOOL = {
 
 
 class ChatTemplate:
-    """Renders chats, and knows `generation_prompt` (empty where the template has none) and `ends`.
+    """Renders chats, and knows `generation_prompt` (empty where the template has none), `ends`, and patterns of the
+    `special` tokens and of those that stop generation (`stops`).
 
     A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
 
@@ -69,7 +68,7 @@ class ChatTemplate:
         added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
         self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
         stops = {tokenizer.eos_token or "", *stop_tokens} - {""}
-        self._stops = any_of(stops)
+        self.stops = any_of(stops)
         self._other_arguments = self._content_in_parts = False
         self._watched: Callable[[Message], Message] | None = None
         try:
@@ -90,8 +89,8 @@ class ChatTemplate:
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
-        """The chat's text, with generation prompt where `generation`; `BadRecord` where the template refuses it."""
-        try:
+        """The chat's text, with generation prompt where `generation`. Raises `BadRecord` where it is refused."""
+        with _template_errors():
             return self.tokenizer.apply_chat_template(
                 self._as_given(messages),
                 tools=tools,
@@ -100,8 +99,15 @@ class ChatTemplate:
                 add_generation_prompt=generation,
                 **self.kwargs,
             )
-        except Exception as error:  # a template is a program of its own and may raise anything
-            raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
+
+    def try_render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False
+    ) -> str | None:
+        """As `render`; None where the template refuses the chat."""
+        try:
+            return self.render(messages, tools, generation)
+        except BadRecord:
+            return None
 
     def _as_given(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as the template is given them."""
@@ -121,7 +127,7 @@ class ChatTemplate:
         """The text and, as characters, what `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
         from transformers.utils import chat_template_utils
 
-        try:
+        with _template_errors():
             rendered: Any = chat_template_utils.render_jinja_template(
                 conversations=[self._as_given(chat.messages)],
                 tools=chat.tools,
@@ -130,8 +136,6 @@ class ChatTemplate:
                 add_generation_prompt=False,
                 **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
-        except Exception as error:  # as in render()
-            raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
         texts, spans = rendered
         return texts[0], spans[0]
 
@@ -147,23 +151,18 @@ class ChatTemplate:
         first, second = (other, chat) if self._other_arguments else (chat, other)
         try:
             text = self.render(first.messages, first.tools)
-            if _prints_strings(first, text):
-                return first, text
-        except BadRecord as error:
-            try:
-                return second, self.render(second.messages, second.tools)
-            except BadRecord:
-                raise error from None
-        try:
-            text = self.render(second.messages, second.tools)
         except BadRecord:
+            if (text_of_second := self.try_render(second.messages, second.tools)) is None:
+                raise
+            return second, text_of_second
+        calls = functions_called(first.messages)
+        strings = [call["arguments"] for call in calls if isinstance(call.get("arguments"), str)]
+        if all(string.strip() in text for string in strings):  # not quoted twice or in pieces
+            return first, text
+        if (text_of_second := self.try_render(second.messages, second.tools)) is None:
             return first, text
         self._other_arguments = second is other
-        return second, text
-
-    def text(self, chat: Chat) -> str:
-        """The whole chat's text."""
-        return self.with_arguments_as_printed(chat)[1]
+        return second, text_of_second
 
     def find_end(self, text: str) -> re.Match[str] | None:
         """The first end of a turn in `text`, a piece of the template's own."""
@@ -179,14 +178,10 @@ class ChatTemplate:
         # A generation prompt may go on with a <think> that the chat itself has not.
         return length if length == len(header) else printed if 0 < printed <= length else 0
 
-    def find_stop(self, text: str) -> re.Match[str] | None:
-        """The first token in `text` that stops generation."""
-        return self._stops.search(text)
-
     def last_special_token(self, text: str) -> str:
         """The special token that `text` ends with, or nothing."""
-        found = [match for match in self.special.finditer(text) if match.end() == len(text)]
-        return found[-1][0] if found else ""
+        found = [match[0] for match in self.special.finditer(text) if match.end() == len(text)]
+        return found[-1] if found else ""
 
     def token_edge(self, text: str, at: int) -> int:
         """`at`, or the start of the special token that it lies inside."""
@@ -212,7 +207,7 @@ class ChatTemplate:
         self.header = self.generation_prompt.lstrip()  # some templates print it without the white space before it
         self.header_length = longest_prefix_in(self.header, gap)[0]
         last_tail = last.split(_ANSWER)[-1]
-        inner = self._render_or_nothing([*before, _ASSISTANT, _USER], tools)
+        inner = self.try_render([*before, _ASSISTANT, _USER], tools) or ""
         inner_tail = inner.split(_ANSWER)[-1].split(_QUESTION)[0]
         if end_of_turn:
             if end_of_turn not in f"{last_tail}\0{inner_tail}":
@@ -236,12 +231,6 @@ class ChatTemplate:
         ends = [self._inner_stop(inner_tail, first_header), self._stop(last_tail)]
         return [end for end in ends if self.special.search(end)]  # text at the end of a chat alone ends no turn
 
-    def _render_or_nothing(self, messages: list[Message], tools: list[Any] | None) -> str:
-        try:
-            return self.render(messages, tools)
-        except BadRecord:
-            return ""
-
     def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
         """The first messages and tools, of a few, that can be rendered with a question, and the text with an answer."""
         system = {"role": "system", "content": "Be kind."}
@@ -261,7 +250,7 @@ class ChatTemplate:
     def _stop(self, tail: str) -> str:
         """What ends a turn that is closed by `tail`: its first token that stops generation, or else its last special
         token, or else all of its text."""
-        if stop := self._stops.search(tail):
+        if stop := self.stops.search(tail):
             return stop[0]
         tail = tail.rstrip()
         return self.last_special_token(tail) or tail.lstrip()
@@ -269,14 +258,20 @@ class ChatTemplate:
     def _inner_stop(self, tail: str, first_header: str) -> str:
         """What ends a turn before a user's where `tail` lies between; `first_header` is what begins a chat."""
         first = self.special.match(tail.lstrip())
-        if first is None:
-            return ""
         headers = self.special.findall(first_header)
-        begins_user = bool(headers) and headers[-1] == first[0] and not self._stops.fullmatch(first[0])
-        if begins_user:
-            return ""
-        stop = self._stops.search(tail)
+        if first is None or (headers[-1:] == [first[0]] and not self.stops.fullmatch(first[0])):
+            return ""  # none, or what begins a user's turn
+        stop = self.stops.search(tail)
         return stop[0] if stop else first[0]
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """What a template raises, which is a program of its own and may raise anything, as `BadRecord`."""
+    try:
+        yield
+    except Exception as error:
+        raise BadRecord("template_error", f"the chat template fails: {first_line(error)}") from error
 
 
 def _in_parts(message: Message) -> Message:
@@ -304,13 +299,6 @@ def _other_call(call: dict[str, Any]) -> dict[str, Any]:
             return call
         return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
     return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if arguments is not None else call
-
-
-def _prints_strings(chat: Chat, text: str) -> bool:
-    """Whether tool calls' arguments that are strings are in the text as they are, not quoted twice or in pieces."""
-    calls = (call for message in chat.messages for call in message.get("tool_calls") or [])
-    strings = (call.get("function", call).get("arguments") for call in calls)
-    return all(string.strip() in text for string in strings if isinstance(string, str))
 
 
 def any_of(names: Sequence[str] | set[str]) -> re.Pattern[str]:

@@ -1,11 +1,8 @@
-"""What became of the records of a source or category: counts that add up over chunks.
+"""What became of the records of a source or category, in counts that add up over chunks; and documents as previews.
 
-Written documents as text with their targets marked: most mistakes of a mask are seen at a glance.
+A preview is a document as text with its targets marked, in colour on a terminal: a wrong mask is seen at a glance.
 
     <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n[[hello<|im_end|>]]\\n
-
-On a terminal the targets are in colour instead of `[[…]]`. A document is decoded in runs of targets and others, so that
-a character of several tokens stays whole; long runs, and a document of many, are shortened in the middle.
 """
 
 from collections import Counter
@@ -26,14 +23,12 @@ EXAMPLES = 3  # places named per reason in the report
 class Counts:
     """Counts of one source or category.
 
-    `lengths` maps a document's length to how many have it; `special_tokens` are the records whose text holds names of
-    special tokens, encoded as text, and how many of these there are.
-
-    `end_of_turn` counts the target turns by the text that ends them, '' for none, and `text_ends` those whose end is no
-    single token; `unprinted` the records that have something of a kind that the chat template does not print;
-    `unused_fields` the records, or messages as `messages.<field>`, with a field that nothing reads; `dropped_media`
-    images, audio and video that were left out; `uncategorised` the records without a value of `category_field`;
-    `border_tokens` targets' tokens that hold text of others as well.
+    lengths: documents by their length. special_tokens: records whose text holds names of special tokens, encoded as
+    text, and how many names. border_tokens: targets' tokens that hold text of others as well. end_of_turn: target turns
+    by the text that ends them, '' for none; text_ends: those whose end is no single token. unprinted: records by the
+    kind of words that the chat template does not print. unused_fields: records, or messages as `messages.<field>`, with
+    a field that nothing reads. dropped_media: images, audio and video left out. uncategorised: records without a value
+    of `category_field`. bad, examples: unusable records by reason, and the first places.
     """
 
     records: int = 0
@@ -56,9 +51,11 @@ class Counts:
     def add_bad(self, reason: str, example: str) -> None:
         """Count a record that cannot be used; `example` says where and why."""
         self.bad[reason] += 1
+        self._add_examples(reason, [example])
+
+    def _add_examples(self, reason: str, examples: list[str]) -> None:
         known = self.examples.setdefault(reason, [])
-        if len(known) < EXAMPLES:
-            known.append(example)
+        known += examples[: EXAMPLES - len(known)]
 
     def add_document(self, length: int, targets: int) -> None:
         """Count a document that is written."""
@@ -74,13 +71,13 @@ class Counts:
 
     def add(self, other: "Counts") -> None:
         """Add another's counts; its examples come after those here."""
-        for name in ("records", "documents", "tokens", "target_tokens", "uncategorised", "border_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("lengths", "over_length", "special_tokens", "bad", *CHAT_COUNTS):
-            getattr(self, name).update(getattr(other, name))
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            elif isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
         for reason, examples in other.examples.items():
-            known = self.examples.setdefault(reason, [])
-            known += examples[: EXAMPLES - len(known)]
+            self._add_examples(reason, examples)
 
     @property
     def target_share(self) -> float:
@@ -97,24 +94,17 @@ class Counts:
         return 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts as the report has it; the order of keys does not depend on that of the records."""
+        """The counts as the report has them; the order of keys does not depend on that of the records."""
+        longest = max(self.lengths, default=0)
         return {
-            "records": self.records,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "target_tokens": self.target_tokens,
+            **{name: getattr(self, name) for name in ("records", "documents", "tokens", "target_tokens")},
             "target_share": round(self.target_share, 4),
-            "length": {
-                "median": self.length_quantile(0.5),
-                "p95": self.length_quantile(0.95),
-                "max": max(self.lengths, default=0),
-            },
+            "length": {"median": self.length_quantile(0.5), "p95": self.length_quantile(0.95), "max": longest},
             "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
             "border_tokens": self.border_tokens,
             "bad_records": dict(sorted(self.bad.items())),
-            "over_length": dict(sorted(self.over_length.items())),
-            **{name: dict(sorted(getattr(self, name).items())) for name in CHAT_COUNTS},
-            "examples": {reason: self.examples[reason] for reason in sorted(self.examples)},
+            **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
+            "examples": dict(sorted(self.examples.items())),
         }
 
 
@@ -125,14 +115,18 @@ Run = tuple[bool, str]  # whether it is of targets; its text
 
 
 def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Callable[[list[int]], str]) -> list[Run]:
-    """The runs of a document of input_ids[T] and loss_mask[T], decoded and shortened."""
+    """The runs of targets and others of a document of input_ids[T] and loss_mask[T], decoded; long ones, and those of a
+    document of many, are shortened in the middle."""
     borders = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(loss_mask)]
     spans = list(pairwise(borders))
-    shown = [spans] if len(spans) <= RUNS else [spans[: RUNS // 2], spans[-RUNS // 2 :]]
-    parts = [[(bool(loss_mask[a]), _run(input_ids, a, b, decode)) for a, b in part] for part in shown]
-    if len(parts) == 1:
-        return parts[0]
-    return [*parts[0], (False, f" … {shown[1][0][0] - shown[0][-1][1]:,} tokens … "), *parts[1]]
+
+    def decoded(spans: list[tuple[int, int]]) -> list[Run]:
+        return [(bool(loss_mask[start]), _run(input_ids, start, stop, decode)) for start, stop in spans]
+
+    if len(spans) <= RUNS:
+        return decoded(spans)
+    head, tail = spans[: RUNS // 2], spans[-RUNS // 2 :]
+    return [*decoded(head), (False, f" … {tail[0][0] - head[-1][1]:,} tokens … "), *decoded(tail)]
 
 
 def _run(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], str]) -> str:

@@ -249,7 +249,7 @@ class TextEncoder:
             if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
                 yield Encoded(ids, _ByteOffsets(data, ends))
                 continue
-            if data.isascii():  # by a normaliser, or by a special token that swallows spaces: not by this text alone
+            if data.isascii():  # by a normalizer, or by a special token that swallows spaces: not by this text alone
                 self._bytes_of_tokens = None
             yield Encoded(ids, _Offsets(backend.encode(text, add_special_tokens=False)))
 
@@ -273,7 +273,7 @@ class TextEncoder:
         return None if has_prefix else sizes
 
     def _is_normal(self, text: str) -> bool:
-        """Whether the tokenizer's normaliser leaves a text as it is."""
+        """Whether the tokenizer's normalizer leaves a text as it is."""
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
             return True

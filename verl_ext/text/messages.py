@@ -9,6 +9,7 @@ Every other field is handed to the template.
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,15 +112,25 @@ class MessageReader:
         self.dropped[medium] += 1
 
 
+def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
+    """`value` with every string in it changed, but for keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [map_strings(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: map_strings(item, change) for key, item in value.items()}
+    return value
+
+
 def without_placeholders(value: Any) -> Any:
     """`value` less `<image>`, `<audio>` and `<video>` in its strings, with the line end beside them."""
-    if isinstance(value, str):
-        return _PLACEHOLDER.sub("", value)
-    if isinstance(value, list):
-        return [without_placeholders(item) for item in value]
-    if isinstance(value, dict):
-        return {key: without_placeholders(item) for key, item in value.items()}
-    return value
+    return map_strings(value, lambda text: _PLACEHOLDER.sub("", text))
+
+
+def functions_called(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """What the messages' tool calls hold: name and arguments."""
+    return (call.get("function", call) for message in messages for call in message.get("tool_calls") or [])
 
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, groupby
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -28,8 +28,8 @@ _ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
 # Line of the file, or number of the record where there are no lines; of a JSON list, line and column.
 Place = int | LineColumn
 NumberedRecord = tuple[Place, Any]  # the record is still unparsed where it is bytes
-Batches = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
-Read = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
+Pieces = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
+Records = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
 
 
 class ChunkSize(NamedTuple):
@@ -101,36 +101,21 @@ def read_batches(
     becomes its batch's `failure` and ends its source, so that it is told only where the documents before it do not
     fill the source, however far ahead of them it was found.
     """
-    batch: Batch | None = None
-    for source, found in _chunks(files, is_full):
-        if batch is not None and batch.source != source:
-            yield batch
-            batch = None
-        batch = batch or Batch(source)
-        if isinstance(found, Chunk):
-            batch.chunks.append(found)
-        else:
-            batch.failure = str(found)
-        if batch.failure or batch.is_full(batch_bytes):
-            yield batch
-            batch = None
-    if batch is not None:
-        yield batch
-
-
-def _chunks(files: Sequence[SourceFile], is_full: Callable[[int], bool]) -> Iterator[tuple[int, Chunk | DataError]]:
-    """(source, chunk or what ends the source) of every file, in order."""
-    ended = set()
-    for file in files:
-        chunks = read_chunks(file)
-        while file.category_id not in ended and not is_full(file.category_id):
+    for source, own in groupby(files, key=lambda file: file.category_id):
+        chunks = (chunk for file in own for chunk in read_chunks(file))
+        batch = Batch(source)
+        while batch.failure is None and not is_full(source):
             try:
-                yield file.category_id, next(chunks)
+                batch.chunks.append(next(chunks))
             except StopIteration:
                 break
             except DataError as error:
-                ended.add(file.category_id)
-                yield file.category_id, error
+                batch.failure = str(error)
+            if batch.failure is None and batch.is_full(batch_bytes):
+                yield batch
+                batch = Batch(source)
+        if batch.chunks or batch.failure:
+            yield batch
 
 
 def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
@@ -147,7 +132,7 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
 
-def _batches(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Read]) -> Batches:
+def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Records]) -> Pieces:
     """What `read` finds in the file's bytes."""
     with open_source(source.path) as file:
         file.check_is_utf8()
@@ -164,11 +149,11 @@ def _batches(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Re
         yield records, max((source.num_bytes or file.position) - position, 0), size
 
 
-def _jsonl(source: SourceFile, limit: ChunkSize) -> Batches:
-    return _batches(source, limit, _lines)
+def _jsonl(source: SourceFile, limit: ChunkSize) -> Pieces:
+    return _pieces(source, limit, _lines)
 
 
-def _lines(stream: BinaryIO) -> Read:
+def _lines(stream: BinaryIO) -> Records:
     for number, line in enumerate(stream, start=1):
         yield ((number, line) if _has_text(line) else None), len(line)
 
@@ -177,7 +162,7 @@ def _has_text(line: bytes) -> bool:
     return bool(line.removeprefix(codecs.BOM_UTF8).strip())
 
 
-def _json(source: SourceFile, limit: ChunkSize) -> Batches:
+def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
     """Many published .json files hold one object per line: one that begins with an object is read as these."""
     with open_source(source.path) as file:
         lines = iter(lambda: file.stream.readline(BLOCK), b"")
@@ -185,7 +170,7 @@ def _json(source: SourceFile, limit: ChunkSize) -> Batches:
     if first is None:
         raise DataError(f"{source.path}: must be JSON; it is empty")
     if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return _batches(source, limit, lambda stream: iter(JsonList(source.path, stream)))
+        return _pieces(source, limit, lambda stream: iter(JsonList(source.path, stream)))
     try:
         parse_line(first)
     except BadRecord as error:
@@ -193,15 +178,15 @@ def _json(source: SourceFile, limit: ChunkSize) -> Batches:
         if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
             what = "a list of records, or one object on each line"
             raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
-    return _batches(source, limit, _lines)
+    return _pieces(source, limit, _lines)
 
 
-def _csv(source: SourceFile, limit: ChunkSize) -> Batches:
+def _csv(source: SourceFile, limit: ChunkSize) -> Pieces:
     csv.field_size_limit(sys.maxsize)
-    return _batches(source, limit, lambda stream: _rows(source, io.TextIOWrapper(stream, "utf-8-sig", newline="")))
+    return _pieces(source, limit, lambda stream: _rows(source, io.TextIOWrapper(stream, "utf-8-sig", newline="")))
 
 
-def _rows(source: SourceFile, stream: io.TextIOWrapper) -> Read:
+def _rows(source: SourceFile, stream: io.TextIOWrapper) -> Records:
     reader = csv.reader(stream, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
     try:
         header = next(filter(None, reader), [])
@@ -239,7 +224,7 @@ def _row_record(header: list[str], row: list[str]) -> Any:
     return record
 
 
-def _text(source: SourceFile, _: ChunkSize) -> Batches:
+def _text(source: SourceFile, _: ChunkSize) -> Pieces:
     """The file as one record: its text, or a `TextFile` where that is more than a block."""
     blocks = text_blocks(source.path)
     try:
@@ -285,7 +270,7 @@ def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
             position += len(data)
 
 
-def _parquet(source: SourceFile, limit: ChunkSize) -> Batches:
+def _parquet(source: SourceFile, limit: ChunkSize) -> Pieces:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -302,7 +287,7 @@ def _parquet(source: SourceFile, limit: ChunkSize) -> Batches:
         raise DataError(f"{source.path}: cannot be read as parquet: {first_line(error)}") from error
 
 
-def _arrow(source: SourceFile, limit: ChunkSize) -> Batches:
+def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
     """The shards that an Arrow folder's state.json names, each a stream of record batches.
 
     Not through `load_from_disk`, which takes a shard that is cut off between two batches for a whole one.
@@ -356,7 +341,7 @@ def _stream_batches(path: str, opened: OpenedFile, schemas: list[Any]) -> Iterat
         raise DataError(f"{path}: cannot be read as Arrow: it does not end where its stream of records does")
 
 
-def _hub(source: SourceFile, limit: ChunkSize) -> Batches:
+def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
     for records, size in _table_records(source.path, hub_tables(source.path, limit.records), limit, count(1)):
         yield records, size, size
 
@@ -405,7 +390,7 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-READERS: dict[str, Callable[[SourceFile, ChunkSize], Batches]] = {
+READERS: dict[str, Callable[[SourceFile, ChunkSize], Pieces]] = {
     "jsonl": _jsonl,
     "json": _json,
     "parquet": _parquet,

@@ -1,28 +1,15 @@
 """Records as chats or plain texts, by their fields, under other names where `columns` gives these.
 
-| fields | become |
-|---|---|
-| `messages` | the chat as it stands |
-| `conversations`, `conversation` | ShareGPT: `from`/`value` or `role`/`content` |
-| `instruction` [+ `input`] + `output` (or `response`, `completion`) | alpaca: user turn `instruction\\ninput`, answer |
-| `prompt` + `response` (or `completion`), strings or messages | a user turn, an assistant turn; or the chat of both |
-| `question` + `answer`, or OpenOrca's `response` | one user turn, one assistant turn |
-| `query` + `response`, `input` + `output`, `inputs` + `targets` | as `prompt` + `response` |
-| `question` + `answers` `{"text": [...]}` | SQuAD: the first of the answers |
-| `query` + `answers`, a list of calls or its JSON text | xLAM: a user turn, an assistant turn of tool calls |
-| `chat`, text with `USER:`, `ASSISTANT:` and `FUNCTION RESPONSE:` | Glaive; its calls and functions stay text |
-| `data`, a list of strings | UltraChat: user and assistant turns alternate |
-| `text` | plain text, no template |
-| `system`, `system_prompt` | the system message, where the chat has none |
-| `tools`, `functions` | the template's `tools`; also where a system message holds them |
-| `history` (pairs of turns, or messages) | earlier turns, of the shapes with one user turn |
-| `context` (Dolly, SQuAD) | the start of the user turn, a blank line before the question; of the same shapes |
-| `loss_weight`, `weight` | the weight of the record's target tokens |
-| `image`, `images`, `audio`, `audios`, `video`, `videos` | a bad record, or left out: `media=drop` |
+SHAPES lists the fields that make a chat or a text. Where several fit, the first that `comes_first` wins, then the
+one that has the fields of the others; any others that give different results are a bad record. Beside a shape:
 
-Where several shapes fit, the first of SHAPES that `comes_first` wins, then the one that has the fields of the others.
-Others that give different results are a bad record. A `prompt` given as messages is context: its assistant turns are
-no targets. Fields that nothing of this reads are named in `Record.unused`.
+    system, system_prompt     the system message, where the chat has none
+    tools, functions          the template's `tools`; also where a system message holds them
+    history, context          earlier turns; the start of the user turn: of the shapes with one user turn
+    loss_weight, weight       the weight of the record's target tokens
+    image, audios, ...        a bad record, or left out: `media=drop`
+
+Fields that nothing of this reads are named in `Record.unused`.
 """
 
 import re
@@ -293,7 +280,7 @@ def _as_messages(fields: Fields, name: str) -> Chat:
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
-    """A user turn and its answer, strings or messages."""
+    """A user turn and its answer, strings or messages; a question of messages is context, none of it a target."""
     if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
         return _single_turn(fields.string(question), fields.string(answer), fields)
     before, after = (
@@ -370,20 +357,21 @@ def _is_glaive(value: Any) -> bool:
 
 SHAPES = (
     Shape((("messages",),), _as_messages, comes_first=True),
-    Shape((("conversations",),), _as_messages, comes_first=True),
+    Shape((("conversations",),), _as_messages, comes_first=True),  # ShareGPT: from/value or role/content
+    # Alpaca: a user turn of both, an answer
     Shape((("instruction",), ("output", "response", "completion")), _alpaca, optional=("input",), comes_first=True),
-    Shape((("prompt",), ("response", "completion")), _pair, comes_first=True),
+    Shape((("prompt",), ("response", "completion")), _pair, comes_first=True),  # strings or messages
     Shape((("question",), ("answer",)), _strings, comes_first=True),
-    Shape((("text",),), _text),
+    Shape((("text",),), _text),  # no template
     Shape((("conversation",),), _as_messages, accepts=_is_list),
-    Shape((("question",), ("response",)), _pair),
+    Shape((("question",), ("response",)), _pair),  # OpenOrca
     Shape((("query",), ("response",)), _pair),
     Shape((("input",), ("output",)), _pair),
     Shape((("inputs",), ("targets",)), _pair),
-    Shape((("question",), ("answers",)), _squad),
-    Shape((("query",), ("answers",)), _xlam),
-    Shape((("chat",),), _glaive, accepts=_is_glaive),
-    Shape((("data",),), _alternating, accepts=_is_strings),
+    Shape((("question",), ("answers",)), _squad),  # {"text": [...]}: the first of the answers
+    Shape((("query",), ("answers",)), _xlam),  # a list of calls, or its JSON text
+    Shape((("chat",),), _glaive, accepts=_is_glaive),  # USER:, ASSISTANT: and FUNCTION RESPONSE:; its calls stay text
+    Shape((("data",),), _alternating, accepts=_is_strings),  # UltraChat: user and assistant turns alternate
 )
 _KNOWN_SHAPES = " | ".join(map(str, SHAPES))
 FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shape.names)), *SIDE_FIELDS]))

@@ -1,6 +1,6 @@
 """Special tokens whose names stand in data, such as <|im_end|> in a web page or in a user's message.
 
-In data they are text. A plain text is therefore tokenised with transformers' `split_special_tokens`, which leaves
+In data they are text. A plain text is therefore tokenized with transformers' `split_special_tokens`, which leaves
 tokens alone that the tokenizer does not flag as special, such as Qwen3's <think>. In a chat the special tokens that
 the template writes must stay what they are:
 
@@ -44,9 +44,8 @@ def as_plain_text(tokenizer: Any) -> dict[str, bool]:
 
 @dataclass
 class ChatText:
-    """A rendered chat; where messages hold the names of special tokens, `disguised` is the text for
-    `SpecialTokens.renamed_tokenizer`, and `special_tokens` counts them. `border_tokens` are the targets' tokens that
-    hold text of others as well."""
+    """A rendered chat. Where messages hold the names of special tokens, `disguised` is the text for
+    `SpecialTokens.renamed_tokenizer`, and `special_tokens` counts them. border_tokens: see `Counts`."""
 
     rendered: RenderedChat
     disguised: str | None = None
@@ -55,7 +54,7 @@ class ChatText:
 
     @property
     def text(self) -> str:
-        """What is tokenised."""
+        """What is tokenized."""
         return self.rendered.text
 
 
@@ -75,17 +74,17 @@ class SpecialTokens:
                 special.setdefault(name, AddedToken(name, normalized=False))
         self._added = {name: special[name] for name in sorted(special, key=len, reverse=True) if name}
         self._pattern = any_of(set(self._added))
-        control = self._control_names() if self._added else []
+        # No text becomes these: all but the unknown token, unless that ends documents as well.
+        control = [
+            name
+            for name in self._added
+            if name != tokenizer.unk_token or name in (tokenizer.bos_token, tokenizer.eos_token)
+        ]
         self._ids = np.array([tokenizer.convert_tokens_to_ids(name) for name in control], dtype=np.int64)
         # Stand-ins in messages, and the names of the template's own tokens in the copy of the tokenizer.
         self._hidden = _stand_ins(self._added, _HIDDEN)
         self._hidden_pattern = any_of(set(self._hidden.values()))
         self._disguises = _stand_ins(self._added, _DISGUISED)
-
-    def _control_names(self) -> list[str]:
-        """Those that no text becomes: all but the unknown token, unless that ends documents as well."""
-        unknown, ends = self.tokenizer.unk_token, (self.tokenizer.bos_token, self.tokenizer.eos_token)
-        return [name for name in self._added if name != unknown or name in ends]
 
     @property
     def longest(self) -> int:
@@ -124,7 +123,7 @@ class SpecialTokens:
         hidden = rendered.text
         count = len(self._hidden_pattern.findall(hidden))
         text = rendered.text = self._shown(hidden)
-        if first is not None and text != chats.template.text(chat):
+        if first is not None and text != chats.template.with_arguments_as_printed(chat)[1]:
             raise self.refused(first, "and the chat template changes it, so that its place cannot be told")
         if first is not None and count and on_found == "error":
             raise self.refused(first)
@@ -141,7 +140,7 @@ class SpecialTokens:
 
     @cached_property
     def _match_normalized(self) -> bool:
-        """Whether special tokens are looked for in normalised text, where other characters may become their names."""
+        """Whether special tokens are looked for in normalized text, where other characters may become their names."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return normalizer is not None and any(token.normalized for token in self._added.values())
 
@@ -163,16 +162,10 @@ class SpecialTokens:
     def renamed_tokenizer(self) -> Any:
         """A copy in which special tokens also have their disguises' names, of other ids; see `real_ids`."""
         renamed = deepcopy(self.tokenizer)
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
         renamed.add_tokens(
             [
-                AddedToken(
-                    self._disguises[name],
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=False,
-                )
+                AddedToken(self._disguises[name], special=False, **{flag: getattr(token, flag) for flag in flags})
                 for name, token in self._added.items()
             ]
         )

@@ -195,7 +195,6 @@ class DataParallelRank:
     def batches(self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int) -> PackLoader:
         """This rank's batches of steps ``first_step`` to ``last_step - 1``."""
         data = self.run.config.data
-        idle_tokens = dataset.max_tokens if self.run.config.model.idle_rows_are_full else 1
         return pack_loader(
             dataset,
             plan,
@@ -203,7 +202,12 @@ class DataParallelRank:
             last_step,
             self.rank,
             self.size,
-            StepCollator(self.run.loss_for(dataset), dataset.categories, idle_tokens, dataset.last_is_label),
+            StepCollator(
+                self.run.loss_for(dataset),
+                dataset.categories,
+                self._engine.idle_tokens(dataset.max_tokens),
+                dataset.last_is_label,
+            ),
             num_workers=data.num_workers,
             prefetch_factor=data.prefetch_factor,
             pin_memory=data.pin_memory,

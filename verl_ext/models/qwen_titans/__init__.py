@@ -11,20 +11,20 @@ from verl_ext.models.qwen_titans.checkpoint import (
     read_memory_checkpoint,
     save_memory_checkpoint,
 )
-from verl_ext.models.qwen_titans.configuration import VARIANTS, MemorySettings, QwenTitansConfig
-from verl_ext.models.qwen_titans.generation import answer_greedily
+from verl_ext.models.qwen_titans.configuration import VARIANTS, MemoryOptions, QwenTitansConfig
+from verl_ext.models.qwen_titans.generation import generate_greedily
 from verl_ext.models.qwen_titans.memory import MemoryState, StreamState
 from verl_ext.models.qwen_titans.modeling import QwenTitansForCausalLM, QwenTitansOutput, is_memory_parameter
 
 __all__ = [
     "VARIANTS",
-    "MemorySettings",
+    "MemoryOptions",
     "MemoryState",
     "QwenTitansConfig",
     "QwenTitansForCausalLM",
     "QwenTitansOutput",
     "StreamState",
-    "answer_greedily",
+    "generate_greedily",
     "is_memory_parameter",
     "load_memory_checkpoint",
     "read_memory_checkpoint",

@@ -1,7 +1,7 @@
-"""Greedy answers that read a prompt once: the state before each row's last chunk is kept, and that chunk alone re-run.
+"""Greedy generation that reads a prompt once: the state before each row's last chunk is kept, and that chunk re-run.
 
 Rows of different lengths cost nothing extra. While the prompts' whole chunks are read, a row that has fewer of them is
-masked out, so that its state stays what it was at its own boundary; the rows' tails then stand side by side.
+masked out, so that its state stays what it was at its own boundary; the rows' tails are then run together.
 
 ```
 prompts, C = 4      read together      tails, re-run for every new token
@@ -27,14 +27,14 @@ def require_right_padding(attention_mask: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def answer_greedily(
+def generate_greedily(
     model: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
     pad_token_id: int = 0,
-    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    all_max: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The most likely continuation of each prompt, ``[B, steps]`` with steps ≤ ``max_new_tokens``.
 
@@ -42,32 +42,33 @@ def answer_greedily(
         model: a ``QwenTitansForCausalLM``, also sharded; it is called through its forward alone.
         input_ids: ``[B, T]``, padded on the right.
         attention_mask: ``[B, T]``.
-        eos_token_ids: tokens that end an answer; the end is part of it.
-        pad_token_id: what follows an answer's end.
-        agree: element-wise *maximum* of an int64 tensor over all ranks. With it every rank runs the same forwards, as
-            FSDP needs; without it ranks are taken to be on their own.
+        eos_token_ids: tokens that end a row; the end is part of it.
+        pad_token_id: what follows a row's end.
+        all_max: element-wise maximum of an int64 tensor over all ranks: every rank then runs the same forwards, as FSDP
+            needs. None: this rank is on its own.
     """
     require_right_padding(attention_mask)
-    agree = agree or (lambda values: values)
+    all_max = all_max or (lambda values: values)
     size = model.config.chunk_size
     lengths = attention_mask.sum(1)
     whole = (lengths - 1) // size  # chunks before the one that predicts a row's next token
     tails = lengths - whole * size
-    chunks, width = agree(torch.stack([whole.max(), tails.max()])).tolist()
+    chunks, width = all_max(torch.stack([whole.max(), tails.max()])).tolist()
 
     state = None
     if chunks:
-        prefix = _fitted(input_ids, chunks * size, pad_token_id)
-        mask = torch.arange(chunks * size, device=lengths.device) < (whole * size)[:, None]
+        width_read = chunks * size
+        prefix = F.pad(input_ids, (0, max(0, width_read - input_ids.shape[1])), value=pad_token_id)[:, :width_read]
+        mask = torch.arange(width_read, device=lengths.device) < (whole * size)[:, None]
         state = model(prefix, mask, logits_to_keep=1, return_memory_state=True).memory_state
-    places = (whole * size)[:, None] + torch.arange(width + max_new_tokens, device=lengths.device)
+    columns = (whole * size)[:, None] + torch.arange(width + max_new_tokens, device=lengths.device)
     padded = F.pad(input_ids, (0, 1), value=pad_token_id)
-    tokens = padded.gather(1, places.clamp(max=input_ids.shape[1]))
+    tokens = padded.gather(1, columns.clamp(max=input_ids.shape[1]))
 
     rows = torch.arange(len(tokens), device=tokens.device)
     ends = torch.tensor(sorted(eos_token_ids), device=tokens.device)
     done = torch.zeros_like(lengths, dtype=torch.bool)
-    answers = []
+    generated = []
     for step in range(max_new_tokens):
         here = torch.arange(width + step, device=tokens.device)
         last = here == (tails + step - 1)[:, None]
@@ -75,13 +76,8 @@ def answer_greedily(
         logits = model(tokens[:, : width + step], mask, logits_to_keep=last, memory_state=state).logits
         chosen = logits.argmax(-1).masked_fill(done, pad_token_id)
         tokens[rows, tails + step] = chosen
-        answers.append(chosen)
+        generated.append(chosen)
         done |= torch.isin(chosen, ends)
-        if len(ends) and not agree((~done).any().long()[None]).item():
+        if len(ends) and not all_max((~done).any().long()[None]).item():
             break
-    return torch.stack(answers, 1)
-
-
-def _fitted(input_ids: torch.Tensor, width: int, pad_token_id: int) -> torch.Tensor:
-    """The first ``width`` columns, padded where there are fewer."""
-    return F.pad(input_ids, (0, max(0, width - input_ids.shape[1])), value=pad_token_id)[:, :width]
+    return torch.stack(generated, 1)

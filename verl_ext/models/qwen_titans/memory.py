@@ -1,55 +1,14 @@
-"""What a memory carries from token to token: fast weights and their momenta, for every sample apart.
-
-Legend: B samples, H heads, dk key and value size of a head, e hidden size of its network.
-
-The weights with which the tokens of one sub-chunk enter the memory, from their rates.
-
-Every token t of a sub-chunk is measured against the weights W_0 of its beginning, which gives the surprise u_t. Titans'
-recurrence (https://arxiv.org/abs/2501.00663, eq. 9-14)
-
-    S_t = η_t S_{t-1} - θ_t u_t        W_t = (1 - α_t) W_{t-1} + S_t
-
-is then linear in the u_t, and the state after s tokens is two weighted sums:
-
-    S_s = E·S_0 - Σ_t m_t u_t                        E   = Π η_i
-    W_s = A·W_0 + B·S_0 - Σ_t c_t u_t                A   = Π (1 - α_i)
-                                                     m_t = θ_t P[s, t]
-    P[j, t] = Π_{i=t+1..j} η_i                       c_t = θ_t Σ_{j≥t} Q[j] P[j, t]
-    Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = Σ_j Q[j] Π_{i≤j} η_i
-
-A token that is not written (padding) leaves S and W as they are: θ = 0, η = 1, α = 0, and no "+ S" of its own.
-
-Legend: ... leading axes (B samples, H heads, n sub-chunks), s tokens of a sub-chunk.
-
-A memory that learns while it reads: a small network per head whose weights are the state.
+"""A memory that learns while it reads: a small network per head whose weights are the state (Titans).
 
     depth 1    M(k) = k W1
     depth 2    M(k) = g(k W1) W2        g(a) = 2·silu(a), which is a + a²/2 - … near 0
 
-For each token the surprise is the gradient of ‖M(k_t) - v_t‖² with respect to the weights, in closed form, at those
-of the sub-chunk's beginning; ``write_coefficients`` has the recurrence that it enters. A sub-chunk is read before it is
-written, so no token ever sees itself or a later one. Titans, https://arxiv.org/abs/2501.00663, §3.1-3.2.
+For each token the surprise is the gradient of ‖M(k_t) - v_t‖² with respect to the weights, in closed form, at those of
+the sub-chunk's beginning; ``write_coefficients`` has the recurrence that it enters. A sub-chunk is read before it is
+written, so no token ever sees itself or a later one. https://arxiv.org/abs/2501.00663, §3.1-3.2.
 
 Legend: B samples, T tokens, d hidden size of the model, H heads, dk key and value size of a head, e columns of W1 (dk
 at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk.
-
-How a memory joins its decoder layer, by variant.
-
-    residual  h' = layer(h) + σ(memory_gate(h)) ⊙ W_o M(h)
-    mal       h' = layer(h + σ(memory_gate(h)) ⊙ W_o M(h))                       W_o = 0 at the start
-    mag       h' = layer(h) + tanh(memory_gate(M(h))) ⊙ (layer(h) - h)           memory_gate = 0 at the start
-    mac       h' = layer(h) + tanh(memory_gate(h)) ⊙ (layer(context)_h - layer(h))
-
-At the start all four equal the plain layer exactly. Where they differ from the paper (https://arxiv.org/abs/2501.00663,
-§4) it is to keep that start and to keep causality:
-
-- mag gates what the layer *adds* to the residual stream, by 1 + tanh(·), from 0 to 2.
-- mac's context is ``persistent | m_0 h_0 m_1 h_1 …``: the memory token m_t = W_o M(h_t), read from the state at the
-  chunk's beginning, stands just before h_t and shares its position. The paper puts all memory tokens before the
-  segment, where a token would see those of later tokens, and so the answer that it is to predict. A plain causal mask
-  over the interleaved order prevents that. The layer's output h' is what is written, after the chunk.
-
-The decoder layer is not a part of this module: recomputing it under checkpointing can write nothing twice.
 """
 
 import math
@@ -62,7 +21,14 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from verl_ext.models.qwen_titans.configuration import MemorySettings
+from verl_ext.models.qwen_titans.configuration import MemoryOptions
+
+# Rates of a memory that has learned nothing yet: θ = INITIAL_WRITE / tokens of a sub-chunk, about where the writes of
+# a whole sub-chunk are not yet limited (see `limit_writes`). A token is forgotten over FORGETTING_CHUNKS chunks: at a
+# fixed rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
+INITIAL_WRITE = 1.6
+INITIAL_ETA = 0.1
+FORGETTING_CHUNKS = 8
 
 
 class MemoryState(NamedTuple):
@@ -98,10 +64,6 @@ class StreamState:
     def __iter__(self) -> Iterator[MemoryState | None]:
         return iter(self.layers)
 
-    def detached(self) -> "StreamState":
-        """The same values, cut from what computed them."""
-        return StreamState([state and state.detached() for state in self.layers], self.tokens)
-
 
 class WriteRates(NamedTuple):
     """Rates by token ``[..., s]``; logarithms, because products of many factors near 0 or 1 lose digits."""
@@ -112,7 +74,7 @@ class WriteRates(NamedTuple):
 
 
 class WriteCoefficients(NamedTuple):
-    """Weights of one sub-chunk's sums, named as in the module's docstring."""
+    """Weights of one sub-chunk's sums, named as in :func:`write_coefficients`."""
 
     a: torch.Tensor  # [...]
     b: torch.Tensor  # [...]
@@ -122,14 +84,31 @@ class WriteCoefficients(NamedTuple):
 
 
 def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoefficients:
-    """Coefficients for rates ``[..., s]``; ``written``, broadcastable to them, is True where a token is written."""
+    """The weights with which the tokens of one sub-chunk enter the memory, for rates ``[..., s]``.
+
+    Every token t is measured against the weights W_0 of the sub-chunk's beginning, which gives the surprise u_t. The
+    paper's recurrence (eq. 9-14)
+
+        S_t = η_t S_{t-1} - θ_t u_t        W_t = (1 - α_t) W_{t-1} + S_t
+
+    is then linear in the u_t, and the state after s tokens is two weighted sums:
+
+        S_s = E·S_0 - Σ_t m_t u_t                        E   = Π η_i
+        W_s = A·W_0 + B·S_0 - Σ_t c_t u_t                A   = Π (1 - α_i)
+                                                         m_t = θ_t P[s, t]
+        P[j, t] = Π_{i=t+1..j} η_i                       c_t = θ_t Σ_{j≥t} Q[j] P[j, t]
+        Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = Σ_j Q[j] Π_{i≤j} η_i
+
+    ``written``, broadcastable to the rates, is False for a token (padding) that leaves S and W as they are: θ = 0,
+    η = 1, α = 0, and no "+ S" of its own.
+    """
     theta, log_eta, log_keep = (rate.masked_fill(~written, 0.0) for rate in rates)
     # P[j, t] sums log η over t < i ≤ j alone: differences of one running sum would cancel.
     s = theta.shape[-1]
     lower = torch.ones(s, s, dtype=torch.bool, device=theta.device).tril()
     later = log_eta.unsqueeze(-1).expand(*log_eta.shape, s).masked_fill(~lower.tril(-1), 0.0)
     p = later.cumsum(-2).masked_fill(~lower, float("-inf")).exp()  # [..., j, t]
-    after = torch.nn.functional.pad(log_keep[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    after = F.pad(log_keep[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
     q = after.exp() * written
     carried = log_eta.cumsum(-1).exp()
     return WriteCoefficients(
@@ -139,14 +118,6 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
         c=theta * (q.unsqueeze(-2) @ p).squeeze(-2),
         m=theta * p[..., -1, :],
     )
-
-
-# Rates of a memory that has learned nothing yet: θ = INITIAL_WRITE / tokens of a sub-chunk, about where the writes of
-# a whole sub-chunk are not yet limited (see `limited`). A token is forgotten over FORGETTING_CHUNKS chunks: at a fixed
-# rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
-INITIAL_WRITE = 1.6
-INITIAL_ETA = 0.1
-FORGETTING_CHUNKS = 8
 
 
 class Surprise(NamedTuple):
@@ -190,25 +161,20 @@ def _shrink(squared_norm: torch.Tensor, most: float) -> torch.Tensor:
     return (squared_norm / most**2).clamp(min=1).rsqrt()
 
 
-@torch.no_grad()
-def _step_scale(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """``[B, H, 1]`` in (0, 1]; see :func:`limited`."""
-    root = c.sqrt()
-    change = 2 * (z @ z.transpose(-1, -2)).abs() * root.unsqueeze(-1) * root.unsqueeze(-2)
-    return change.sum(-1).amax(-1, keepdim=True).clamp(min=1).reciprocal()
-
-
-def limited(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
+def limit_writes(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
     """``by`` with θ of the whole sub-chunk scaled down until its tokens together overshoot nothing.
 
-    All of them are measured at the same weights. By the last layer, whose inputs are z (depth 1: the keys), the error
-    of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The
-    eigenvalues of that map are those of the symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of
-    magnitudes, which is held to 1. Where many keys are alike, the memory would otherwise oscillate at its clamp, and
-    gradients through it grow by orders of magnitude over a sequence. Back-propagation takes the scale as a constant: on
-    a small recall task, its own gradient kept the memory from being learned. ``z``: ``[B, H, s, e]``.
+    All of them are measured at the same weights. By the last layer, whose inputs are z ``[B, H, s, e]`` (depth 1: the
+    keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
+    symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of magnitudes, which is held to 1. Where many keys are
+    alike, the memory would otherwise oscillate at its clamp, and gradients through it grow by orders of magnitude over
+    a sequence. Back-propagation takes the scale as a constant: on a small recall task, its own gradient kept the memory
+    from being learned.
     """
-    scale = _step_scale(by.c, z)
+    with torch.no_grad():
+        root = by.c.sqrt()
+        change = 2 * (z @ z.transpose(-1, -2)).abs() * root.unsqueeze(-1) * root.unsqueeze(-2)
+        scale = change.sum(-1).amax(-1, keepdim=True).clamp(min=1).reciprocal()
     return by._replace(c=by.c * scale, m=by.m * scale)
 
 
@@ -242,40 +208,40 @@ class LongTermMemory(nn.Module):
     Its parameters are used inside ``forward`` alone, because FSDP2 gathers them there.
     """
 
-    def __init__(self, hidden_size: int, settings: MemorySettings, eps: float = 1e-6) -> None:
+    def __init__(self, hidden_size: int, options: MemoryOptions, eps: float = 1e-6) -> None:
         super().__init__()
-        heads, size = settings.heads, settings.head_dim
-        self.settings = settings
+        heads, size = options.heads, options.head_dim
+        self.options = options
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
         self.q_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.k_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.v_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.rates = nn.Linear(hidden_size, 3 * heads)
-        inner = settings.expansion * size if settings.depth == 2 else size
+        inner = options.expansion * size if options.depth == 2 else size
         self.initial_w1 = nn.Parameter(torch.empty(heads, size, inner))
-        self.initial_w2 = nn.Parameter(torch.empty(heads, inner, size)) if settings.depth == 2 else None
-        self.out_proj = None if settings.variant == "mag" else nn.Linear(heads * size, hidden_size, bias=False)
-        if settings.variant == "mac":
-            self.persistent = nn.Parameter(torch.empty(settings.persistent_tokens, hidden_size))
+        self.initial_w2 = nn.Parameter(torch.empty(heads, inner, size)) if options.depth == 2 else None
+        self.out_proj = None if options.variant == "mag" else nn.Linear(heads * size, hidden_size, bias=False)
+        if options.variant == "mac":
+            self.persistent = nn.Parameter(torch.empty(options.persistent_tokens, hidden_size))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start to learn from: unit values, an empty memory (M = 0), the same rates for every token.
+        """The start: unit values, an empty memory (M = 0), the same rates for every token.
 
         W_o starts at 0 unless `output_std` says otherwise, so that the memory adds nothing; mac's does not, since its
         gate starts at 0 instead.
         """
-        width, size = self.q_proj.in_features, self.settings.head_dim
+        width, size = self.q_proj.in_features, self.options.head_dim
         init.ones_(self.norm.weight)
         init.normal_(self.q_proj.weight, std=width**-0.5)
         init.normal_(self.k_proj.weight, std=width**-0.5)
         init.normal_(self.v_proj.weight, std=(width * size) ** -0.5)
         init.zeros_(self.rates.weight)
-        alpha = 1 / (FORGETTING_CHUNKS * self.settings.chunk_size)
-        theta = min(0.5, INITIAL_WRITE / self.settings.sub_chunk)
-        biases = torch.tensor([_logit(rate) for rate in (theta, INITIAL_ETA, alpha)])
-        init.copy_(self.rates.bias, biases.repeat_interleave(self.settings.heads))
+        alpha = 1 / (FORGETTING_CHUNKS * self.options.chunk_size)
+        theta = min(0.5, INITIAL_WRITE / self.options.sub_chunk)
+        biases = torch.tensor([math.log(rate / (1 - rate)) for rate in (theta, INITIAL_ETA, alpha)])
+        init.copy_(self.rates.bias, biases.repeat_interleave(self.options.heads))
         if self.initial_w2 is None:
             init.zeros_(self.initial_w1)
         else:
@@ -283,11 +249,11 @@ class LongTermMemory(nn.Module):
             columns = torch.randn(self.initial_w1.mT.shape, dtype=torch.float32)
             init.copy_(self.initial_w1, torch.linalg.qr(columns).Q.mT)
             init.zeros_(self.initial_w2)
-        if self.settings.variant == "mac":
+        if self.options.variant == "mac":
             init.normal_(self.persistent, std=0.02)
         if self.out_proj is not None:
-            least = 0.02 if self.settings.variant == "mac" else 0.0
-            init.normal_(self.out_proj.weight, std=max(least, self.settings.output_std))
+            least = 0.02 if self.options.variant == "mac" else 0.0
+            init.normal_(self.out_proj.weight, std=max(least, self.options.output_std))
 
     def forward(
         self,
@@ -312,7 +278,7 @@ class LongTermMemory(nn.Module):
         dtype = self.q_proj.weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             x = self.norm(hidden.to(dtype))
-            state = self._initial_state(len(hidden)) if state is None else state
+            state = self.initial_state(len(hidden)) if state is None else state
             q = F.normalize(self._heads(self.q_proj(x)), dim=-1) if read else None
             if write:
                 recalled, state = self._stream(x, q, state, written)
@@ -320,14 +286,14 @@ class LongTermMemory(nn.Module):
                 recalled = None if q is None else recall(q, state.w1, state.w2)
             if recalled is None:
                 return None, state
-            merged = _merged(recalled).to(dtype)
+            merged = _merge_heads(recalled).to(dtype)
             return (merged if self.out_proj is None else self.out_proj(merged)), state
 
     def _stream(
         self, x: torch.Tensor, q: torch.Tensor | None, state: MemoryState, written: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, MemoryState]:
         """Sub-chunk by sub-chunk: read, measure the surprise, write. ``q`` is ``[B, H, T, dk]``."""
-        length, size = x.shape[1], self.settings.sub_chunk
+        length, size = x.shape[1], self.options.sub_chunk
         k = F.normalize(self._heads(self.k_proj(x)), dim=-1)
         v = self._heads(self.v_proj(x))
         coefficients = self._coefficients(x, written)
@@ -337,16 +303,16 @@ class LongTermMemory(nn.Module):
             if q is not None:
                 recalled.append(recall(q[:, :, part], state.w1, state.w2))
             keys = k[:, :, part]
-            gradient = surprise(keys, v[:, :, part], state.w1, state.w2, self.settings.max_surprise)
+            gradient = surprise(keys, v[:, :, part], state.w1, state.w2, self.options.max_surprise)
             by = WriteCoefficients(*(values[:, :, index] for values in coefficients))
             by = by._replace(c=by.c[..., : keys.shape[2]], m=by.m[..., : keys.shape[2]])
-            state = write(state, keys, gradient, limited(by, keys if gradient.z is None else gradient.z))
+            state = write(state, keys, gradient, limit_writes(by, keys if gradient.z is None else gradient.z))
         return (torch.cat(recalled, 2) if recalled else None), state
 
     def _coefficients(self, x: torch.Tensor, written: torch.Tensor | None) -> WriteCoefficients:
         """``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]``; what fills the last sub-chunk is not written."""
         batch, length = x.shape[:2]
-        size = self.settings.sub_chunk
+        size = self.options.sub_chunk
         fill = -length % size
         if written is None:
             written = torch.ones(batch, length, dtype=torch.bool, device=x.device)
@@ -356,7 +322,8 @@ class LongTermMemory(nn.Module):
         rates = WriteRates(torch.sigmoid(theta), F.logsigmoid(eta), F.logsigmoid(-alpha))
         return write_coefficients(rates, written)
 
-    def _initial_state(self, batch: int) -> MemoryState:
+    def initial_state(self, batch: int) -> MemoryState:
+        """The state of ``batch`` new samples."""
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
         w1 = _upcast(self.initial_w1).repeat(batch, 1, 1, 1)
         if self.initial_w2 is None:
@@ -365,14 +332,14 @@ class LongTermMemory(nn.Module):
         return MemoryState(w1, w2, torch.zeros_like(w1), torch.zeros_like(w2))
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return _upcast(projected).unflatten(-1, (self.settings.heads, -1)).transpose(1, 2)
+        return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
 
 
 def _upcast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _merged(recalled: torch.Tensor) -> torch.Tensor:
+def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
     """``[B, T, H * dk]``: heads side by side, each divided by the root of its mean square plus 1 / dk.
 
     An empty memory gives 0, a value recalled whole (norm 1) about 0.7 a channel, and an overshoot at most 1.
@@ -382,32 +349,39 @@ def _merged(recalled: torch.Tensor) -> torch.Tensor:
     return scaled.transpose(1, 2).flatten(2)
 
 
-def _logit(p: float) -> float:
-    return math.log(p / (1 - p))
-
-
 class Contribution(NamedTuple):
-    """What a memory hands to its decoder layer; a tuple, so that FSDP2 finds the tensors.
+    """What a memory hands to its decoder layer; a tuple, so that FSDP2 finds the tensors."""
 
-    Attributes:
-        values: ``[B, T, d]``: what is added (residual, mal), the gate (mag), or the memory tokens (mac).
-        gate: mac's gate ``[B, T, d]``.
-        persistent: mac's persistent tokens ``[B, P, d]``.
-    """
-
-    values: torch.Tensor
-    gate: torch.Tensor | None = None
-    persistent: torch.Tensor | None = None
+    values: torch.Tensor  # [B, T, d]: what is added (residual, mal), the gate (mag), or the memory tokens (mac)
+    gate: torch.Tensor | None = None  # mac's, [B, T, d]
+    persistent: torch.Tensor | None = None  # mac's persistent tokens, [B, P, d]
 
 
 class MemoryLayer(GradientCheckpointingLayer):
-    """The memory of one decoder layer: a pure function of hidden states and state; ``forward`` is its only entry."""
+    """The memory of one decoder layer: a pure function of hidden states and state; ``forward`` is its only entry.
 
-    def __init__(self, hidden_size: int, settings: MemorySettings, eps: float = 1e-6) -> None:
+        residual  h' = layer(h) + σ(memory_gate(h)) ⊙ W_o M(h)
+        mal       h' = layer(h + σ(memory_gate(h)) ⊙ W_o M(h))                       W_o = 0 at the start
+        mag       h' = layer(h) + tanh(memory_gate(M(h))) ⊙ (layer(h) - h)           memory_gate = 0 at the start
+        mac       h' = layer(h) + tanh(memory_gate(h)) ⊙ (layer(context)_h - layer(h))
+
+    At the start all four equal the plain layer exactly. Where they differ from the paper (§4) it is to keep that start
+    and to keep causality:
+
+    - mag gates what the layer *adds* to the residual stream, by 1 + tanh(·), from 0 to 2.
+    - mac's context is ``persistent | m_0 h_0 m_1 h_1 …``: the memory token m_t = W_o M(h_t), read from the state at the
+      chunk's beginning, stands just before h_t and shares its position. The paper puts all memory tokens before the
+      segment, where a token would see those of later tokens, and so the answer that it is to predict. A plain causal
+      mask over the interleaved order prevents that. The layer's output h' is what is written, after the chunk.
+
+    The decoder layer is not a part of this module: recomputing it under checkpointing can write nothing twice.
+    """
+
+    def __init__(self, hidden_size: int, options: MemoryOptions, eps: float = 1e-6) -> None:
         super().__init__()
-        self.variant = settings.variant
-        self.long_term_memory = LongTermMemory(hidden_size, settings, eps)
-        gated_by = settings.heads * settings.head_dim if self.variant == "mag" else hidden_size
+        self.variant = options.variant
+        self.long_term_memory = LongTermMemory(hidden_size, options, eps)
+        gated_by = options.heads * options.head_dim if self.variant == "mag" else hidden_size
         self.memory_gate = nn.Linear(gated_by, hidden_size)
         self.reset_parameters()
 

@@ -1,23 +1,11 @@
-"""Which positions of a sequence the head sees, chunk by chunk: no other hidden state outlives its chunk.
-
-```
-wanted        . . . x | . . . . | . x x .        bool [B, T], C = 4
-kept of each  3       | none    | 9 10           columns that any row wants
-```
-
-Legend: B samples, T tokens, n kept columns, N wanted positions.
-
-One chunk through the base model's layers and their memories.
-
-Legend: B samples, C tokens of the chunk, P persistent tokens, d hidden size.
-
-Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
+"""Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
 
 The base model's parameters keep their names, so a plain Qwen folder loads; what is new stands under ``memory.<layer>.``
 with ``long_term_memory.`` or ``memory_gate.`` in its name. No keys or values pass from chunk to chunk, and positions
 restart at 0 in each, so lengths beyond the trained one put no new position before the base model.
 
-Legend: B samples, T tokens, C tokens of a chunk, d hidden size, V vocabulary, N positions whose logits are kept.
+Legend: B samples, T tokens, C tokens of a chunk, P persistent tokens, d hidden size, V vocabulary, n kept columns, N
+positions whose logits are kept.
 """
 
 from bisect import bisect_left
@@ -32,18 +20,22 @@ from transformers import GenerationMixin, PreTrainedModel, Qwen2Config, Qwen2Mod
 from transformers.utils import ModelOutput, can_return_tuple
 
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
-from verl_ext.models.qwen_titans.generation import answer_greedily, require_right_padding
+from verl_ext.models.qwen_titans.generation import require_right_padding
 from verl_ext.models.qwen_titans.memory import Contribution, LongTermMemory, MemoryLayer, MemoryState, StreamState
 
 
 class KeptPositions:
-    """``logits_to_keep`` as transformers has it: the last so many (0: all), indices, or bool ``[B, T]``.
+    """Which positions the head sees, chunk by chunk: no other hidden state outlives its chunk.
 
-    Reads a mask or indices on the host, once.
+        wanted        . . . x | . . . . | . x x .        bool [B, T], C = 4
+        kept of each  3       | none    | 9 10           columns that any row wants
+
+    ``logits_to_keep`` is as in transformers: the last so many (0: all), indices, or bool ``[B, T]``. A mask or indices
+    are read on the host, once.
     """
 
     def __init__(self, logits_to_keep: int | torch.Tensor, length: int) -> None:
-        self._asked, self._length = logits_to_keep, length
+        self._requested, self._length = logits_to_keep, length
         self._columns: Sequence[int]
         if isinstance(logits_to_keep, int):
             self._columns = range(max(length - logits_to_keep, 0) if logits_to_keep else 0, length)
@@ -61,13 +53,13 @@ class KeptPositions:
         return values[:, torch.tensor([column - start for column in columns], dtype=torch.long, device=values.device)]
 
     def of_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Of kept ``values[B, n, …]`` what was asked for: ``[B, n, …]``, of a mask ``[N, …]`` in row-major order."""
-        if isinstance(self._asked, int):
+        """The requested ones of kept ``values[B, n, …]``: ``[B, n, …]``, of a mask ``[N, …]`` in row-major order."""
+        if isinstance(self._requested, int):
             return values
         columns = torch.tensor(self._columns, dtype=torch.long, device=values.device)
-        if self._asked.dtype == torch.bool:
-            return values[self._asked[:, columns]]
-        return values[:, torch.searchsorted(columns, self._asked % self._length)]
+        if self._requested.dtype == torch.bool:
+            return values[self._requested[:, columns]]
+        return values[:, torch.searchsorted(columns, self._requested % self._length)]
 
 
 class ChunkPass:
@@ -76,7 +68,7 @@ class ChunkPass:
     def __init__(self, model: Any, memory: nn.ModuleDict) -> None:
         self.model = model
         self.memory = memory
-        self._masks: dict[int, Any] = {}
+        self._masks: dict[int, torch.Tensor] = {}
 
     def __call__(
         self, input_ids: torch.Tensor, written: torch.Tensor | None, states: Sequence[MemoryState | None]
@@ -131,19 +123,14 @@ class ChunkPass:
         return layer(context, **self._attention_arguments(context, positions))[:, count + 1 :: 2]
 
     def _attention_arguments(self, hidden: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """A purely causal mask and the positions' rotations."""
-        size = hidden.shape[1]
-        if size not in self._masks:
-            self._masks[size] = self._causal_mask(hidden)
-        return {"attention_mask": self._masks[size], "position_embeddings": self.model.rotary_emb(hidden, positions)}
-
-    def _causal_mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """``[1, 1, C, C]`` for eager attention; the other implementations are causal where they get none."""
-        if self.model.config._attn_implementation != "eager":
-            return None
-        size = hidden.shape[1]
-        least = torch.finfo(hidden.dtype).min
-        return hidden.new_full((size, size), least).triu(1)[None, None]
+        """A purely causal mask ``[1, 1, C, C]`` or None, and the positions' rotations."""
+        size, mask = hidden.shape[1], None
+        if self.model.config._attn_implementation == "eager":  # the others are causal where they get no mask
+            if size not in self._masks:
+                least = torch.finfo(hidden.dtype).min
+                self._masks[size] = hidden.new_full((size, size), least).triu(1)[None, None]
+            mask = self._masks[size]
+        return {"attention_mask": mask, "position_embeddings": self.model.rotary_emb(hidden, positions)}
 
 
 _BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen3Model}
@@ -156,17 +143,11 @@ def is_memory_parameter(name: str) -> bool:
 
 @dataclass
 class QwenTitansOutput(ModelOutput):
-    """What the model returns.
+    """What the model returns."""
 
-    Attributes:
-        loss: mean negative log-likelihood of the labels, when labels are given.
-        logits: ``[B, T, V]``, or those that ``logits_to_keep`` names.
-        memory_state: the state after the last token, when asked for.
-    """
-
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    memory_state: StreamState | None = None
+    loss: torch.Tensor | None = None  # mean negative log-likelihood of the labels, when labels are given
+    logits: torch.Tensor | None = None  # [B, T, V], or those that ``logits_to_keep`` names
+    memory_state: StreamState | None = None  # after the last token, when requested
 
 
 class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
@@ -185,13 +166,13 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: QwenTitansConfig) -> None:
         super().__init__(config)
         base = config.base_config
-        settings = config.memory_settings
+        options = config.memory_options
         self.model = _BASE_MODELS[base.model_type](base)
         self.memory = nn.ModuleDict(
-            {str(layer): MemoryLayer(base.hidden_size, settings, base.rms_norm_eps) for layer in settings.layers or ()}
+            {str(layer): MemoryLayer(base.hidden_size, options, base.rms_norm_eps) for layer in options.layers or ()}
         )
         self.lm_head = nn.Linear(base.hidden_size, base.vocab_size, bias=False)
-        self.settings = settings
+        self.options = options
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -248,7 +229,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         kept: KeptPositions,
     ) -> tuple[torch.Tensor, list[MemoryState | None]]:
         """The last layer's output ``[B, n, d]`` before the final norm at the kept columns, and the layers' states."""
-        size = self.settings.chunk_size
+        size = self.options.chunk_size
         if memory_state is not None and memory_state.tokens % size:
             raise ValueError(
                 f"memory_state must end at a multiple of model.memory.chunk_size ({size}); "
@@ -259,25 +240,13 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
         chunk_pass = ChunkPass(self.model, self.memory)
         outputs = []
+        every = self.options.bptt_chunks  # counted from the end, where losses lie
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
-            if self._cuts_gradient(len(chunks) - index):
+            if every is not None and (len(chunks) - index) % every == 0:
                 states = [state and state.detached() for state in states]
             hidden, states = chunk_pass(chunk, mask, states)
             outputs.append(kept.of_chunk(hidden, index * size))
         return torch.cat(outputs, dim=1), states
-
-    def _cuts_gradient(self, remaining: int) -> bool:
-        """Whether the state is cut before the last ``remaining`` chunks: counted from the end, where losses lie."""
-        every = self.settings.bptt_chunks
-        return every is not None and remaining % every == 0
-
-    def answer(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> Any:
-        """Greedy answers ``[B, steps]``; see :func:`answer_greedily`."""
-        return answer_greedily(self, input_ids, attention_mask, max_new_tokens, **kwargs)
-
-    def memory_modules(self) -> list[nn.Module]:
-        """The memories in the order of their layers, each called through its forward alone."""
-        return list(self.memory.values())
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """The memories' parameters by name, as ``state_dict`` has them."""
