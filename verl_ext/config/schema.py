@@ -123,7 +123,7 @@ def foreign_option_problems(config: DictConfig) -> Iterator[str]:
     if not names_own_class(config.data.custom_cls.name):
         chosen = dataset_class(config)
         families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
-        yield from _foreign(config.data, "data", families, set(options_of(chosen.Options)))
+        yield from _foreign(config.data, "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
     kinds = {choice: set(options_of(kind)) for choice, kind in model_kinds().items()}
     yield from _foreign(config.model, "model", kinds, set(options_of(get_class(config.model["_target_"]))))
 

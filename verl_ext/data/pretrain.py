@@ -63,7 +63,7 @@ class PreTrainOptions(TextSetOptions):
     on_bad_record: str = option(
         "error", "error: a record without a text ends the run; skip: left out and counted", choices=ON_BAD_RECORD
     )
-    max_tokens: int | None = option(
+    max_tokens: int | None = option(  # type: ignore[assignment]
         None,
         "budget of a pack, over all ranks of a sequence-parallel group; null: max_length",
         least=2,

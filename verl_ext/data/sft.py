@@ -54,7 +54,7 @@ class SFTOptions(DatasetOptions):
 
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
 
-    max_tokens: int | None = option(
+    max_tokens: int = option(
         8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS
     )
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES)
@@ -188,7 +188,6 @@ class SFTDataSet(PackDataset):
     ) -> None:
         """Plan the packs of the documents `rows`, ascending (None: all), or of those that a mixture draws of them."""
         options = self.options.packing
-        assert options.max_tokens is not None
         if options.pad_mode == "right":
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
