@@ -448,6 +448,5 @@ class BABILongDataset(TextSet):
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 
     def is_right_answer(self, pack: int, answer: str) -> bool:
-        """Whether a text that a model generated answers the question of pack `pack`."""
         asked = self.question(pack)
         return is_right_answer(answer, asked.target, asked.question, asked.category)

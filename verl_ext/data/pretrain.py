@@ -123,7 +123,7 @@ class PreTrainEncoder:
         return self.tokenizer.bos_token_id is not None
 
     def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:
-        found = tokenizer.tokenise(batch)
+        found = tokenizer.tokenize(batch)
         if found.failure:
             raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
         counts = Counts(records=batch.num_records)

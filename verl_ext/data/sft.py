@@ -252,17 +252,14 @@ class SFTDataSet(PackDataset):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders read, absolute."""
         return self._data.folders
 
     @property
     def token_range(self) -> tuple[int, int]:
-        """The lowest and the highest token id (needs the scan)."""
         return self.scan.min_token_id, self.scan.max_token_id
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest of spans."""
         return int(self.spans.length.max())
 
     @cached_property
@@ -300,19 +297,15 @@ class SFTDataSet(PackDataset):
         return digest.hexdigest()[:16]
 
     def pack_tokens(self) -> NDArray[np.int64]:
-        """int64[P]: tokens of each pack, without padding."""
         return self.plan.pack_sums(self.spans.length)
 
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        """float64[P]: what each pack costs to run."""
         return cost.packs(self.plan, self.spans.length)
 
     def pack_documents(self) -> NDArray[np.int64]:
-        """int64[P]: documents of each pack."""
         return np.diff(self.plan.pack_offsets)
 
     def pack_targets(self) -> NDArray[np.int64]:
-        """int64[P]: target tokens of each pack (needs the scan)."""
         return self.plan.pack_sums(self.scan.targets)
 
 
