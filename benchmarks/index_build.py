@@ -150,7 +150,7 @@ def _fresh(corpus: Corpus, name: str) -> Path:
 
 
 def _tokenise(tokenizer: TextTokenizer, batch: Batch) -> Stamped:
-    return tokenizer.tokenise(batch), os.getpid(), time.process_time()
+    return tokenizer.tokenize(batch), os.getpid(), time.process_time()
 
 
 # Of a worker process of the peer's.

@@ -15,7 +15,7 @@ from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
 from verl_ext.text.counts import Counts
-from verl_ext.text.plain_text import BadText, Documents, TextOptions, TextTokenizer, vocabulary_size
+from verl_ext.text.plain_text import BadText, PlainDocuments, TextOptions, TextTokenizer, vocabulary_size
 from verl_ext.text.readers import Batch, Chunk, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files
 from verl_ext.values import DataError, UsageError
@@ -32,12 +32,12 @@ def batch(*records: Any) -> Batch:
     return Batch(1, [Chunk(1, "a.jsonl", list(enumerate(records, start=1)), 10)])
 
 
-def documents(result: Documents) -> list[list[int]]:
+def documents(result: PlainDocuments) -> list[list[int]]:
     return [part.tolist() for part in np.split(result.tokens, np.cumsum(result.lengths))[:-1]]
 
 
-def tokenise(*records: Any, **options: Any) -> Documents:
-    return TextTokenizer(TOKENIZER, TextOptions(**options)).tokenise(batch(*records))
+def tokenise(*records: Any, **options: Any) -> PlainDocuments:
+    return TextTokenizer(TOKENIZER, TextOptions(**options)).tokenize(batch(*records))
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -58,7 +58,7 @@ def test_fields_of_a_record_are_joined_by_newlines() -> None:
 
 def test_text_key_is_of_records_and_not_of_text_files() -> None:
     given = Batch(1, [Chunk(1, "a.txt", [(1, {"text": "the cat"})], 7, whole_file=True)])
-    result = TextTokenizer(TOKENIZER, TextOptions("question", add_eos=False)).tokenise(given)
+    result = TextTokenizer(TOKENIZER, TextOptions("question", add_eos=False)).tokenize(given)
     assert documents(result) == [ids("the cat")]
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, l
 def test_a_text_without_a_token_is_empty() -> None:
     tokenizer = deepcopy(TOKENIZER)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u00ad", "")
-    result = TextTokenizer(tokenizer, TextOptions()).tokenise(batch({"text": "a"}, {"text": "\u00ad"}, {"text": "b"}))
+    result = TextTokenizer(tokenizer, TextOptions()).tokenize(batch({"text": "a"}, {"text": "\u00ad"}, {"text": "b"}))
     assert (len(result.lengths), [bad.reason for bad in result.bad]) == (1, ["empty"])
 
 
@@ -130,7 +130,7 @@ class Numbers:
 def test_tokens_are_as_wide_as_the_vocabulary_needs(size: int, highest: int, dtype: Any) -> None:
     worker = TextTokenizer(Numbers(size, highest), TextOptions())
     assert worker.dtype == dtype
-    result = worker.tokenise(batch({"text": f"{highest} 1"}))
+    result = worker.tokenize(batch({"text": f"{highest} 1"}))
     assert result.tokens.tolist() == [highest, 1, 0]
 
 
@@ -139,7 +139,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     worker = TextTokenizer(Numbers(10, 11), TextOptions())
     assert worker.vocabulary == vocabulary_size(worker.tokenizer) == 12
     with pytest.raises(UsageError, match=rf"tokens of its vocabulary, 0\.\.11; got {token}$"):
-        worker.tokenise(batch({"text": f"1 {token}"}))
+        worker.tokenize(batch({"text": f"1 {token}"}))
 
 
 def write_index(files: list[SourceFile], prefix: Path, progress: bool = False, **options: Any) -> Counts:
@@ -206,7 +206,7 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
         number += len(tokens)
         afters = [int(np.count_nonzero(records[:at])) for at, length in enumerate(records) if not length]
         results.append(
-            Documents(
+            PlainDocuments(
                 1,
                 9,
                 tokens,
@@ -287,5 +287,5 @@ def test_a_document_too_long_for_the_format_names_the_key_of_its_text(tmp_path: 
         pytest.raises(ValueError, match=r"^data\.val_dir must give documents of at most 2147483647 tokens"),
         TextIndex(tmp_path / "out", np.dtype(np.uint16), key="data.val_dir") as index,
     ):
-        index.add(Documents(1, 9, tokens, np.array([2**31]), [], None, np.zeros(1, np.int64)))
+        index.add(PlainDocuments(1, 9, tokens, np.array([2**31]), [], None, np.zeros(1, np.int64)))
     assert list(tmp_path.iterdir()) == []

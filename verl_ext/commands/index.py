@@ -13,7 +13,7 @@ from verl_ext.files import OutputFolder, output_problems, write_json
 from verl_ext.progress import aligned
 from verl_ext.text.counts import CHAT_COUNTS, Counts
 from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
-from verl_ext.text.plain_text import Documents, TextOptions, TextTokenizer
+from verl_ext.text.plain_text import PlainDocuments, TextOptions, TextTokenizer
 from verl_ext.text.readers import CHUNK, Batch
 from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes
 from verl_ext.text.tokenizer import ModelOptions, leave_out_torch, load_tokenizer, tokenizer_module
@@ -145,15 +145,15 @@ def load_text_tokenizer(model: ModelOptions, options: TextOptions) -> TextTokeni
 
 def _tokenized(
     options: IndexOptions, files: Sequence[SourceFile], tokenizer: TextTokenizer, batches: Iterable[Batch]
-) -> Iterator[Documents]:
+) -> Iterator[PlainDocuments]:
     """The documents of every batch, in order, from worker processes where there is work for them."""
     num_bytes = total_bytes(files)
     useful = available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
     num_workers = options.num_workers or useful
     if num_workers == 1:
-        return map(tokenizer.tokenise, batches)
+        return map(tokenizer.tokenize, batches)
     make, preload = partial(load_text_tokenizer, options.model, options.text), [tokenizer_module()]
-    return ordered_results(make, TextTokenizer.tokenise, batches, num_workers, name="tokenise", preload=preload)
+    return ordered_results(make, TextTokenizer.tokenize, batches, num_workers, name="tokenise", preload=preload)
 
 
 def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str, Counts]) -> dict[str, Any]:

@@ -122,9 +122,8 @@ def foreign_option_problems(config: DictConfig) -> Iterator[str]:
     """A line for each option that only dataset families or kinds of model read which were not chosen."""
     if not names_own_class(config.data.custom_cls.name):
         chosen = dataset_class(config)
-        common = set(options_of(DataOptions))
-        families = {choice: set(options_of(family.Options)) - common for choice, family in dataset_families().items()}
-        yield from _foreign(config.data, "data", families, set(options_of(chosen.Options)))
+        families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
+        yield from _foreign(config.data, "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
     kinds = {choice: set(options_of(kind)) for choice, kind in model_kinds().items()}
     yield from _foreign(config.model, "model", kinds, set(options_of(get_class(config.model["_target_"]))))
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryNumbers
 from verl_ext.text.tokenized import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
-
-MANDATORY_COLUMNS = tuple(TOKEN_COLUMNS)
+from verl_ext.values import first_line
 
 
 def open_folder(folder: str, key: str) -> Any:
@@ -30,21 +29,20 @@ def open_folder(folder: str, key: str) -> Any:
         ValueError: no folder, no single dataset in it, a column missing, no document. `key` is named in the message.
     """
     path = Path(folder)
-    _check_is_dataset(path, key)
+    if problem := _folder_problem(path):
+        raise ValueError(f"{key} must be {problem}")
     from datasets import load_from_disk  # here, because importing it takes a second
 
     try:
         # save_to_disk writes an empty dataset as no file, which load_from_disk cannot read
-        dataset = load_from_disk(str(path), keep_in_memory=False) if _data_files(path) else None
+        has_files = json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
+        dataset: Any = load_from_disk(str(path), keep_in_memory=False) if has_files else ()
     except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
-    if dataset is None:
-        raise ValueError(f"{key} must hold at least one document; {folder} has none")
-    missing = [name for name in MANDATORY_COLUMNS if name not in dataset.column_names]
-    if missing:
+    if missing := [name for name in TOKEN_COLUMNS if has_files and name not in dataset.column_names]:
         raise ValueError(
-            f"{key} must have the columns {', '.join(MANDATORY_COLUMNS)}; {folder} lacks {', '.join(missing)} "
+            f"{key} must have the columns {', '.join(TOKEN_COLUMNS)}; {folder} lacks {', '.join(missing)} "
             f"(it has {', '.join(dataset.column_names) or 'none'})"
         )
     if len(dataset) == 0:
@@ -52,35 +50,24 @@ def open_folder(folder: str, key: str) -> Any:
     return dataset
 
 
-def _check_is_dataset(path: Path, key: str) -> None:
+def _folder_problem(path: Path) -> str | None:
+    """What `path` must be, and is not."""
     wanted = "a folder written by `verl-ext tokenize` or by datasets' save_to_disk"
-    if not path.exists():
-        raise ValueError(f"{key} must be {wanted}; {path} does not exist")
     if not path.is_dir():
-        raise ValueError(f"{key} must be {wanted}; {path} is a file")
+        return f"{wanted}; {path} {'is a file' if path.exists() else 'does not exist'}"
     if not any(path.iterdir()):
-        raise ValueError(f"{key} must be {wanted}; {path} is empty")
+        return f"{wanted}; {path} is empty"
     if (path / "dataset_dict.json").exists():
-        splits = _splits(path)
+        try:
+            names = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        except (OSError, ValueError, KeyError):
+            names = [entry.name for entry in path.iterdir() if entry.is_dir()]
+        splits = sorted(names, key=lambda name: (name != "train", name))
         example = path / (splits[0] if splits else "train")
-        raise ValueError(
-            f"{key} must be one split; {path} is a DatasetDict of {', '.join(splits) or 'no splits'}: give {example}"
-        )
+        return f"one split; {path} is a DatasetDict of {', '.join(splits) or 'no splits'}: give {example}"
     if not (path / "state.json").exists() or not (path / "dataset_info.json").exists():
-        raise ValueError(f"{key} must be {wanted}; {path} has no state.json and dataset_info.json")
-
-
-def _data_files(path: Path) -> list[Any]:
-    return json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
-
-
-def _splits(path: Path) -> list[str]:
-    """The splits of a DatasetDict, `train` first."""
-    try:
-        names = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-    except (OSError, ValueError, KeyError):
-        names = [entry.name for entry in path.iterdir() if entry.is_dir()]
-    return sorted(names, key=lambda name: (name != "train", name))
+        return f"{wanted}; {path} has no state.json and dataset_info.json"
+    return None
 
 
 LIST_KINDS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)

@@ -58,7 +58,7 @@ class BABILongOptions(TextSetOptions):
     train_ratio: float = option(
         0.9, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
     )
-    max_tokens: int | None = option(None, "a pack is a row: null or max_length")
+    max_tokens: int | None = option(None, "null or max_length: a pack is a row")  # type: ignore[assignment]
     strategy: str = option("none", "one sample a row", choices=("none",))
     over_length: str = option("error", "never reached: truncate comes first", choices=("error",))
     pad_mode: str = option("right", "every row exactly max_length long", choices=("right",))
@@ -448,6 +448,5 @@ class BABILongDataset(TextSet):
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 
     def is_right_answer(self, pack: int, answer: str) -> bool:
-        """Whether a text that a model generated answers the question of pack `pack`."""
         asked = self.question(pack)
         return is_right_answer(answer, asked.target, asked.question, asked.category)

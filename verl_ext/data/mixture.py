@@ -169,21 +169,12 @@ def mixture_report(
     draws: Iterable[IntervalDraw], spans: Spans, folders: Sequence[str], first_rows: NDArray[np.int64]
 ) -> list[MixtureRow]:
     """A row for each interval, in the order of the sources; folder f has the rows first_rows[f]..first_rows[f+1]-1."""
-    return [
-        MixtureRow(
-            draw.source,
-            draw.low,
-            draw.high,
-            documents=len(draw.documents),
-            distinct=draw.distinct,
-            tokens_wanted=draw.wanted,
-            tokens_given=draw.given,
-            epochs=draw.given / draw.pool,
-            off=_off(draw.given, draw.wanted),
-            hinders=_reason(draw, spans, folders, first_rows),
-        )
-        for draw in draws
-    ]
+    report = []
+    for draw in draws:
+        counts = len(draw.documents), draw.distinct, draw.wanted, draw.given, draw.given / draw.pool
+        off, reason = _off(draw.given, draw.wanted), _reason(draw, spans, folders, first_rows)
+        report.append(MixtureRow(draw.source, draw.low, draw.high, *counts, off, reason))
+    return report
 
 
 def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -63,7 +63,7 @@ class PreTrainOptions(TextSetOptions):
     on_bad_record: str = option(
         "error", "error: a record without a text ends the run; skip: left out and counted", choices=ON_BAD_RECORD
     )
-    max_tokens: int | None = option(
+    max_tokens: int | None = option(  # type: ignore[assignment]
         None,
         "budget of a pack, over all ranks of a sequence-parallel group; null: max_length",
         least=2,
@@ -123,7 +123,7 @@ class PreTrainEncoder:
         return self.tokenizer.bos_token_id is not None
 
     def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:
-        found = tokenizer.tokenise(batch)
+        found = tokenizer.tokenize(batch)
         if found.failure:
             raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
         counts = Counts(records=batch.num_records)

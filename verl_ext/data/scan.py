@@ -89,10 +89,7 @@ def scan_documents(
     columns = data.document_columns
     is_read = np.zeros(len(data), bool)
     is_read[over.rows] = True
-    if columns is None:
-        is_read[spans.row] = True
-    else:
-        is_read[spans.row[columns.num_targets[spans.row] < 0]] = True
+    is_read[spans.row if columns is None else spans.row[columns.num_targets[spans.row] < 0]] = True
     rows = np.flatnonzero(is_read)
     keep = keep and len(rows) > 0
     kept, name = None, ""
@@ -150,8 +147,10 @@ def _scan(
     part = _Part(data, read, over)
     if len(rows):
         with ranks.guard():
-            first, last = shares(data.lengths()[rows], ranks.size)[ranks.rank : ranks.rank + 2].tolist()
-            part.read(rows[first:last], block_tokens, progress=ranks.rank == 0)
+            lengths = data.lengths()[rows]
+            first, last = shares(lengths, ranks.size)[ranks.rank : ranks.rank + 2].tolist()
+            total = int(lengths[first:last].sum()) if ranks.rank == 0 else None
+            part.read(rows[first:last], block_tokens, total)
         ranks.all_reduce(part.targets)  # every span is of one share: the sum puts the shares together
     found = ranks.gather((part.lowest, part.highest, part.categories, part.counts))
     lowest, highest, categories, counts = (list(values) for values in zip(*found, strict=True))
@@ -195,12 +194,11 @@ class _Part:
         self.counts: list[OverLengthCount] = []
         self.tokens_read = 0
 
-    def read(self, rows: NDArray[np.int64], block_tokens: int, progress: bool) -> None:
-        """Read documents `rows`, ascending; with `progress`, a bar when it takes more than 3 s."""
+    def read(self, rows: NDArray[np.int64], block_tokens: int, total: int | None) -> None:
+        """Read documents `rows`, ascending, of `total` tokens: a bar shows it after 3 s; None: none does."""
         if not len(rows):  # fewer documents than ranks
             return
-        off = None if progress else True  # None: where nobody looks
-        total = int(self.data.lengths()[rows].sum())
+        off = True if total is None else None  # None: where nobody looks
         with tqdm(total=total, desc="reading tokens", unit="tok", unit_scale=True, delay=3, disable=off) as bar:
             for begin, end in self.data.blocks(int(rows[0]), int(rows[-1]) + 1, block_tokens):
                 low, high = np.searchsorted(rows, [begin, end])
@@ -213,19 +211,22 @@ class _Part:
         """Documents `rows` of the dataset's rows begin..end-1; how many tokens they have."""
         offsets, _ = self.data.columns["input_ids"].block(begin, end)
         values = {name: column.block(begin, end)[1] for name, column in self.data.columns.items()}
-        length = np.diff(offsets)[rows - begin]
+        length = np.diff(offsets) if len(rows) == end - begin else np.diff(offsets)[rows - begin]
         ends = np.cumsum(length)
         starts, tokens = ends - length, int(ends[-1])
         if tokens < offsets[-1]:  # documents that are not read lie between
             wanted = np.repeat(offsets[rows - begin] - starts, length) + np.arange(tokens)
             values = {name: flat[wanted] for name, flat in values.items()}
+        part = slice(*np.searchsorted(self.spans.row, [begin, end]).tolist())
+        of_row = starts  # where each span's document begins
+        if part.stop - part.start != len(rows):
+            of_row = starts[np.searchsorted(rows, self.spans.row[part])]
+        first = of_row + self.spans.start[part]
+        after = first + self.spans.length[part]
+
         is_target = values["loss_mask"] != 0
         running = np.zeros(tokens + 1, np.int32)
         np.cumsum(is_target, out=running[1:])
-
-        part = slice(*np.searchsorted(self.spans.row, [begin, end]).tolist())
-        first = starts[np.searchsorted(rows, self.spans.row[part])] + self.spans.start[part]
-        after = first + self.spans.length[part]
         targets = self.targets[part] = running[after] - running[first + 1]
         over = slice(*np.searchsorted(self.over.rows, [begin, end]).tolist())
         if over.start < over.stop:

@@ -54,7 +54,7 @@ class SFTOptions(DatasetOptions):
 
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
 
-    max_tokens: int | None = option(
+    max_tokens: int = option(
         8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS
     )
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES)
@@ -188,16 +188,13 @@ class SFTDataSet(PackDataset):
     ) -> None:
         """Plan the packs of the documents `rows`, ascending (None: all), or of those that a mixture draws of them."""
         options = self.options.packing
-        assert options.max_tokens is not None
         if options.pad_mode == "right":
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
-        lengths = self._data.lengths()
         self._split_rows = rows
-        documents = len(lengths) if rows is None else len(rows)
+        documents = len(self._data) if rows is None else len(rows)
         self._in_use = min(documents, max_samples) if max_samples > 0 else documents
-        used = lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
-        spans = cut_spans(used, options.max_tokens, options.over_length, key)
+        spans = cut_spans(self._lengths_in_use(), options.max_tokens, options.over_length, key)
         self.spans: Spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
         self.plan: PackPlan
         if mixture is None:
@@ -244,24 +241,25 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length(self) -> OverLengthDocuments:
         """The documents longer than a pack."""
-        rows = self._rows[: self._in_use]
-        return OverLengthDocuments.of(
-            self._data.lengths()[rows], self.max_tokens, self.options.packing.over_length, rows
-        )
+        policy, rows = self.options.packing.over_length, self._split_rows
+        rows = None if rows is None else rows[: self._in_use]
+        return OverLengthDocuments.of(self._lengths_in_use(), self.max_tokens, policy, rows)
+
+    def _lengths_in_use(self) -> NDArray[np.int64]:
+        """int64: tokens of each document in use, before over-length handling."""
+        lengths, rows = self._data.lengths(), self._split_rows
+        return lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders read, absolute."""
         return self._data.folders
 
     @property
     def token_range(self) -> tuple[int, int]:
-        """The lowest and the highest token id (needs the scan)."""
         return self.scan.min_token_id, self.scan.max_token_id
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest of spans."""
         return int(self.spans.length.max())
 
     @cached_property
@@ -277,8 +275,8 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
         """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
-        lengths, policy = self._data.lengths()[self._rows], self.options.packing.over_length
-        used, total = lengths[: self._in_use], int(lengths.sum())
+        policy, total = self.options.packing.over_length, int(self._data.lengths()[self._rows].sum())
+        used = self._lengths_in_use()
         return over_length_report(self.scan.over_length, policy, self.category_names, used, total)
 
     def changed_documents(self) -> list[OverLengthRow]:
@@ -299,19 +297,15 @@ class SFTDataSet(PackDataset):
         return digest.hexdigest()[:16]
 
     def pack_tokens(self) -> NDArray[np.int64]:
-        """int64[P]: tokens of each pack, without padding."""
         return self.plan.pack_sums(self.spans.length)
 
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        """float64[P]: what each pack costs to run."""
         return cost.packs(self.plan, self.spans.length)
 
     def pack_documents(self) -> NDArray[np.int64]:
-        """int64[P]: documents of each pack."""
         return np.diff(self.plan.pack_offsets)
 
     def pack_targets(self) -> NDArray[np.int64]:
-        """int64[P]: target tokens of each pack (needs the scan)."""
         return self.plan.pack_sums(self.scan.targets)
 
 
@@ -370,7 +364,7 @@ class TextSet(SFTDataSet):
         those longer than a pack (needs the scan)."""
         columns, rows = self._data.document_columns, self._rows[: self._in_use]
         assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._data.lengths()[rows]
+        full, lengths = columns.full_length[rows], self._lengths_in_use()
         cut = full > lengths
         by_category = CategoryRows(columns.category, self.category_names, int(full.sum(dtype=np.int64)))
         report = by_category.of(self.cut_reason, rows[cut], full[cut], lengths[cut])

@@ -50,7 +50,7 @@ class BadText:
 
 
 @dataclass
-class Documents:
+class PlainDocuments:
     """tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64 of one batch.
 
     special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
@@ -90,7 +90,7 @@ class TextTokenizer:
             raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
         return [token]
 
-    def tokenise(self, batch: Batch) -> Documents:
+    def tokenize(self, batch: Batch) -> PlainDocuments:
         """The batch's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
         texts: list[Encoded] = []
         bad: list[BadText] = []
@@ -111,7 +111,7 @@ class TextTokenizer:
         lengths += len(self.first) + len(self.last)
         special = np.array([text.special_tokens for text in texts], dtype=np.int64)
         tokens = self._joined([text.ids for text in texts])
-        return Documents(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
+        return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
 
     def _outcomes(self, batch: Batch) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
         """(place, tokens or why there are none) of every record, in order."""

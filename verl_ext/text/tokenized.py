@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -323,18 +322,14 @@ class DatasetWriter:
         return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts))
 
     def _write_metadata(self, files: list[str]) -> None:
-        """dataset_info.json and state.json as `datasets` itself writes them for these columns, naming our shards."""
-        import datasets
+        """dataset_info.json and state.json as `Dataset.save_to_disk` writes them, naming our shards."""
+        from datasets import DatasetInfo, Features  # here, because importing it takes a second
 
-        template = self.folder / "metadata"
-        with _no_progress_bars():
-            datasets.Dataset(_schema(self.weighted, self.texts).empty_table()).save_to_disk(template)
-        os.replace(template / "dataset_info.json", self.folder / "dataset_info.json")
-        state = json.loads((template / "state.json").read_text(encoding="utf-8"))
-        state["_data_files"] = [{"filename": name} for name in files]
-        state["_fingerprint"] = self._hash.hexdigest()
-        shutil.rmtree(template)
-        (self.folder / "state.json").write_text(json.dumps(state, indent=2, sort_keys=True), encoding="utf-8")
+        features = Features.from_arrow_schema(_schema(self.weighted, self.texts))
+        DatasetInfo(features=features).write_to_directory(str(self.folder), pretty_print=True)
+        unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
+        state = {**unformatted, "_output_all_columns": False, "_split": None, "_fingerprint": self._hash.hexdigest()}
+        write_json(self.folder / "state.json", {**state, "_data_files": [{"filename": name} for name in files]})
 
 
 def has_document_columns(folder: Path) -> bool:
@@ -356,22 +351,6 @@ def _schema(weighted: bool, texts: tuple[str, ...]) -> pa.Schema:
     columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **dict.fromkeys(texts, pa.large_string())}
     schema = Features.from_arrow_schema(pa.schema({**columns, **WEIGHT_COLUMN} if weighted else columns)).arrow_schema
     return schema.with_metadata({**schema.metadata, **MARK})
-
-
-class _no_progress_bars:
-    """No bar of `datasets` for a file of no rows; the user's own setting afterwards."""
-
-    def __enter__(self) -> None:
-        import datasets
-
-        self.were_on = datasets.are_progress_bars_disabled() is False
-        datasets.disable_progress_bars()
-
-    def __exit__(self, *error: object) -> None:
-        import datasets
-
-        if self.were_on:
-            datasets.enable_progress_bars()
 
 
 def _add_weights(path: Path, schema: pa.Schema) -> None:

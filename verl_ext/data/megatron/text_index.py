@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.progress import Progress
 from verl_ext.text.counts import Counts
-from verl_ext.text.plain_text import Documents, TextTokenizer
+from verl_ext.text.plain_text import PlainDocuments, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, total_bytes
 from verl_ext.values import DataError
@@ -60,7 +60,7 @@ class TextIndex:
         """Whether `max_tokens` is reached."""
         return self.max_tokens is not None and self.counts.tokens >= self.max_tokens
 
-    def add(self, documents: Documents) -> Written:
+    def add(self, documents: PlainDocuments) -> Written:
         """Write a batch's documents, none once full. Raises `DataError` with what ends the run, if it is reached."""
         if self.is_full:
             return Written(documents.num_bytes, 0, 0)
@@ -80,7 +80,7 @@ class TextIndex:
             raise DataError(documents.failure)
         return Written(documents.num_bytes, len(lengths) + len(bad), len(tokens))
 
-    def _fitting(self, documents: Documents) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def _fitting(self, documents: PlainDocuments) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The documents' tokens and lengths up to `max_tokens`."""
         room = len(documents.tokens) if self.max_tokens is None else self.max_tokens - self.counts.tokens
         if len(documents.tokens) <= room:
@@ -99,7 +99,7 @@ def write_text_indices(
     *,
     max_tokens: int | None = None,
     progress: bool = True,
-    tokenized: Callable[[Iterator[Batch]], Iterator[Documents]] | None = None,
+    tokenized: Callable[[Iterator[Batch]], Iterator[PlainDocuments]] | None = None,
     parcel_bytes: int = BATCH_BYTES,
 ) -> dict[str, Counts]:
     """Write an index of each source of `files`.
@@ -121,7 +121,7 @@ def write_text_indices(
 
     def written() -> Generator[Written, None, None]:
         batches = read_batches(files, full.__contains__, parcel_bytes)
-        results = map(tokenizer.tokenise, batches) if tokenized is None else tokenized(batches)
+        results = map(tokenizer.tokenize, batches) if tokenized is None else tokenized(batches)
         for source, documents in groupby(results, key=lambda result: result.source):
             key = list(prefixes)[source - 1]
             unread = sum(file.num_bytes or 0 for file in files if file.category_id == source)
