@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, open_dict
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 from verl.utils.device import get_device_id
@@ -44,7 +43,6 @@ from verl_ext.plugin import register_engine
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run, prepare
 from verl_ext.trainer.trainer import SFTTrainer
-from verl_ext.values import plain
 
 NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 STOCK = "stock"
@@ -94,11 +92,10 @@ class StockContestant:
     """
 
     def __init__(self, run: Run, attention: str, vendor: str, padded: int | None) -> None:
-        config = copy.deepcopy(run.config)
-        with open_dict(config):
-            config.model.use_remove_padding = padded is None
-            config.model.override_config.attn_implementation = attention
-        self.engine = _build_worker(config, vendor, run.total_steps).engine
+        values = copy.deepcopy(dict(run.config.values))
+        values["model"]["use_remove_padding"] = padded is None
+        values["model"]["override_config"]["attn_implementation"] = attention
+        self.engine = _build_worker(values, vendor, run.total_steps).engine
         self.forwards = Forwards()
         self.forwards.watch(self.engine.module)
         self._collate = SFTTensorCollator(DatasetPadMode.NO_PADDING)
@@ -106,7 +103,7 @@ class StockContestant:
         self.meta = {
             "use_remove_padding": padded is None,
             "use_dynamic_bsz": padded is None,
-            "max_token_len_per_gpu": config.data.max_tokens,
+            "max_token_len_per_gpu": run.train_set.max_tokens,
             "micro_batch_size_per_gpu": padded or 1,
             "temperature": 1.0,
             "pad_mode": DatasetPadMode.NO_PADDING,
@@ -151,10 +148,7 @@ class PackedContestant:
 
     def load(self, step: Step) -> StepBatch:
         """All packs of the step's documents, collated."""
-        data = self.run.config.data
-        dataset = SFTDataSet(
-            str(step.folder), data.max_tokens, 0, strategy=data.strategy, seed=data.seed, pad_mode=data.pad_mode
-        )
+        dataset = SFTDataSet(str(step.folder), config=self.run.config.values["data"], key="data.train_dir")
         return self.collate([dataset[pack] for pack in range(len(dataset))])
 
     @property
@@ -231,9 +225,9 @@ def _best_stock_attention() -> str:
     return "flash_attention_2" if torch.cuda.is_available() and has_flash_attn() else "sdpa"
 
 
-def _build_worker(config: DictConfig, vendor: str, total_steps: int) -> TrainingWorker:
+def _build_worker(values: dict[str, Any], vendor: str, total_steps: int) -> TrainingWorker:
     os.environ["VERL_ENGINE_VENDOR"] = vendor
-    worker = TrainingWorker(worker_config(plain(config), total_steps))
+    worker = TrainingWorker(worker_config(values, total_steps))
     worker.reset()
     expected = FSDPEngineWithLMHead if vendor == STOCK else None
     assert expected is None or type(worker.engine) is expected, "verl's own class is what competes"

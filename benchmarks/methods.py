@@ -114,8 +114,8 @@ def _per_step(packs: int, steps: int) -> int:
 
 def _of_packs(contestant: PackedContestant) -> Method:
     """This rank's packs of one epoch, as the trainer's plan deals them out."""
-    run, own = contestant.run, contestant.trainer.share
-    shares = [run.plan.rank_packs(step, own.rank, own.ranks) for step in range(run.plan.steps_per_epoch)]
+    run, own = contestant.run, contestant.trainer.rank
+    shares = [run.plan.rank_packs(step, own.rank, own.size) for step in range(run.plan.steps_per_epoch)]
     packs = [[None if pack is None else run.train_set[pack] for pack in share] for share in shares]
     smallest = run.train_set[int(run.train_set.pack_tokens().argmin())]
     return Method(contestant, "ours", [contestant.collate(share) for share in packs], contestant.collate([smallest]))

@@ -85,7 +85,7 @@ def _first_gradients(options):
     """(memory parameters at the start, gradients of the first step, the step's packs), on rank 0."""
     trainer = build(options)
     run = trainer.run
-    batch = next(iter(trainer.share.batches(run.train_set, run.plan, 0, 1)))
+    batch = next(iter(trainer.rank.batches(run.train_set, run.plan, 0, 1)))
     gradients = {}
 
     def kept() -> float:

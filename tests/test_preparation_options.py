@@ -26,7 +26,7 @@ def _lengths_read(options):
     """Lengths of the documents that this rank is given in each of two epochs, in their order."""
     trainer = build(options)
     run, steps = trainer.run, trainer.run.plan.steps_per_epoch
-    batches = [batch.pack_lengths for batch in trainer.share.batches(run.train_set, run.plan, 0, 2 * steps)]
+    batches = [batch.pack_lengths for batch in trainer.rank.batches(run.train_set, run.plan, 0, 2 * steps)]
     return [[length for batch in epoch for length in batch] for epoch in (batches[:steps], batches[steps:])]
 
 
