@@ -10,10 +10,9 @@ from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.run import TrainerOptions
-from verl_ext.config.schema import dataset_families
+from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.data.dataset import DataOptions
 from verl_ext.losses import LossOptions
-from verl_ext.models.qwen_titans import MemoryOptions
 from verl_ext.values import Option, Options, options_of, show
 
 PAGE = Path(__file__).parent / "configuration.md"
@@ -52,12 +51,14 @@ def _lines() -> Iterator[str]:
             "",
         )
         yield from _table(family.Options)
-    for title, cls in {
+    titles: dict[str, type[Options]] = {
         "`loss`": LossOptions,
         "`attention`": AttentionOptions,
         "`trainer`": TrainerOptions,
-        "`model.memory` of `model=qwen_titans`": MemoryOptions,
-    }.items():
+    }
+    for name, kind in model_kinds().items():
+        titles |= {f"`{own.prefix}` of `model={name}`": own for own in kind.config_options}
+    for title, cls in titles.items():
         yield from ("", f"### {title}", "")
         yield from _table(cls)
     for name, cls in COMMANDS.items():

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_ext.config import compose, compose_run
-from verl_ext.config.overrides import prepare_overrides
+from verl_ext.config.compose import prepare_overrides
 
 # The seed's training script, its shell variables filled in.
 SEED_COMMAND = [

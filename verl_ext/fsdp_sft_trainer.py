@@ -17,7 +17,7 @@ import hydra
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from verl_ext.config.overrides import prepare_overrides
+from verl_ext.config.compose import prepare_overrides
 from verl_ext.trainer.distributed import (
     TRAINING_FAILED,
     exit_all_ranks,

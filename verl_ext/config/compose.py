@@ -1,61 +1,177 @@
-"""Hydra's compose API as one function: safe to call again, inside tests and under a running Hydra application.
-
-From a command line to Hydra overrides: old names translated, needless plus signs dropped, typos told.
-
-The config of a run: conf/sft.yaml under a command line, checked for typos, adapted and resolved.
-"""
+"""From a command line to a run's config: old names translated, needless plus signs dropped, typos told."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-CONF = "verl_ext.conf"
+from verl_ext.config import schema
+from verl_ext.config.legacy import Item, translate
+from verl_ext.config.resolve import resolve_config
+from verl_ext.overrides import repeated_keys
+from verl_ext.values import show
+
 PRIMARY = "sft"
+SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
 
 
-def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
-    """The config `primary` of a package of configs under Hydra overrides.
+# Hydra's flags that take the next argument as their value.
+_VALUED_FLAGS = (
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+)
 
-    Raises ValueError in one line for whatever Hydra or OmegaConf refuses, interpolations that lead nowhere included.
+
+def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(overrides as Hydra takes them, notices to be said once) from a command line's arguments.
+
+    Arguments that begin with `-` pass untouched. Raises ValueError, a line for each: an override that cannot be parsed,
+    an unknown key (with the nearest), an unknown choice of a config group (with the choices).
     """
+    flags, words = _split_flags(argv)
+    if any(flag in ("-m", "--multirun") for flag in flags):
+        raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
+    parsed, folders = [_parse(word) for word in words], _config_folders(flags)
+    classes = [(item.value or "").strip("'\"") for item in parsed if item.key == "data.custom_cls.name"]
+    own_class = any(map(schema.names_own_class, classes))
+    items, notices = translate(parsed, own_class, packed=_data_choice(parsed, folders) == "packed")
+    overrides: list[str] = []
+    mistakes = [f"{item.key} must have each name once; got {name} twice" for item in items for name in _repeated(item)]
+    for item in items:
+        try:
+            known, notice = _known(item, own_class, folders)
+        except ValueError as error:
+            mistakes.append(str(error))
+            continue
+        overrides += [str(known)] if known else []
+        notices += [notice] if notice else []
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    if any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
+        overrides.append(SEARCH_PATH)  # which Hydra reads from the primary config alone, and that is not ours then
+    return [*flags, *overrides], list(dict.fromkeys(notices))
+
+
+def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    flags: list[str] = []
+    words: list[str] = []
+    takes_next = False
+    for word in argv:
+        (flags if takes_next or word.startswith("-") else words).append(word)
+        takes_next = not takes_next and word in _VALUED_FLAGS
+    return flags, words
+
+
+def _data_choice(items: Sequence[Item], folders: Sequence[Path]) -> str:
+    """The choice of group `data`: the command line's, else its recipe's, else the default."""
+    given = {item.key: item.value for item in items if item.value and not item.prefix.startswith("~")}
+    if "data" in given:
+        return given["data"]
+    recipe = given.get("recipe")
+    if recipe is None or recipe not in schema.options("recipe", folders):
+        return "packed"
+    return schema.recipe_choice(recipe, "data", folders) or "packed"
+
+
+def _config_folders(flags: Sequence[str]) -> list[Path]:
+    """The folders that Hydra's --config-dir adds, with recipes and group choices of the user's own."""
+    written = [tuple(flag.split("=", 1)) for flag in flags if "=" in flag] + list(pairwise(flags))
+    return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
+
+
+def _parse(word: str) -> Item:
+    readable = word if "=" not in word or _parsed(word) else _quoted(word)
+    override = _parsed(readable)
+    if override is None:
+        raise ValueError(f"an override is written key=value; got {word}")
+    key, equals, value = readable.partition("=")
+    if override.is_sweep_override():
+        raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
+    name = key.lstrip("+~")
+    return Item(key[: len(key) - len(name)], name, value if equals else None)
+
+
+def _repeated(item: Item) -> list[str]:
+    """Names that a mapping has twice, of which Hydra would keep the last."""
+    return repeated_keys(str(item)) if item.value and "{" in item.value else []
+
+
+def _parsed(word: str) -> Override | None:
     try:
-        with _without_hydra(), initialize_config_module(module, version_base=None):
-            config = hydra_compose(primary, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_one_line(error)) from None
-    check_interpolations(config)
-    return config
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        return None
 
 
-def check_interpolations(config: DictConfig) -> None:
-    """Raises ValueError, in one line, when a value refers to a key that does not exist."""
-    try:
-        OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-    except OmegaConfBaseException as error:
-        raise ValueError(_one_line(error)) from None
+def _quoted(word: str) -> str:
+    """A plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, as a quoted string."""
+    key, _, value = word.partition("=")
+    if value[:1] in ("[", "{", "'", '"') or "${" in value:
+        return word
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
+    return f"{key}='{escaped}'"
 
 
-@contextmanager
-def _without_hydra() -> Iterator[None]:
-    """Hydra keeps one global state; a running application's is set aside and put back."""
-    running = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = running
+def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
+    """The override as Hydra takes it (None: nothing is to be said), and a notice when a needless plus was dropped."""
+    parsed = None if item.value is None else _parsed(str(item))
+    value = parsed.value() if parsed else None
+    group = item.key.partition("@")[0]
+    is_choice = group in schema.groups() and not isinstance(value, dict | list)
+    unknown = [key for key in _keys(item.key, value) if not is_choice and not schema.is_known(key)]
+    if unknown and own_class and item.prefix.startswith("+") and item.key.startswith("data."):
+        return item, None  # a key that the user's own dataset class reads
+    if unknown:
+        raise ValueError(schema.unknown_key(unknown[0]))
+    notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
+    if group == "recipe" and (value is None or item.prefix == "~"):
+        return None, notice  # no recipe is the default
+    if item.prefix == "~" and not schema.is_free_form(item.key):
+        raise ValueError(f"{item.key} cannot be removed from the config; got {item}")
+    if is_choice:
+        return replace(item, prefix="", value=schema.choice_path(group, show(value), folders)), notice
+    if item.prefix in ("++", "~") or item.key.startswith("hydra."):
+        return item, None
+    return replace(item, prefix="++"), notice  # whether the composed config holds it already or not
 
 
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(("object_type", "reference_type", "See https"))]
-    if isinstance(error, OmegaConfBaseException):
-        key = getattr(error, "full_key", None)
-        return f"{key} cannot be read: {lines[0]}" if key else lines[0]
-    return " ".join(lines[:2])
+def _keys(key: str, value: object) -> Iterator[str]:
+    """The dotted keys that an override sets."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _keys(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The composed config of conf/sft.yaml under overrides, as on the command line of the trainer.
+
+    Mandatory values may still be missing (`data.train_dir`, `model.path`): check_run tells them, all at once. Raises
+    ValueError: one line for each override or YAML key that does not exist or cannot be read.
+    """
+    return compose_run(overrides)[0]
+
+
+def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """(config, notices): compose, and what was translated on the way, to be said once by rank 0."""
+    prepared, notices = prepare_overrides(overrides)
+    flags = [word for word in prepared if word.startswith("-")]
+    if flags:
+        raise ValueError(f"an override is written key=value; got {flags[0]}")
+    config = schema.composed(schema.CONF, PRIMARY, prepared)
+    schema.check_keys(config)
+    return config, notices + resolve_config(config)

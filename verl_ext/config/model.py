@@ -16,9 +16,9 @@ from verl.workers.config import HFModelConfig
 
 from verl_ext.attention import BACKENDS, PACKED_ATTENTION
 from verl_ext.config import support
-from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
+from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
 from verl_ext.plugin import CHUNKED, PACKED
-from verl_ext.values import choice_problem, nearest_name, plain, show
+from verl_ext.values import Options, choice_problem, nearest_name, plain, show
 
 _OVERRIDE = "model.override_config"
 _ATTENTION = "attn_implementation"  # below override_config, verl's own: it is no field of a model's config
@@ -30,13 +30,16 @@ class PackedModel(HFModelConfig):
 
     `override_config` reaches `hf_config` through :func:`override`. What a kind of model declares:
 
-    engine_vendor: names its engine in `verl_ext.plugin`; needs_positions: a document may not be longer than the
-    model's positions.
+    engine_vendor: names its engine in `verl_ext.plugin`.
+    needs_positions: a document may not be longer than the model's positions.
+    config_options: options of the model's own config, each class filling the node that its prefix names; null there
+    means what the folder at `model.path` has.
     """
 
     _mutable_fields = HFModelConfig._mutable_fields | {"override_config"}
     engine_vendor: ClassVar[str] = PACKED
     needs_positions: ClassVar[bool] = True
+    config_options: ClassVar[tuple[type[Options], ...]] = ()
 
     def __post_init__(self) -> None:
         given = dict(self.override_config)
@@ -115,6 +118,7 @@ class QwenTitansModel(PackedModel):
 
     engine_vendor: ClassVar[str] = CHUNKED
     needs_positions: ClassVar[bool] = False  # they restart with every chunk
+    config_options: ClassVar[tuple[type[Options], ...]] = (MemoryOptions,)
 
     def __post_init__(self) -> None:
         super().__post_init__()

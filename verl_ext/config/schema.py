@@ -1,4 +1,4 @@
-"""The dotted keys that a config may have, and the defaults that Hydra composes: from verl's nodes and our dataclasses.
+"""What Hydra composes: the dotted keys that a config may have and the defaults of our options dataclasses.
 
     verl's sft_trainer_engine  ∪  fields of each node's `_target_` dataclass  ∪  fields of our options dataclasses
 
@@ -8,25 +8,30 @@ Below a free-form node anything goes: it is handed to transformers, an optimizer
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.attention import AttentionOptions
 from verl_ext.config import legacy
-from verl_ext.config.compose import CONF, check_interpolations, composed
-from verl_ext.config.model import PackedModel, QwenTitansModel
+from verl_ext.config.model import PackedModel
 from verl_ext.config.run import TrainerOptions, dataset_class
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.losses import LossOptions
-from verl_ext.models.qwen_titans import MemoryOptions
-from verl_ext.values import nearest_key, nearest_name, options_of, show
+from verl_ext.values import Options, nearest_key, nearest_name, options_of, show
 
+CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
 UPSTREAM_PRIMARY = "sft_trainer_engine"
 
@@ -56,43 +61,86 @@ _DERIVED = (
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
 
+def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
+    """The config `primary` of a package of configs under Hydra overrides.
+
+    Raises ValueError in one line for whatever Hydra or OmegaConf refuses, interpolations that lead nowhere included.
+    """
+    try:
+        with _without_hydra(), initialize_config_module(module, version_base=None):
+            config = hydra_compose(primary, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_one_line(error)) from None
+    check_interpolations(config)
+    return config
+
+
+def check_interpolations(config: DictConfig) -> None:
+    """Raises ValueError, in one line, when a value refers to a key that does not exist."""
+    try:
+        OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        raise ValueError(_one_line(error)) from None
+
+
+@contextmanager
+def _without_hydra() -> Iterator[None]:
+    """Hydra keeps one global state; a running application's is set aside and put back."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("object_type", "reference_type", "See https"))]
+    if isinstance(error, OmegaConfBaseException):
+        key = getattr(error, "full_key", None)
+        return f"{key} cannot be read: {lines[0]}" if key else lines[0]
+    return " ".join(lines[:2])
+
+
 @functools.cache
 def dataset_families() -> dict[str, type[PackDataset]]:
     """Choice of the group `data` -> its dataset class, as conf/data/CHOICE.yaml names it."""
-    found = {}
-    for choice in options("data"):
-        node: Any = OmegaConf.load(str(files(CONF).joinpath("data", f"{choice}.yaml")))
-        found[choice] = dataset_class(OmegaConf.create({"data": {"custom_cls": node.get("custom_cls") or {}}}))
-    return found
-
-
-def model_kinds() -> dict[str, type[PackedModel]]:
-    """Choice of the group `model` -> the class of its node, where it has keys of its own."""
-    return {"packed": PackedModel, "qwen_titans": QwenTitansModel}
+    nodes = {choice: _choice("data", choice).get("custom_cls") or {} for choice in options("data")}
+    return {choice: dataset_class(OmegaConf.create({"data": {"custom_cls": node}})) for choice, node in nodes.items()}
 
 
 @functools.cache
-def option_nodes() -> dict[str, dict[str, Any]]:
-    """Name below `/options` -> {key: default}, of every options dataclass that conf/ composes from."""
-    nodes = {
-        "attention": _defaults(AttentionOptions),
-        "loss": _defaults(LossOptions),
-        "trainer": _defaults(TrainerOptions),
-        "memory": dict.fromkeys(options_of(MemoryOptions)),  # null: the model's own, else default
-    }
+def model_kinds() -> dict[str, type[PackedModel]]:
+    """Choice of the group `model` -> the class that `_target_` of conf/model/CHOICE.yaml names, where it names one."""
+    targets = {choice: _choice("model", choice).get("_target_") for choice in options("model")}
+    return {choice: get_class(target) for choice, target in targets.items() if target}
+
+
+def _choice(group: str, choice: str) -> Any:
+    return OmegaConf.load(str(files(CONF).joinpath(group, f"{choice}.yaml")))
+
+
+@functools.cache
+def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name below `/options` -> (the node that it fills, {key: default}) of each dataclass that conf/ composes from."""
+    nodes = {cls.prefix: (cls.prefix, _defaults(cls)) for cls in (AttentionOptions, LossOptions, TrainerOptions)}
+    for kind in model_kinds().values():
+        for cls in kind.config_options:  # null: the model's own, else the default
+            nodes[cls.prefix.replace(".", "/")] = (cls.prefix, dict.fromkeys(options_of(cls)))
     for choice, family in dataset_families().items():
-        nodes[f"data/{choice}"] = {**_defaults(DataOptions), **_defaults(family.Options)}
+        nodes[f"data/{choice}"] = ("data", {**_defaults(DataOptions), **_defaults(family.Options)})
     return nodes
 
 
 def register() -> None:
     """Let Hydra find :func:`option_nodes` as the config group `options`; idempotent."""
-    for name, node in option_nodes().items():
+    for name, (_, node) in option_nodes().items():
         group, _, leaf = f"options/{name}".rpartition("/")
         ConfigStore.instance().store(group=group, name=leaf, node=node)
 
 
-def _defaults(cls: type) -> dict[str, Any]:
+def _defaults(cls: type[Options]) -> dict[str, Any]:
     return {name: entry.default for name, entry in options_of(cls).items()}
 
 
@@ -100,9 +148,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 def known_keys() -> frozenset[str]:
     """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
     keys = {*leaves(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
-    for name, node in option_nodes().items():
-        prefix = "model.memory" if name == "memory" else name.partition("/")[0]
-        keys |= {f"{prefix}.{key}" for key in node}
+    keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key in node}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
     keys -= {f"model.{name}" for name in _DERIVED.split()}
     return frozenset({key for key in _with_nodes(keys) if not is_free_form(key)} | set(FREE_FORM))
