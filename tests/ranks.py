@@ -13,9 +13,11 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).parents[1]
 _SECONDS = 240
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.rank_server"])
@@ -23,6 +25,7 @@ _context.set_forkserver_preload(["tests.rank_server"])
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """``function(*arguments)`` on ``world_size`` gloo ranks; raises with the traceback of the first that failed."""
+    _start_server()
     answers = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -38,6 +41,16 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
                 process.terminate()
                 process.join()
     return results
+
+
+def _start_server() -> None:
+    """Start the server, where it is not running yet, in the folder from which it can import this package."""
+    before = os.getcwd()
+    os.chdir(_ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
 
 
 def _collect(answers: Any, world_size: int) -> list[Any]:
