@@ -19,7 +19,7 @@ from verl_ext.losses import LossSpec
 from verl_ext.trainer import loader as loader_module
 from verl_ext.trainer.batch import StepCollator
 from verl_ext.trainer.distributed import TRAINING_FAILED
-from verl_ext.trainer.loader import LoadingFailed, PackLoader, loader_deaths_told, pack_loader
+from verl_ext.trainer.loader import LoadingFailed, PackLoader, loader_deaths_reported, pack_loader
 from verl_ext.trainer.step_plan import StepPlan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +125,7 @@ def test_a_killed_process_is_told_and_what_to_lower(broken, monkeypatch):
     ],
 )
 def test_every_notice_of_torch_is_read(notice, told):
-    with pytest.raises(LoadingFailed, match=told), loader_deaths_told():
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_reported():
         raise RuntimeError(notice)
 
 
@@ -136,7 +136,7 @@ def test_a_notice_that_became_another_error_is_still_told():
         except RuntimeError:
             raise AttributeError("no such attribute") from None
 
-    with pytest.raises(LoadingFailed, match="pid 7"), loader_deaths_told():
+    with pytest.raises(LoadingFailed, match="pid 7"), loader_deaths_reported():
         lookup()
 
 
@@ -145,7 +145,7 @@ def test_a_death_between_two_batches_is_told(folder):
     next(batches)
     (process,) = multiprocessing.active_children()
 
-    @loader_deaths_told()
+    @loader_deaths_reported()
     def train_on():
         os.kill(process.pid, signal.SIGKILL)
         connection.wait([process.sentinel])  # dies while nobody waits for a batch
@@ -161,7 +161,7 @@ def test_a_signal_that_torch_no_longer_sees_is_told():
     process.kill()
     process.join()  # as torch's loader does where the closed pipe reaches it before the signal
     told = rf"^a loader process \(pid {process.pid}\) was killed by signal: Killed; where the host"
-    with pytest.raises(LoadingFailed, match=told), loader_deaths_told([process]):
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_reported([process]):
         raise RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
 
 
@@ -179,12 +179,12 @@ def test_a_death_while_the_processes_start_is_told():
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
 def test_a_batch_whose_process_is_gone_is_a_death_too(error):
     told = "a loader process exited before its batch was taken; where"
-    with pytest.raises(LoadingFailed, match=told), loader_deaths_told():
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_reported():
         raise error
 
 
 def test_other_errors_pass_through():
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), loader_deaths_told():
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), loader_deaths_reported():
         raise RuntimeError("out of memory")
 
 

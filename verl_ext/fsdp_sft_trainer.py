@@ -32,7 +32,7 @@ def train(config: DictConfig) -> None:
     """Check the composed configuration, build the run and fit it."""
     from verl_ext.config.output import REPORT
     from verl_ext.trainer.checkpoint import saved_folders
-    from verl_ext.trainer.loader import LoadingFailed, loader_deaths_told
+    from verl_ext.trainer.loader import LoadingFailed, loader_deaths_reported
     from verl_ext.trainer.report import report_lines, write_report
     from verl_ext.trainer.setup import prepare
     from verl_ext.trainer.trainer import SFTTrainer, TooManySkippedSteps
@@ -52,7 +52,7 @@ def train(config: DictConfig) -> None:
         print_on_rank0([f"{run.output} holds a run: its {REPORT} is left as it is"] if of_another_run else [])
         return
     try:
-        with loader_deaths_told():
+        with loader_deaths_reported():
             trainer.evaluate_only() if run.config.trainer.eval_only else trainer.fit()
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         exit_all_ranks(str(error), TRAINING_FAILED)

@@ -166,7 +166,7 @@ def options_of(cls: Any) -> dict[str, Option]:
     return _options_of(cls)
 
 
-@functools.cache
+@functools.cache  # below: mypy takes the type of a dataclass for one that cannot be hashed
 def _options_of(cls: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(cls)
     found = {}
@@ -193,11 +193,6 @@ def type_problems(cls: type, values: Mapping[str, Any], prefix: str) -> list[str
     return list(filter(None, found))
 
 
-def simple_fields(cls: type) -> dict[str, tuple[type, bool]]:
-    """{field: (int | float | bool, whether null is allowed)} for the fields of a dataclass that are so annotated."""
-    return {n: (f.type, f.nullable) for n, f in options_of(cls).items() if f.type in (int, float, bool)}
-
-
 def plain(config: Any) -> Any:
     """A config node as plain dicts and lists, what it refers to resolved; anything else as it is."""
     from omegaconf import OmegaConf  # here: not every program that checks values has configs
@@ -206,7 +201,7 @@ def plain(config: Any) -> Any:
 
 
 def refuse(problems: Iterable[str | None]) -> None:
-    """Raises ValueError with a line for each problem that is one, told once."""
+    """Raises ValueError with a line for each problem that is not None, repeated lines left out."""
     lines = list(dict.fromkeys(problem for problem in problems if problem))
     if lines:
         raise ValueError("\n".join(lines))

@@ -1,4 +1,4 @@
-"""Checks of a whole run's config, before a model is loaded: all mistakes told together, a line each.
+"""Checks of a whole run's config, before a model is loaded: all mistakes at once, a line each.
 
 ranks = data-parallel size × sequence-parallel size
 packs of a step = data-parallel size × micro-batch size × accumulation
@@ -22,7 +22,7 @@ from verl_ext.config.support import SP, weight_problems
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.losses import LossOptions
-from verl_ext.values import Options, choice_problem, nearest_name, plain, refuse, show, type_problems
+from verl_ext.values import Options, choice_problem, first_line, nearest_name, plain, refuse, show, type_problems
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -111,7 +111,7 @@ def data_problems(config: DictConfig) -> list[str | None]:
     train_dir, val_dir = data.get("train_dir"), data.get("val_dir")
     if family.needs_train_dir and train_dir in (None, "", [], "???"):
         problems.append(f"data.train_dir is required: {family.reads}; got {show(train_dir)}")
-    # What is only measured stands in for data.train_dir as well: told once.
+    # What is only measured stands in for data.train_dir as well: reported once.
     if not (config.trainer.eval_only is True and train_dir == val_dir):
         problems += family.path_problems("data.train_dir", train_dir)
     problems += family.path_problems("data.val_dir", val_dir)
@@ -142,7 +142,7 @@ def batch_problems(config: DictConfig, world_size: int) -> list[str]:
         return [f"{SP} must divide the number of ranks; got {sp} with {world_size} rank{'s' * (world_size > 1)}"]
     batch, micro = config.data.train_batch_size, config.data.micro_batch_size_per_gpu
     if not all(isinstance(size, int) and size > 0 for size in (batch, micro)):
-        return []  # told by the data node
+        return []  # reported with the data node
     shard = config.engine.fsdp_size
     if isinstance(shard, int) and shard > 0 and world_size % shard:
         return [f"engine.fsdp_size must divide the number of ranks or be -1; got {shard} with {world_size}"]
@@ -264,7 +264,7 @@ def training_problems(config: DictConfig) -> list[str]:
     for key in ("checkpoint.save_contents", "checkpoint.load_contents"):
         contents = OmegaConf.select(config, key)
         if key.endswith("load_contents") and contents == config.checkpoint.save_contents:
-            continue  # its default, told already
+            continue  # its default, reported already
         if isinstance(contents, str) or contents is None:
             problems.append(f"{key} must be a list of {', '.join(CONTENTS)}; got {show(contents)}")
         else:
@@ -295,12 +295,11 @@ def _read_hf_config(config: DictConfig) -> tuple[Any, list[str]]:
     path = str(config.model.hf_config_path or config.model.path or "")
     folder = os.path.expanduser(path)
     if not path or "://" in path or (_is_local(path) and not os.path.isdir(folder)):
-        return None, []  # required or missing: told by path_problems; remote: read by verl
+        return None, []  # required or missing: path_problems reports it; remote: read by verl
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=bool(config.model.trust_remote_code))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return None, [f"model.path must hold a model's config.json; got {path} ({reason})"]
+        return None, [f"model.path must hold a model's config.json; got {path} ({first_line(error)})"]
     try:
         override(hf_config, config.model.override_config)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""From a command line to a run's config: old names translated, needless plus signs dropped, typos told."""
+"""From a command line to a run's config: old names translated, needless plus signs dropped, typos refused."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

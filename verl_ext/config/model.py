@@ -89,7 +89,7 @@ class PackedModel(HFModelConfig):
     ) -> list[str]:
         """Why the kernel that `attention.backend` names cannot run; hf_config: None where it could not be read."""
         if config.attention.backend not in BACKENDS:
-            return []  # auto, or told with the attention node
+            return []  # auto, or reported with the attention node
         try:
             support.chosen_backend(config, hf_config, device, capability)
         except ValueError as error:
@@ -130,7 +130,7 @@ class QwenTitansModel(PackedModel):
         """Inside a chunk, where one row is one document, transformers' own kernels serve; in place."""
         key, backend = f"{_OVERRIDE}.{_ATTENTION}", config.attention.backend
         asked = OmegaConf.select(config, key)
-        chosen = _CHUNK_ATTENTION.get(backend, backend)  # an unknown one is told by the checks
+        chosen = _CHUNK_ATTENTION.get(backend, backend)  # the checks report an unknown one
         if asked in (None, chosen):
             _set_attention(config, chosen)
         elif backend != "auto" or asked not in _CHUNK_ATTENTION.values():

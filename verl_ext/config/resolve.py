@@ -39,7 +39,7 @@ def resolve_config(config: DictConfig) -> list[str]:
     try:
         family = dataset_class(config).Options
     except (ValueError, ImportError, OSError, AttributeError):
-        return notices  # told by the checks
+        return notices  # the checks report it
     data = plain(config.data)
     if config.trainer.eval_only and not data.get("train_dir"):  # nothing is trained on
         config.data.update(family.for_evaluation(data))
@@ -57,7 +57,7 @@ def resolve_logging(config: DictConfig, world_size: int) -> list[str]:
         config.engine.ulysses_sequence_parallel_size,
     )
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return []  # null, or told by the checks
+        return []  # null, or reported by the checks
     ranks = max(world_size // config.engine.ulysses_sequence_parallel_size, 1)
     accumulation = max(data.train_batch_size // (ranks * data.micro_batch_size_per_gpu), 1)
     config.trainer.log_freq = math.ceil(batches / accumulation)
@@ -78,7 +78,7 @@ def resolve_dataset(config: DictConfig) -> list[str]:
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
-    """Settles trainer.device, engine.mixed_precision where it is null, and model.use_liger, in place.
+    """Sets trainer.device, engine.mixed_precision where it is null, and model.use_liger, in place.
 
     accelerator is what is visible: "cuda", "npu" (refused by check_run) or None. auto becomes it, or cpu without one.
     fp32 throughout on CPU; bf16 parameters with fp32 reductions on accelerators.

@@ -1,6 +1,6 @@
 """The configuration of a run as typed options: what the rooms beside and above `config` use of it.
 
-    composed DictConfig ──checked, settled──► RunConfig ──► datasets, trainer, verl's worker
+    composed DictConfig ──checked, resolved──► RunConfig ──► datasets, trainer, verl's worker
 
 No DictConfig leaves this package, but for what verl builds its own dataclasses from.
 """
@@ -71,10 +71,6 @@ class TrainerOptions(Options):
     def loggers(self) -> list[str]:
         """The trackers that `logger` names."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
-
-    def validates(self) -> bool:
-        """Whether validations are asked for besides the one at the end."""
-        return self.test_freq == AFTER_EACH_EPOCH or self.test_freq > 0
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def unknown_key(key: str) -> str:
 def check_keys(config: DictConfig) -> None:
     """Raises ValueError with a line for each key of a composed config that the schema lacks (a typo in YAML).
 
-    A value that refers to a key that does not exist is told likewise. Keys below data belong to the user's own dataset
+    So is a value that refers to a key that does not exist. Keys below data belong to the user's own dataset
     class where data.custom_cls names one.
     """
     own_class = names_own_class(OmegaConf.select(config, "data.custom_cls.name"))

@@ -118,7 +118,7 @@ def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
     if adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
-        return []  # told with the paths, or a hub name
+        return []  # path_problems reports it; or a hub name
     if adapter:
         key, lora = "model.lora_adapter_path: target_modules", LoraConfig.from_pretrained(adapter)
     else:

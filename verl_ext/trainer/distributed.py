@@ -1,6 +1,6 @@
 """The ranks of a run: their process group, who prints, and how they exit, together or when torchrun is gone.
 
-The group comes first, before any configuration is read, so that a user's mistake is told by one rank in one line while
+The group comes first, before any configuration is read, so that one rank reports a user's mistake in one line while
 the others exit with the same code, instead of each rank printing its own traceback.
 """
 
@@ -68,7 +68,7 @@ def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
     On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
     tokenises, and that may take hours. On a CPU it is all gloo, and one limit.
     """
-    from verl.utils.device import get_device_name  # not before VERL_PLATFORM is settled
+    from verl.utils.device import get_device_name  # not before VERL_PLATFORM is set
 
     device = torch.device(get_device_name())
     for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:

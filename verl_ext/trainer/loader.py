@@ -20,6 +20,7 @@ from verl_ext.metrics import StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.step_plan import StepPlan
+from verl_ext.values import first_line
 
 
 class LoadingFailed(RuntimeError):
@@ -27,7 +28,7 @@ class LoadingFailed(RuntimeError):
 
 
 @contextlib.contextmanager
-def loader_deaths_told(processes: Sequence[multiprocessing.process.BaseProcess] = ()) -> Iterator[None]:
+def loader_deaths_reported(processes: Sequence[multiprocessing.process.BaseProcess] = ()) -> Iterator[None]:
     """What torch notices inside of a loader process's death, wherever its signal handler raises it, as LoadingFailed.
 
     processes: the loader's, whose exit codes say more where torch missed the signal.
@@ -93,10 +94,9 @@ class _Batches(Dataset):
         except Exception as error:
             if os.environ.get("VERL_EXT_FULL_ERROR"):
                 raise
-            reason = str(error).splitlines() or [""]
             numbers = ", ".join(str(index) for index in indices if index is not None)
             return LoadingFailed(
-                f"{self.packs.key}: pack {numbers} cannot be loaded; {type(error).__name__}: {reason[0]}"
+                f"{self.packs.key}: pack {numbers} cannot be loaded; {type(error).__name__}: {first_line(error)}"
             )
 
 
@@ -134,11 +134,11 @@ class PackLoader:
         self._batches = batches
 
     def __iter__(self) -> Iterator[StepBatch]:
-        with loader_deaths_told():  # a process may die before the others have started
+        with loader_deaths_reported():  # a process may die before the others have started
             batches = iter(self._batches)
         processes = multiprocessing.active_children() if self._batches.num_workers else []
         while True:
-            with loader_deaths_told(processes):
+            with loader_deaths_reported(processes):
                 batch = next(batches, None)
             if batch is None:
                 return

@@ -50,7 +50,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is sound as far as can be told without the model's weights.
+    """A run that is valid as far as can be checked without the model's weights.
 
     cost: what a document costs the model; memory: settings that the weights of its memory belong to, None without one.
     """

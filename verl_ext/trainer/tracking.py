@@ -19,6 +19,7 @@ from verl.utils.tracking import Tracking
 from verl_ext.config.output import RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import write_json
+from verl_ext.values import first_line
 
 # tracker: (variable of its run's id, variable that lets a run of that id be continued)
 _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
@@ -114,10 +115,9 @@ def _started(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Trac
                 config=config.values,
             )
     except Exception as error:  # each tracker has exceptions of its own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"trainer.logger must name trackers that can begin; got {loggers} ({reason}); without a login there are "
-            "WANDB_MODE=offline and SWANLAB_MODE=offline"
+            f"trainer.logger must name trackers that can begin; got {loggers} ({first_line(error)}); without a login "
+            "there are WANDB_MODE=offline and SWANLAB_MODE=offline"
         ) from error
     keep_run_ids(Path(trainer.default_local_dir), ids, tracking.logger)
     return tracking

@@ -57,7 +57,7 @@ class StepOutcome:
 
 
 class SFTTrainer:
-    """One rank of a run that :func:`verl_ext.trainer.setup.prepare` has found sound."""
+    """One rank of a run that :func:`verl_ext.trainer.setup.prepare` has checked."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
