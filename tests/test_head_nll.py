@@ -1,0 +1,97 @@
+"""The fused head against plain logits and cross-entropy, values and gradients."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.losses.head_nll import head_terms
+
+
+def plain_terms(factors, labels, coefficients, bias=None):
+    logits = sum(hidden @ weight.t() for hidden, weight in factors)
+    logits = (logits if bias is None else logits + bias).float()
+    nll = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return torch.where(coefficients != 0, coefficients * nll, 0.0), nll
+
+
+def inputs(targets, vocabulary, sizes, dtype, with_bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    factors = [(random(targets, size), random(vocabulary, size)) for size in sizes]
+    bias = random(vocabulary) if with_bias else None
+    labels = torch.randint(vocabulary, (targets,), generator=generator)
+    coefficients = torch.rand(targets, generator=generator) * (torch.rand(targets, generator=generator) > 0.2)
+    return factors, labels, coefficients, bias
+
+
+def leaves(factors, bias):
+    return [x for pair in factors for x in pair] + ([] if bias is None else [bias])
+
+
+@given(
+    targets=st.integers(0, 40),
+    vocabulary=st.integers(1, 70),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=2),
+    with_bias=st.booleans(),
+    block_bytes=st.sampled_from((1, 300, 2000, 10**9)),
+    factor=st.sampled_from((1.0, 0.01, 65536.0)),
+    seed=st.integers(0, 1000),
+)
+def test_terms_and_gradients_are_those_of_plain_logits(
+    targets, vocabulary, sizes, with_bias, block_bytes, factor, seed
+):
+    factors, labels, coefficients, bias = inputs(targets, vocabulary, sizes, torch.float32, with_bias, seed)
+    expected, expected_nll = plain_terms(factors, labels, coefficients, bias)
+    terms, nll = head_terms(factors, labels, coefficients, bias=bias, block_bytes=block_bytes)
+    torch.testing.assert_close(terms, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(nll, expected_nll, rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(expected.sum() * factor, leaves(factors, bias))
+    for gradient, plain in zip(torch.autograd.grad(terms.sum() * factor, leaves(factors, bias)), wanted, strict=True):
+        torch.testing.assert_close(gradient / factor, plain / factor, rtol=1e-4, atol=1e-5)
+        assert gradient.dtype == plain.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_close_to_fp64_as_plain_logits_are(dtype):
+    factors, labels, coefficients, bias = inputs(200, 301, (32,), dtype, True, 1)
+    exact = [(x.detach().double().requires_grad_(), w.detach().double().requires_grad_()) for x, w in factors]
+    exact_bias = bias.detach().double().requires_grad_()
+    exact_logits = exact[0][0] @ exact[0][1].t() + exact_bias
+    nll = torch.nn.functional.cross_entropy(exact_logits, labels, reduction="none")
+    truth = torch.autograd.grad((coefficients * nll).sum(), leaves(exact, exact_bias))
+
+    def error(terms):
+        gradients = torch.autograd.grad(terms.sum(), leaves(factors, bias))
+        return [((g.double() - t).norm() / t.norm()).item() for g, t in zip(gradients, truth, strict=True)]
+
+    plain = error(plain_terms(factors, labels, coefficients, bias)[0])
+    fused = error(head_terms(factors, labels, coefficients, bias=bias, block_bytes=50_000)[0])
+    assert all(mine < 1.3 * theirs for mine, theirs in zip(fused, plain, strict=True)), (fused, plain)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_its_hidden_states_do():
+    factors, labels, coefficients, _ = inputs(9, 20, (4, 2), torch.float32, False, 2)
+    factors[0][1].requires_grad_(False)
+    terms, _ = head_terms(factors, labels, coefficients)
+    terms.sum().backward()
+    assert factors[0][1].grad is None
+    assert all(x.grad is not None for x in (factors[0][0], *factors[1]))
+
+
+def test_without_gradients_only_the_losses_are_computed():
+    factors, labels, coefficients, bias = inputs(9, 20, (4,), torch.float32, True, 3)
+    with torch.no_grad():
+        terms, nll = head_terms(factors, labels, coefficients, bias=bias)
+    assert not terms.requires_grad
+    torch.testing.assert_close(nll, plain_terms(factors, labels, coefficients, bias)[1])
+
+
+def test_an_infinite_loss_of_a_token_that_weighs_nothing_is_left_out():
+    weight = torch.tensor([[1e30], [-1e30]])
+    hidden = torch.tensor([[1e10], [0.0]], requires_grad=True)
+    terms, _ = head_terms([(hidden, weight)], torch.tensor([1, 0]), torch.tensor([0.0, 1.0]))
+    assert terms.isfinite().all()
