@@ -5,10 +5,10 @@ hidden [N, H]   rows 0…R ──► logits [R, V] ──► nll[R] ──► (s
                 rows R…2R ─► …
 ```
 
-A block of rows has its logits in memory once: its gradients are computed on the spot, which needs no second product with
-the weight in the backward pass. That is possible where the loss is Σ a_t·nll_t with coefficients that are known
-beforehand, up to one common factor that arrives with the backward pass. Liger's fused linear cross-entropy goes the same
-way; here d weight is summed in fp32, rows without a target never enter, and coefficients may differ by token.
+A block of rows has its logits in memory once: its gradients are computed on the spot, so that the backward pass needs
+no second product with the weight. That is possible where the loss is Σ a_t·nll_t with coefficients known beforehand, up
+to one common factor that arrives with the backward pass. Liger's fused linear cross-entropy goes the same way; here
+d weight is summed in fp32, tokens without a target never enter, and coefficients differ by token.
 
 Legend: N target tokens, H hidden size, V vocabulary, R rows of a block.
 """
@@ -36,9 +36,9 @@ class _HeadTerms(torch.autograd.Function):
         wants_bias, *wants = (learns and needed for needed in (ctx.needs_input_grad[2], *ctx.needs_input_grad[5:]))
         gradients = [
             None if not wanted else torch.empty_like(x) if index % 2 == 0 else torch.zeros_like(x, dtype=torch.float32)
-            for index, (x, wanted) in enumerate(zip(factors, wants, strict=True))
+            for index, (x, wanted) in enumerate(zip(factors, wants, strict=True))  # hidden, weight, hidden, weight, …
         ]
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        bias_gradient = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=torch.float32)
         nll = torch.empty_like(coefficients)
         for first in range(0, len(labels), rows):
             block = slice(first, first + rows)

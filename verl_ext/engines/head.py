@@ -1,0 +1,175 @@
+"""The head of a causal language model inside the engine: loss terms of target tokens in place of logits.
+
+Sequence-parallel ranks hold slices of the pack whose targets lie unevenly (an answer ends a document): their hidden
+states move so that every rank has equally many.
+
+    slices of a pack    ····│··TT│TTTT│T···        targets T of 4 ranks: 0, 2, 4, 1
+    rows of the head      TT│  TT│  TT│   T        after an all-to-all whose sizes the host knows
+
+Legend: T tokens of a micro-batch, N its targets, n the sequence-parallel size, R = ⌈N / n⌉.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from verl_ext.losses.head_nll import head_terms
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """Which target tokens a sequence-parallel rank has before and after the exchange, all known on the host.
+
+    Attributes:
+        at: int64[N], the positions of all targets in the pack.
+        held: int64[≤ N], those of this rank's slice, counted from its beginning.
+        rows: the part of `at` that this rank's head computes.
+        send, receive: how many hidden states go to, and come from, each rank.
+        padded: R.
+    """
+
+    at: torch.Tensor
+    held: torch.Tensor
+    rows: slice
+    send: list[int]
+    receive: list[int]
+    padded: int
+
+    @classmethod
+    def of(cls, is_target: torch.Tensor, slice_length: int, rank: int, ranks: int) -> "TargetRows":
+        """For bool[T] on the host, cut into `ranks` slices of `slice_length` tokens."""
+        at = is_target.nonzero().flatten()
+        padded = -(-len(at) // ranks)
+        held = np.searchsorted(at.numpy(), np.arange(ranks + 1) * slice_length)  # edges within `at`
+        even = np.minimum(np.arange(ranks + 1) * padded, len(at))
+
+        def shared(edges: np.ndarray, others: np.ndarray) -> list[int]:
+            first, last = np.maximum(edges[rank], others[:-1]), np.minimum(edges[rank + 1], others[1:])
+            return np.maximum(last - first, 0).tolist()
+
+        mine = at[held[rank] : held[rank + 1]] - rank * slice_length
+        return cls(at, mine, slice(*even[rank : rank + 2].tolist()), shared(held, even), shared(even, held), padded)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the head computes in the forward under way."""
+
+    labels: torch.Tensor
+    coefficients: torch.Tensor
+    rows: TargetRows
+    group: dist.ProcessGroup | None
+    block_bytes: int
+
+
+class FusedHead:
+    """The output embedding of a module, which gives ``(loss term, nll)`` per target while it has :meth:`work`.
+
+    FSDP's hooks stay around its forward: its weight is whole inside, gathered as for logits.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._head = module.get_output_embeddings()  # type: ignore[operator]
+        self._logits = self._head.forward
+        self._head.forward = self._forward
+        self._work: _Work | None = None
+
+    @contextmanager
+    def work(
+        self,
+        labels: torch.Tensor,
+        coefficients: torch.Tensor,
+        rows: TargetRows,
+        group: dist.ProcessGroup | None,
+        block_bytes: int,
+    ) -> Iterator[None]:
+        """Compute the terms of these labels in the forward inside, whose ``logits_to_keep`` is ``rows.held``."""
+        self._work = _Work(labels, coefficients, rows, group, block_bytes)
+        try:
+            yield
+        finally:
+            self._work = None
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32``[1, R, 2]`` in place of logits; logits where no work is given."""
+        work = self._work
+        if work is None:
+            return self._logits(hidden)
+        x = hidden.squeeze(0)
+        if work.group is not None:
+            x = _Exchange.apply(x, work.rows.send, work.rows.receive, work.group)
+        head: Any = self._head
+        base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
+        x = x.to(base.weight.dtype)
+        factors = [(x, base.weight)]
+        for name in getattr(head, "active_adapters", ()):
+            if name in head.lora_A:
+                low = head.lora_A[name](head.lora_dropout[name](x)) * head.scaling[name]
+                factors.append((low.to(x.dtype), head.lora_B[name].weight.to(x.dtype)))
+        terms, nll = head_terms(factors, work.labels, work.coefficients, bias=base.bias, block_bytes=work.block_bytes)
+        return torch.stack([terms, nll], dim=-1).unsqueeze(0)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows between the ranks of a group, of split sizes that all of them know."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        moved = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(moved, x.contiguous(), receive, send, group=group)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Exchange.apply(grad_outputs[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def head_use(module: nn.Module) -> str:
+    """The least memory that a model's head allows: ``fused``, ``targets`` (with ``logits_to_keep``) or ``plain``.
+
+    fused needs a linear head, with LoRA adapters at most, whose logits the model gives as they are: a soft cap or a
+    scale would change the terms. That is tried on the model's class without its layers.
+    """
+    model = module.get_base_model() if hasattr(module, "get_base_model") else module
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return "plain"
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
+    is_linear = type(base) is nn.Linear and not getattr(head, "lora_variant", None)
+    return "fused" if is_linear and _gives_logits_unchanged(type(model), model.config) else "targets"
+
+
+@dataclass
+class _LayersOutput(BaseModelOutputWithPastAndCrossAttentions):
+    router_logits: Any = None  # which models with experts read
+
+
+def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
+    """Whether a model of this class returns the very tensor that its head gave."""
+    given = torch.zeros(1, 1, 2)
+    hidden = torch.zeros(1, 1, hf_config.get_text_config().hidden_size)
+
+    class Layers(nn.Module):
+        def forward(self, *_: Any, **__: Any) -> _LayersOutput:
+            return _LayersOutput(last_hidden_state=hidden)
+
+    try:
+        with torch.device("meta"):
+            model = cls(copy.deepcopy(hf_config))
+        model.get_output_embeddings().forward = lambda _: given
+        setattr(model, cls.base_model_prefix, Layers())  # type: ignore[attr-defined]
+        return model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits is given
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
