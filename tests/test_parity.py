@@ -5,7 +5,7 @@ with tests/reference.py, which runs plain Hugging Face over single documents. De
 gradient is measured by the 2-norm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
@@ -44,9 +44,10 @@ class Case:
     mode: str
     packing: str
     accumulation: int
+    head: str = "fused"
 
     def __str__(self) -> str:
-        return f"{self.mode}-{self.packing}-accumulate{self.accumulation}"
+        return f"{self.mode}-{self.packing}-accumulate{self.accumulation}-{self.head}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Measured:
 
 CASES = [Case(mode, packing, k) for mode in MODES for packing in ("none", "packed") for k in (1, 4)]
 CASES += [Case(mode, packing, 4) for mode in MODES for packing in ("padded", "labelled")]
+CASES += [replace(case, head=head) for case in CASES if case.mode == "sequence" for head in ("targets", "plain")]
 FEW_CASES = [case for case in CASES if case.mode in ("token", "longwriter") and case.accumulation == 4]
 # Gradients reduced after the last micro-batch alone, without what verl recomputes by default.
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
@@ -136,7 +138,9 @@ def _train_step(engine, case: Case) -> Measured:
     mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
     collate = StepCollator(spec, categories, last_is_label=case.packing == "labelled")
     batch = collate([None if index is None else packs[index] for index in mine])
-    micro_batches = list(batch.micro_batches(ceil(len(mine) / case.accumulation)))
+    micro_batches = list(
+        batch.micro_batches(ceil(len(mine) / case.accumulation), head=case.head, head_block_bytes=3000)
+    )
     assert len(micro_batches) == case.accumulation
 
     normaliser = batch.normaliser.clone()

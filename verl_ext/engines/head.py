@@ -6,7 +6,7 @@ states move so that every rank has equally many.
     slices of a pack    ····│··TT│TTTT│T···        targets T of 4 ranks: 0, 2, 4, 1
     rows of the head      TT│  TT│  TT│   T        after an all-to-all whose sizes the host knows
 
-Legend: T tokens of a micro-batch, N its targets, n the sequence-parallel size, R = ⌈N / n⌉.
+Legend: T tokens of a micro-batch, N its targets, n the sequence-parallel size, R = ⌈N / n⌉, at least 1.
 """
 
 import copy
@@ -48,7 +48,7 @@ class TargetRows:
     def of(cls, is_target: torch.Tensor, slice_length: int, rank: int, ranks: int) -> "TargetRows":
         """For bool[T] on the host, cut into `ranks` slices of `slice_length` tokens."""
         at = is_target.nonzero().flatten()
-        padded = -(-len(at) // ranks)
+        padded = max(-(-len(at) // ranks), 1)  # a gather of nothing has no backward
         held = np.searchsorted(at.numpy(), np.arange(ranks + 1) * slice_length)  # edges within `at`
         even = np.minimum(np.arange(ranks + 1) * padded, len(at))
 
@@ -61,8 +61,14 @@ class TargetRows:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What the head computes in the forward under way."""
+class HeadWork:
+    """What a :class:`FusedHead` computes in a forward.
+
+    Attributes:
+        labels: int64[≤ R]; coefficients: fp32[≤ R]; both of the targets `rows.rows`.
+        group: the sequence-parallel ranks, None for one alone.
+        block_bytes: as of :func:`head_terms`.
+    """
 
     labels: torch.Tensor
     coefficients: torch.Tensor
@@ -77,23 +83,16 @@ class FusedHead:
     FSDP's hooks stay around its forward: its weight is whole inside, gathered as for logits.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._head = module.get_output_embeddings()  # type: ignore[operator]
+    def __init__(self, module: Any) -> None:
+        self._head = module.get_output_embeddings()
         self._logits = self._head.forward
         self._head.forward = self._forward
-        self._work: _Work | None = None
+        self._work: HeadWork | None = None
 
     @contextmanager
-    def work(
-        self,
-        labels: torch.Tensor,
-        coefficients: torch.Tensor,
-        rows: TargetRows,
-        group: dist.ProcessGroup | None,
-        block_bytes: int,
-    ) -> Iterator[None]:
-        """Compute the terms of these labels in the forward inside, whose ``logits_to_keep`` is ``rows.held``."""
-        self._work = _Work(labels, coefficients, rows, group, block_bytes)
+    def doing(self, work: "HeadWork | None") -> Iterator[None]:
+        """Compute these terms in the forward inside, whose ``logits_to_keep`` is ``work.rows.held``; None: logits."""
+        self._work = work
         try:
             yield
         finally:
@@ -136,7 +135,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad_outputs[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def head_use(module: nn.Module) -> str:
+def head_use(module: Any) -> str:
     """The least memory that a model's head allows: ``fused``, ``targets`` (with ``logits_to_keep``) or ``plain``.
 
     fused needs a linear head, with LoRA adapters at most, whose logits the model gives as they are: a soft cap or a
@@ -145,9 +144,13 @@ def head_use(module: nn.Module) -> str:
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return "plain"
-    head = module.get_output_embeddings()  # type: ignore[operator]
+    head = module.get_output_embeddings()
     base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
-    is_linear = type(base) is nn.Linear and not getattr(head, "lora_variant", None)
+    is_linear = (
+        isinstance(base, nn.Linear)
+        and type(base).forward is nn.Linear.forward
+        and not getattr(head, "lora_variant", None)
+    )
     return "fused" if is_linear and _gives_logits_unchanged(type(model), model.config) else "targets"
 
 
@@ -159,7 +162,7 @@ class _LayersOutput(BaseModelOutputWithPastAndCrossAttentions):
 def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
     """Whether a model of this class returns the very tensor that its head gave."""
     given = torch.zeros(1, 1, 2)
-    hidden = torch.zeros(1, 1, hf_config.get_text_config().hidden_size)
+    hidden: Any = torch.zeros(1, 1, hf_config.get_text_config().hidden_size)
 
     class Layers(nn.Module):
         def forward(self, *_: Any, **__: Any) -> _LayersOutput:

@@ -12,16 +12,18 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.utils.ulysses import slice_input_tensor
+from verl.utils.ulysses import gather_outputs_and_unpad, slice_input_tensor
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
 from verl_ext.attention import document_layout
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
+from verl_ext.engines.head import FusedHead, HeadWork, TargetRows, head_use
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device
-from verl_ext.losses import token_nll
+from verl_ext.losses import HEADS, token_nll
+from verl_ext.losses.head_nll import BLOCK_BYTES
 
 # What only verl's reinforcement learning asks of prepare_model_outputs; verl's own code computes it.
 _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
@@ -47,6 +49,8 @@ class PackedEngine(StepEngine):
     def initialize(self) -> None:
         """As the parent; a mixture of experts whose config asks for it has a router loss."""
         super().initialize()
+        self._head_use = head_use(self.module)
+        self._fused_head = FusedHead(self.module) if self._head_use == "fused" else None
         hf_config = self.model_config.hf_config.get_text_config()
         if asks_for_router_loss(hf_config):
             self.router_loss = RouterLoss(self.module, hf_config)
@@ -85,10 +89,51 @@ class PackedEngine(StepEngine):
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
         """The inputs ``[1, T/n]`` and the layout of all T tokens, for every attention layer to read."""
         layout = document_layout(micro_batch["position_ids"].values().cpu(), device)
+        rows = self._target_rows(micro_batch)
         micro_batch = on_device(micro_batch, device)
         model_inputs, output_args = self.prepare_model_inputs(micro_batch)
         model_inputs["document_layout"] = layout.padded(output_args["pad_size"])
+        if rows is not None:
+            model_inputs["logits_to_keep"] = rows.held.to(device, non_blocking=True)
+            output_args |= self._target_args(micro_batch, rows)
         return model_inputs, output_args, micro_batch
+
+    def _target_rows(self, micro_batch: TensorDict) -> TargetRows | None:
+        """The target tokens of a batch whose head gives nothing for others, `loss.head`; read on the host."""
+        if "category_index" not in micro_batch or self._head_of(micro_batch) == "plain" or _needs_verl(micro_batch):
+            return None
+        is_target = micro_batch["category_index"].values().cpu() >= 0
+        ranks = self.ulysses_sequence_parallel_size
+        length = (len(is_target) + self._pad_size(len(is_target))) // ranks
+        rank = self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0
+        return TargetRows.of(is_target, length, rank, ranks)
+
+    def _head_of(self, micro_batch: TensorDict) -> str:
+        """What the batch asks of the head, or the next best that the model allows."""
+        asked = tu.get_non_tensor_data(micro_batch, "head", default="plain")
+        return max(asked, self._head_use, key=HEADS.index)
+
+    def _target_args(self, micro_batch: TensorDict, rows: TargetRows) -> dict[str, Any]:
+        at = rows.at.to(get_device_id(), non_blocking=True)
+        args: dict[str, Any] = {"rows": rows, "at": at, "work": None}
+        if self._head_of(micro_batch) == "fused":
+            mine, ids = at[rows.rows], micro_batch["input_ids"].values()
+            following = micro_batch["next_ids"].values() if "next_ids" in micro_batch else ids.roll(-1)
+            args["work"] = HeadWork(
+                following[mine],
+                micro_batch["loss_coefficients"].values()[mine],
+                rows,
+                self.ulysses_parallel_group if self.use_ulysses_sp else None,
+                tu.get_non_tensor_data(micro_batch, "head_block_bytes", default=BLOCK_BYTES),
+            )
+        return args
+
+    def run_module(self, model_inputs: dict, output_args: dict) -> Any:
+        """The model's output; loss terms of the targets stand in its logits where the head is fused."""
+        if self._fused_head is None:
+            return super().run_module(model_inputs, output_args)
+        with self._fused_head.doing(output_args.get("work")):
+            return super().run_module(model_inputs, output_args)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
         """verl's inputs ``[1, T/n]`` of a micro-batch on the device, by shapes alone: nothing waits for the device."""
@@ -128,13 +173,40 @@ class PackedEngine(StepEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
-        """``log_probs`` of the next token for every position, jagged as ``input_ids``, gathered over the SP ranks."""
+        """``log_probs`` of the next token for every position, jagged as ``input_ids``, gathered over the SP ranks.
+
+        Of target tokens alone where the batch asks for no more; the others are 0. A fused head gives ``loss_terms``,
+        coefficients times the loss of each token, through which its gradients go.
+        """
         if _needs_verl(micro_batch):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        logits = output.logits.squeeze(0)  # [T/n, V]
-        nll = token_nll(logits, output_args["labels"], inplace_backward=True)
+        offsets = micro_batch["input_ids"].offsets()
+        rows: TargetRows | None = output_args.get("rows")
+        if output_args.get("work") is not None:
+            assert rows is not None
+            pairs = self._gathered_terms(output.logits.squeeze(0), rows)
+            whole = pairs.new_zeros(len(micro_batch["input_ids"].values()), 2).index_put((output_args["at"],), pairs)
+            terms, nll = whole.unbind(-1)
+            return {
+                "log_probs": torch.nested.nested_tensor_from_jagged(-nll.detach(), offsets),
+                "loss_terms": torch.nested.nested_tensor_from_jagged(terms, offsets),
+            }
+        logits, labels = output.logits.squeeze(0), output_args["labels"]  # [T/n, V], or of the targets in it
+        if rows is None:
+            nll = token_nll(logits, labels, inplace_backward=True)
+        else:
+            held = rows.held.to(labels.device, non_blocking=True)
+            of_targets = token_nll(logits, labels[held], inplace_backward=True)
+            nll = of_targets.new_zeros(len(labels)).index_put((held,), of_targets)
         nll = self._gather_and_unpad_packed(nll, output_args["pad_size"])
-        return {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, micro_batch["input_ids"].offsets())}
+        return {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, offsets)}
+
+    def _gathered_terms(self, pairs: torch.Tensor, rows: TargetRows) -> torch.Tensor:
+        """``[N, 2]`` of all targets, from the ``[≤ R, 2]`` of this sequence-parallel rank."""
+        if not self.use_ulysses_sp:
+            return pairs
+        padded = torch.nn.functional.pad(pairs, (0, 0, 0, rows.padded - len(pairs)))
+        return gather_outputs_and_unpad(padded, gather_dim=0)[: len(rows.at)]
 
 
 def _needs_verl(micro_batch: TensorDict) -> bool:

@@ -99,7 +99,7 @@ class StepEngine(FSDPEngineWithLMHead):
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
         model_inputs, output_args, micro_batch = self.prepare_micro_batch(micro_batch, device)
         with self._autocast():
-            raw_output = self.module(**model_inputs, use_cache=False)
+            raw_output = self.run_module(model_inputs, output_args)
             model_output = self.prepare_model_outputs(raw_output, output_args, micro_batch, loss_function)
             if loss_function is None:
                 assert forward_only, "training needs a loss function"
@@ -109,6 +109,10 @@ class StepEngine(FSDPEngineWithLMHead):
                     model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
                 )
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
+
+    def run_module(self, model_inputs: dict, output_args: dict) -> Any:
+        """The model's output."""
+        return self.module(**model_inputs, use_cache=False)
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
         """What the model reads, what its outputs are made with, and a micro-batch of the host, all on the device."""

@@ -1,6 +1,23 @@
 """The exact loss of a step: coefficients from data, token losses from logits."""
 
-from verl_ext.losses.modes import MODES, LossOptions, LossSpec, category_weight_table, pack_coefficients, shift_left
+from verl_ext.losses.modes import (
+    HEADS,
+    MODES,
+    LossOptions,
+    LossSpec,
+    category_weight_table,
+    pack_coefficients,
+    shift_left,
+)
 from verl_ext.losses.token_nll import token_nll
 
-__all__ = ["MODES", "LossOptions", "LossSpec", "category_weight_table", "pack_coefficients", "shift_left", "token_nll"]
+__all__ = [
+    "HEADS",
+    "MODES",
+    "LossOptions",
+    "LossSpec",
+    "category_weight_table",
+    "pack_coefficients",
+    "shift_left",
+    "token_nll",
+]

@@ -22,12 +22,13 @@ A new mode is its name in MODES and its branch in `pack_coefficients`.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from verl_ext.values import Options, check_choice, option, show
 
+HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 MODES = ("token", "sequence", "sqrt", "pack", "longwriter")
 
 
@@ -42,6 +43,12 @@ class LossOptions(Options):
         None, "{category: weight ≥ 0}; a category not named has weight 1"
     )
     documents_per_pack: int = option(30, "LongWriter's constant; used by mode longwriter alone", least=1)
+    head: str = option(
+        "fused",
+        "fused: losses of target tokens without their logits; targets: through their logits; plain: logits of all",
+        choices=HEADS,
+    )
+    head_block_mib: int = option(256, "MiB of logits that a fused head has in memory at a time", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +69,11 @@ class LossOptions(Options):
                 yield f"{key} must be a number; got {show(weight)}"
             elif not math.isfinite(weight) or weight < 0:
                 yield f"{key} must be finite and at least 0; got {weight}"
+
+    @property
+    def head_flags(self) -> dict[str, Any]:
+        """What a batch tells the engine of its head."""
+        return {"head": self.head, "head_block_bytes": self.head_block_mib * 2**20}
 
     def spec(self, names: Sequence[str]) -> "LossSpec":
         """The loss over data whose categories have these names."""

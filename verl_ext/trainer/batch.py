@@ -76,8 +76,8 @@ class StepBatch:
         names = (*_COLUMNS, "counts", *(["next_ids"] if self.next_ids is not None else []))
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
-    def micro_batches(self, size: int) -> Iterator[TensorDict]:
-        """Batches of ``size`` packs as verl's engine takes them: jagged tensors and its flags."""
+    def micro_batches(self, size: int, **flags: Any) -> Iterator[TensorDict]:
+        """Batches of ``size`` packs as verl's engine takes them: jagged tensors, its flags and more of them."""
         edges = np.concatenate([[0], np.cumsum(self.pack_lengths)])
         columns = {
             "input_ids": self.input_ids,
@@ -95,7 +95,7 @@ class StepBatch:
                 key: torch.nested.nested_tensor_from_jagged(values[cuts[0] : cuts[-1]], offsets)
                 for key, values in columns.items()
             }
-            yield tu.get_tensordict(tensors, dict(_ENGINE_FLAGS))
+            yield tu.get_tensordict(tensors, {**_ENGINE_FLAGS, **flags})
 
 
 _COLUMNS = ("input_ids", "position_ids", "coefficients", "category_index", "is_real")
@@ -205,8 +205,10 @@ class StepLoss:
         """The micro-batch's share of the loss, a scalar, and no metrics of its own."""
         coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
         nll = -model_output["log_probs"].values()  # float32[T]
-        # Where nothing is predicted, an infinite nll must not become NaN by a product with 0.
-        terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
+        if "loss_terms" in model_output:  # of a fused head
+            terms = model_output["loss_terms"].values()
+        else:  # where nothing is predicted, an infinite nll must not become NaN by a product with 0
+            terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
         if self.sums is not None:
             self.sums.weighted_loss.add_(terms.detach().double().sum())
             category = data["category_index"].values()

@@ -119,11 +119,12 @@ class Evaluation:
         dataset = self.validation.dataset
         total: StepSums | None = None
         scores = AnswerScores.for_run(self._run, dataset, self._engine)
+        size = self._run.config.data.micro_batch_size_per_gpu
         with self._engine.eval_mode():
             for packs, batch in self._batches():
                 sums = self._rank.sums(batch)
                 loss = StepLoss(1.0, 1, sums)
-                micro_batches = list(batch.micro_batches(self._run.config.data.micro_batch_size_per_gpu))
+                micro_batches = list(batch.micro_batches(size, **self._run.config.loss.head_flags))
                 self._engine.evaluate(micro_batches, loss if scores is None else scores.beside(loss))
                 if scores is not None:
                     self._generate(scores, micro_batches, packs)

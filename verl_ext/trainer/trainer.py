@@ -158,7 +158,8 @@ class SFTTrainer:
 
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
         """Gradients and the optimizer's step; the gradient norm before clipping."""
-        micro_batches = list(batch.micro_batches(self.config.data.micro_batch_size_per_gpu))
+        size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
+        micro_batches = list(batch.micro_batches(size, **flags))
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)
