@@ -74,7 +74,7 @@ class PackedEngine(StepEngine):
             for micro_batch in micro_batches:
                 model_inputs, _, _ = self.prepare_micro_batch(micro_batch, device)
                 with self._autocast(), self.router_loss.recording() as logits:
-                    self.module(**model_inputs, use_cache=False, logits_to_keep=1)
+                    self.module(**{**model_inputs, "logits_to_keep": 1}, use_cache=False)
                 sums.append(self.router_loss.sums(logits, self._real_tokens(micro_batch)))
         return sums
 
