@@ -3,12 +3,20 @@
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.config import compose
 from verl_ext.config.run import worker_config
+from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
+from verl_ext.trainer.batch import Pack, StepCollator, StepLoss
+from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import plain
 
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
@@ -35,3 +43,41 @@ def build_worker(model: str | os.PathLike, sequence_parallel: int = 1, overrides
         worker = TrainingWorker(worker_config(plain(config), total_steps=1000))
         worker.reset()
     return worker
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step gave: its metrics, the norm of its gradients, and on rank 0 the gradients."""
+
+    report: dict[str, float]
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+
+
+def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumulation: int, head: str) -> Measured:
+    """One step over the packs on the trainer's own path: collator, micro-batches, loss, engine, reduction."""
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=engine.get_data_parallel_group())
+
+    rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
+    batch = collate([None if index is None else packs[index] for index in mine])
+    # 3000 bytes: a handful of rows of the tiny vocabulary at a time
+    micro_batches = list(batch.micro_batches(ceil(len(mine) / accumulation), head=head, head_block_bytes=3000))
+    assert len(micro_batches) == accumulation
+
+    normaliser = batch.normaliser.clone()
+    all_reduce(normaliser)
+    sums = StepSums.zeros(batch.categories, "cpu")
+    sums.add_counts(batch.counts)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, sums))
+        # A copy: on one rank full_tensor is the gradient itself, which the optimizer step clips in place.
+        gradients = {
+            name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.grad is not None
+        }
+        grad_norm = engine.optimizer_step()
+    report = sums.reduced(all_reduce).report("train", collate.categories.names)
+    return Measured(report, grad_norm, gradients if dist.get_rank() == 0 else {})

@@ -7,7 +7,6 @@ gradient is measured by the 2-norm.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from tests.reference import Document, Expected, Reference, load_eager, pack_row
 from tests.tokenised_data import write_tokenised
 from verl_ext.data import CategoryTable, SFTDataSet
 from verl_ext.losses import MODES, LossSpec, category_weight_table
+from verl_ext.trainer.batch import StepCollator
 
 TOLERANCE = 1e-5
 MAX_TOKENS = 24
@@ -48,15 +48,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.mode}-{self.packing}-accumulate{self.accumulation}-{self.head}"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the ranks gave."""
-
-    report: dict[str, float]
-    grad_norm: float
-    gradients: dict[str, torch.Tensor]
 
 
 CASES = [Case(mode, packing, k) for mode in MODES for packing in ("none", "packed") for k in (1, 4)]
@@ -113,48 +104,22 @@ def _packs(packing: str) -> list[list[Document]]:
     return [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
 
 
-def _train(model: str, layout: Layout) -> dict[Case, Measured]:
+def _train(model: str, layout: Layout) -> dict:
     """A layout's cases on this rank, one engine for all of them; gradients come from rank 0 alone."""
     from tests.packed_engine import build_worker
 
     engine = build_worker(model, layout.sequence_parallel, layout.overrides).engine
-    return {case: _train_step(engine, case) for case in LAYOUTS[layout]}
+    return {case: _train_case(engine, case) for case in LAYOUTS[layout]}
 
 
-def _train_step(engine, case: Case) -> Measured:
-    import torch.distributed as dist
+def _train_case(engine, case: Case):
+    from tests.packed_engine import train_step
 
-    from verl_ext.metrics import StepSums
-    from verl_ext.trainer.batch import StepCollator, StepLoss
-    from verl_ext.trainer.step_plan import StepPlan
-
-    def all_reduce(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=engine.get_data_parallel_group())
-
-    rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-    categories = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
-    spec = LossSpec(case.mode, category_weight_table(CATEGORY_WEIGHTS, categories.names))
     packs = [pack_row(pack, MAX_TOKENS if case.packing == "padded" else None) for pack in _packs(case.packing)]
-    mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, rank, ranks)
-    collate = StepCollator(spec, categories, last_is_label=case.packing == "labelled")
-    batch = collate([None if index is None else packs[index] for index in mine])
-    micro_batches = list(
-        batch.micro_batches(ceil(len(mine) / case.accumulation), head=case.head, head_block_bytes=3000)
-    )
-    assert len(micro_batches) == case.accumulation
-
-    normaliser = batch.normaliser.clone()
-    all_reduce(normaliser)
-    sums = StepSums.zeros(len(categories.ids), "cpu")
-    sums.add_counts(batch.counts)
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, sums))
-        # A copy: on one rank full_tensor is the gradient itself, which the optimizer step clips in place.
-        gradients = {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()}
-        grad_norm = engine.optimizer_step()
-    report = sums.reduced(all_reduce).report("train", categories.names)
-    return Measured(report, grad_norm, gradients if dist.get_rank() == 0 else {})
+    categories = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
+    loss = LossSpec(case.mode, category_weight_table(CATEGORY_WEIGHTS, categories.names))
+    collate = StepCollator(loss, categories, last_is_label=case.packing == "labelled")
+    return train_step(engine, packs, collate, case.accumulation, case.head)
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +141,9 @@ def expected(tiny_model):
 @pytest.fixture(scope="module")
 def measured(tiny_model):
     """Every rank's answer to a case on a layout; a layout's ranks start once."""
-    runs: dict[Layout, list[dict[Case, Measured]]] = {}
+    runs: dict[Layout, list[dict]] = {}
 
-    def of(layout: Layout, case: Case) -> list[Measured]:
+    def of(layout: Layout, case: Case) -> list:
         if layout not in runs:
             runs[layout] = run_ranks(_train, layout.ranks, str(tiny_model), layout)
         return [answers[case] for answers in runs[layout]]

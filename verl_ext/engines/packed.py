@@ -49,8 +49,8 @@ class PackedEngine(StepEngine):
     def initialize(self) -> None:
         """As the parent; a mixture of experts whose config asks for it has a router loss."""
         super().initialize()
-        self._head_use = head_use(self.module)
-        self._fused_head = FusedHead(self.module) if self._head_use == "fused" else None
+        self.head_use = head_use(self.module)
+        self._fused_head = FusedHead(self.module) if self.head_use == "fused" else None
         hf_config = self.model_config.hf_config.get_text_config()
         if asks_for_router_loss(hf_config):
             self.router_loss = RouterLoss(self.module, hf_config)
@@ -111,7 +111,7 @@ class PackedEngine(StepEngine):
     def _head_of(self, micro_batch: TensorDict) -> str:
         """What the batch asks of the head, or the next best that the model allows."""
         asked = tu.get_non_tensor_data(micro_batch, "head", default="plain")
-        return max(asked, self._head_use, key=HEADS.index)
+        return max(asked, self.head_use, key=HEADS.index)
 
     def _target_args(self, micro_batch: TensorDict, rows: TargetRows) -> dict[str, Any]:
         at = rows.at.to(get_device_id(), non_blocking=True)

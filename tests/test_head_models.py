@@ -1,0 +1,92 @@
+"""The head of many architectures against plain Hugging Face: tied, biased, scaled, soft-capped, with adapters."""
+
+import numpy as np
+import pytest
+import transformers
+
+from tests.ranks import run_ranks
+from tests.reference import Document, Reference, load_eager, pack_row
+from tests.tiny_model import write_tiny_model
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.batch import StepCollator
+
+TOLERANCE = 1e-5
+# name: (config class, its fields, what its head allows)
+MODELS = {
+    "qwen2": ("Qwen2Config", {}, "fused"),
+    "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}, "fused"),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        "fused",
+    ),
+    "llama": ("LlamaConfig", {}, "fused"),
+    "mistral": ("MistralConfig", {"sliding_window": None}, "fused"),
+    "gemma_tied": ("GemmaConfig", {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}, "fused"),
+    "gpt2_tied": (
+        "GPT2Config",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "tie_word_embeddings": True}
+        | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+        "fused",
+    ),
+    "phi_with_bias": ("PhiConfig", {"partial_rotary_factor": 0.5}, "fused"),
+    "granite_scaled": ("GraniteConfig", {"logits_scaling": 8.0}, "targets"),
+    "cohere_scaled": ("CohereConfig", {"logit_scale": 0.25, "eos_token_id": 2, "bos_token_id": 1}, "targets"),
+}
+LAYOUTS = [(1, 1), (2, 2)]
+
+
+def documents() -> list[Document]:
+    rng = np.random.default_rng(3)
+    sizes = (19, 5, 12, 1, 8, 3)
+    masks = [[0, *rng.integers(0, 2, size - 1).tolist()] for size in sizes]
+    masks[2] = [0] * 12  # no target
+    return [
+        Document(rng.integers(4, 128, n).tolist(), mask, [0] * n, [1.0] * n)
+        for n, mask in zip(sizes, masks, strict=True)
+    ]
+
+
+DOCUMENTS = documents()
+PACKS = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[2], DOCUMENTS[3]], [DOCUMENTS[4], DOCUMENTS[5]]]
+
+
+def train(model: str, sequence_parallel: int, heads: list[str]):
+    from tests.packed_engine import build_worker, train_step
+
+    engine = build_worker(model, sequence_parallel).engine
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    packs = [pack_row(pack) for pack in PACKS]
+    return engine.head_use, [train_step(engine, packs, collate, len(packs), head) for head in heads]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a model of :data:`MODELS`, written when it is first asked for."""
+    written = {}
+
+    def of(name: str):
+        if name not in written:
+            config_class, fields, _ = MODELS[name]
+            path = tmp_path_factory.mktemp(name)
+            written[name] = write_tiny_model(path, config_class=getattr(transformers, config_class), **fields)
+        return written[name]
+
+    return of
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_every_head_equals_plain_hugging_face(name, ranks, sequence_parallel, folder):
+    model = folder(name)
+    expected = Reference(load_eager(str(model)), DOCUMENTS).step(PACKS, "token", {})
+    heads = ["fused", "targets", "plain"]
+    use, steps = run_ranks(train, ranks, str(model), sequence_parallel, heads)[0]
+    assert use == MODELS[name][2]
+    for head, step in zip(heads, steps, strict=True):
+        assert step.report["train/loss"] == pytest.approx(expected.loss, rel=TOLERANCE), head
+        assert step.gradients.keys() == expected.gradients.keys()
+        for parameter, gradient in expected.gradients.items():
+            off = float((step.gradients[parameter].double() - gradient).norm() / max(gradient.norm(), 1e-12))
+            assert off < TOLERANCE, f"{head}: {parameter} is off by {off:.1e} of its norm"
