@@ -67,9 +67,8 @@ class TokenizeOptions(ChatOptions, SourceOptions):
                 if name not in self.sources:
                     yield f"sample.{name} must be one of sources ({', '.join(self.sources)}); got {name}"
         for key, part in parts.items():
-            is_fraction = isinstance(part, float) and 0 < part <= 1
             is_number = isinstance(part, int) and not isinstance(part, bool) and part >= 1
-            if part is not None and not is_fraction and not is_number:
+            if part is not None and not is_number and not (isinstance(part, float) and 0 < part <= 1):
                 yield f"{key} must be a fraction above 0 and at most 1.0, or a number of records from 1; got {part}"
 
 

@@ -24,7 +24,7 @@ _LEFT = ("source", "category", "over max_tokens", "encoded as text", "bad record
 
 
 class Report:
-    """Counts by source, in the order of `sources`, and by category: the source, unless records give theirs.
+    """Counts by source and by category: the source, unless records give theirs.
 
     numbers: of the categories, from 1, in the order of `sources` or of the first document of each. read: records by
     source, those that `sample` left out included.
@@ -87,8 +87,7 @@ class Report:
         write_json(folder / "categories.json", {str(number): name for name, number in self.numbers.items()})
 
     def table(self) -> str:
-        """The closing table, and one each of documents over max_tokens, special tokens in text and bad records, where
-        there are any; then a line for everything else that a source's records were found to have."""
+        """The closing tables, then a line for everything else that a source's records were found to have."""
         cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
         summary, *problems = tables("category", self.categories, targets=True)

@@ -56,7 +56,6 @@ def _router_of(model_class: type | None) -> OutputRecorder | None:
 class RouterLoss:
     """Records the router logits of a module's forwards, and turns them into a rank's share of a step's loss.
 
-    hf_config: the model's, of which ``router_aux_loss_coef`` and ``num_experts_per_tok`` are read.
     Raises ValueError where transformers declares no routers for this model.
     """
 
