@@ -15,8 +15,8 @@ from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
+from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.commands.tokenize_report import Report
 from verl_ext.text.counts import Counts
 from verl_ext.text.json_records import JsonList
 from verl_ext.text.readers import ChunkSize

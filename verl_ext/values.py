@@ -194,11 +194,6 @@ def type_problems(cls: type, values: Mapping[str, Any], prefix: str) -> list[str
     return list(filter(None, found))
 
 
-def simple_fields(cls: type) -> dict[str, tuple[type, bool]]:
-    """{field: (int | float | bool, whether null is allowed)} for the fields of a dataclass that are so annotated."""
-    return {n: (f.type, f.nullable) for n, f in options_of(cls).items() if f.type in (int, float, bool)}
-
-
 def plain(config: Any) -> Any:
     """A config node as plain dicts and lists, what it refers to resolved; anything else as it is."""
     from omegaconf import OmegaConf  # here: not every program that checks values has configs

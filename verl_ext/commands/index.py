@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command, is_names
-from verl_ext.commands.tokenize_report import REPORT, as_text, reported_options, tables, total
+from verl_ext.commands.report import REPORT, as_text, reported_options, tables, total
 from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.files import OutputFolder, write_json
 from verl_ext.text.counts import CHAT_COUNTS, Counts

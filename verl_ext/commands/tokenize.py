@@ -17,7 +17,7 @@ from itertools import chain, count, islice
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.tokenize_report import Report
+from verl_ext.commands.report import Report
 from verl_ext.files import OutputFolder
 from verl_ext.progress import Progress
 from verl_ext.text.chat import ChatEncoder, ChatOptions
@@ -57,9 +57,6 @@ class TokenizeOptions(ChatOptions, SourceOptions):
         """A line for each mistake that can be seen without opening a source."""
         yield from self.source_problems(self.model)
         yield from super().problems()
-        yield from self._sample_problems()
-
-    def _sample_problems(self) -> Iterator[str]:
         parts = {"sample": self.sample}
         if isinstance(self.sample, dict):
             parts = {f"sample.{name}": part for name, part in self.sample.items()}
@@ -108,24 +105,20 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
                     report.add(documents)
                     writer.add(documents)
                     progress.add(documents)
-            _check_sources(options, report)
+            for name, counts in report.sources.items():
+                if not counts.records and (read := report.read[name]):
+                    raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
+                if not counts.records:
+                    given = options.sources[name]
+                    raise DataError(f"sources.{name} must hold at least one record; got none in {given}")
+            if not report.total.documents:
+                raise DataError(f"no record could be used, so that nothing was written:\n{report.table()}")
             report.write(folder.path)
             writer.close()
         finally:
             writer.abandon()
         folder.publish()
     return report
-
-
-def _check_sources(options: TokenizeOptions, report: Report) -> None:
-    for name, counts in report.sources.items():
-        if not counts.records and report.read[name]:
-            read = report.read[name]
-            raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
-        if not counts.records:
-            raise DataError(f"sources.{name} must hold at least one record; got none in {options.sources[name]}")
-    if not report.total.documents:
-        raise DataError(f"no record could be used, so that nothing was written:\n{report.table()}")
 
 
 def sampled_chunks(

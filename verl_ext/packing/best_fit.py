@@ -160,8 +160,7 @@ def fit(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """A fit keeps some 100,000 tuples and makes no cycle: looking for one takes a tenth of its time, and more in a
-    process of many objects."""
+    """A fit keeps some 100,000 tuples and makes no cycle: looking for one takes a tenth of its time, or more."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -219,8 +218,7 @@ def _fit_small(
 
 
 def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
-    """room -> index of the first length that fits it, for rooms below the longest: from a table where that is no larger
-    than the documents are many, else by bisection."""
+    """room -> index of the first length that fits it, for rooms below the longest: from a table where it is small."""
     if len(histogram.lengths) and histogram.lengths[0] <= histogram.counts.sum():
         rooms = np.arange(histogram.lengths[0] + 1)
         return np.searchsorted(-histogram.lengths, -rooms, side="left").tolist().__getitem__

@@ -124,12 +124,10 @@ def _pools(lengths: NDArray[np.integer], source: MixtureSource, members: NDArray
     """The documents of each interval of a source, ascending."""
     if len(members) == 0:
         raise ValueError(f"{source.key} must have at least one document to draw from; got none")
-    if source.edges is None:
-        return [members]
     ours = lengths[members]
     pools = []
-    for low, high in pairwise(source.edges):
-        pools.append(members[(ours > low) & (ours <= high)])
+    for low, high in source.intervals:
+        pools.append(members if low is None or high is None else members[(ours > low) & (ours <= high)])
         if len(pools[-1]) == 0:
             raise ValueError(
                 f"{source.key}.intervals must each hold a document; got none of more than {low} and at most {high} "

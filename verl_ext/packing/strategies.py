@@ -41,10 +41,8 @@ def single(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
 def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
     """Documents of like length share a pack: neighbours in ascending order, among equal ones the seed decides.
 
-    LongAlign's sorted batching (https://arxiv.org/abs/2401.18058, section 3.2) cuts the sorted set into batches of a
-    fixed number of padded rows. Here a batch is a pack, as many neighbours as the budget holds: nothing is padded and
-    `max_tokens` bounds the memory of every step. What stays are packs of like cost, and the flaw that each sees one
-    length only. The random order of batches is the epoch's, as for all packs.
+    LongAlign's sorted batching (https://arxiv.org/abs/2401.18058, section 3.2), with a pack in place of a batch of
+    padded rows: packs of like cost, each of which sees one length only. The epoch's order of packs is random.
     """
     if len(lengths) == 0:
         return next_fit(lengths, max_tokens, seed)
@@ -61,9 +59,7 @@ STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
 
 
 def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", seed: int = 0) -> PackPlan:
-    """Packs of whole documents, none above `max_tokens` tokens: (document_index int32[D], pack_offsets int64[P+1]).
-
-    From 2^31 documents on the index is int64.
+    """Packs of whole documents, none above `max_tokens` tokens.
 
     Args:
         lengths: integer[D], tokens of each document, each 1..max_tokens; may be empty.

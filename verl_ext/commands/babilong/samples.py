@@ -282,7 +282,13 @@ class SampleMaker:
                 gaps = np.flatnonzero((before >= self.first) & (before + fact_tokens <= self.end))
             if not len(gaps):
                 return
-            parts = _interleaved(facts, [int(gaps[int(draw * len(gaps))]) for draw in draws], sentences)
+            parts: list[str] = []
+            done = 0
+            for fact, draw in zip(facts, draws, strict=True):  # gap g lies before sentence g
+                gap = int(gaps[int(draw * len(gaps))])
+                parts += [*sentences[done:gap], fact]
+                done = gap
+            parts += sentences[done:]
             # The first part alone tells what opening the text costs; the whole is tokenized once that is planned for.
             excess = self.counter.opening(parts[0]) - opening
             opening += excess
@@ -306,16 +312,6 @@ class SampleMaker:
                 if piece is not None:
                     return [*sentences, piece], np.append(before, budget)
         return sentences, before
-
-
-def _interleaved(facts: Sequence[str], gaps: Sequence[int], sentences: Sequence[str]) -> list[str]:
-    """Facts and sentences as one list; gap g lies before sentence g, the last one after all sentences."""
-    parts: list[str] = []
-    done = 0
-    for fact, gap in zip(facts, gaps, strict=True):
-        parts += [*sentences[done:gap], fact]
-        done = gap
-    return [*parts, *sentences[done:]]
 
 
 def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:

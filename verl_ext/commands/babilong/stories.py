@@ -5,7 +5,7 @@ trailing space.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import ClassVar
@@ -107,22 +107,20 @@ class World:
 
     def possible(self, kinds: Sequence[str]) -> list[Event]:
         """Every event of these kinds that is valid now, in a fixed order."""
-        return [event for kind in kinds for event in self._possible(kind)]
-
-    def _possible(self, kind: str) -> Iterator[Event]:
-        here = self.actor_places
-        if kind == "move":
-            yield from (Event(kind, *pair) for pair in product(here, PLACES) if pair not in here.items())
-        elif kind == "get":
-            for actor, (thing, place) in product(here, self.object_places.items()):
-                if place == here[actor]:
-                    yield Event(kind, actor, thing)
-        elif kind == "drop":
-            yield from (Event(kind, actor, thing) for thing, actor in self.holders.items())
-        else:
-            for (thing, actor), other in product(self.holders.items(), here):
-                if other != actor and here[other] == here[actor]:
-                    yield Event(kind, actor, thing, other)
+        here, events = self.actor_places, []
+        for kind in kinds:
+            if kind == "move":
+                events += [Event(kind, *pair) for pair in product(here, PLACES) if pair not in here.items()]
+            elif kind == "get":
+                lying = product(here, self.object_places.items())
+                events += [Event(kind, actor, thing) for actor, (thing, place) in lying if place == here[actor]]
+            elif kind == "drop":
+                events += [Event(kind, actor, thing) for thing, actor in self.holders.items()]
+            else:
+                for (thing, actor), other in product(self.holders.items(), here):
+                    if other != actor and here[other] == here[actor]:
+                        events.append(Event(kind, actor, thing, other))
+        return events
 
     def perform(self, event: Event) -> None:
         """Change the state by a valid event."""
@@ -173,17 +171,12 @@ def make_story(task: str, rng: random.Random, options: StoryOptions) -> Story:
     return _STORIES[task](rng, options)
 
 
-def _fact(event: Event, rng: random.Random) -> str:
-    """An event in words; everything but a move may end in "there"."""
+def _tell(story: Story, world: World, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
+    """One more event, and its fact in words; everything but a move may end in "there"."""
+    event = world.perform_random(groups, rng)
     receiver = f" to {event.recipient}" if event.recipient else ""
     there = rng.choice(("", " there")) if event.kind != "move" else ""
-    return f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{receiver}{there}."
-
-
-def _tell(story: Story, world: World, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
-    """One more fact."""
-    event = world.perform_random(groups, rng)
-    story.facts.append(_fact(event, rng))
+    story.facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{receiver}{there}.")
     return event
 
 

@@ -67,9 +67,10 @@ def init_model(options: InitModelOptions) -> str:
 
     Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
     """
-    from transformers.utils import logging  # heavy: not for a command with a mistake in it
+    import torch  # heavy, as transformers: not for a command with a mistake in it
+    import transformers
 
-    logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
     fields = changed(read_fields(options.model), options.config)
     text = None
     if options.tokenizer.path is None:
@@ -84,7 +85,11 @@ def init_model(options: InitModelOptions) -> str:
         model = random_model(config, options.seed, options.dtype)
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
         tokenizer.save_pretrained(folder.path)
-        write_json(folder.path / MARKER, _origin(options, *count_parameters(model)))
+        origin = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
+        origin |= dict(zip(("parameters", "parameters_without_embeddings"), count_parameters(model), strict=True))
+        # The weights' bits depend on them.
+        origin["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+        write_json(folder.path / MARKER, origin)
         num_bytes = sum(file.stat().st_size for file in folder.path.iterdir())
         folder.publish()
     lines = _tokenizer_lines(options.tokenizer, tokenizer, text) + _model_lines(options, model, num_tokens, num_bytes)
@@ -98,19 +103,6 @@ def _tokenizer(options: TokenizerOptions, text: TrainingText | None) -> Any:
     if not text.characters:
         raise DataError(f"tokenizer.train_on must hold text; got none in {', '.join(options.train_patterns)}")
     return tokenizer
-
-
-def _origin(options: InitModelOptions, parameters: int, parameters_without_embeddings: int) -> dict[str, Any]:
-    """What the model was made of: the options, the parameters, and the versions that the weights' bits depend on."""
-    import torch
-    import transformers
-
-    return {
-        **{key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")},
-        "parameters": parameters,
-        "parameters_without_embeddings": parameters_without_embeddings,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
 
 
 def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingText | None) -> list[str]:
