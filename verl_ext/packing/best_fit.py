@@ -57,11 +57,9 @@ def best_fit(
 ) -> PackPlan:
     """Packs in the order in which they were opened, documents in the order in which they were placed (longest first).
 
-    lengths int64[D], each 1..max_tokens. Among documents of equal length the seed decides, so that packs are not made
-    of neighbours. Never more packs than first fit decreasing: both are within 11/9 of the optimum and differ by a pack
-    or two in about one of 350 sets of thousands of documents. So where best fit does not reach the lower bound, first
-    fit is tried too; of a set with more than `lengths_tried_twice` distinct lengths, where a second try would add half
-    to the time, first fit alone is made.
+    lengths int64[D], each 1..max_tokens; among documents of equal length the seed decides. Never more packs than first
+    fit decreasing: where best fit does not reach the lower bound, first fit is tried too; of a set with more than
+    `lengths_tried_twice` distinct lengths, where a second try would add half to the time, first fit alone is made.
     """
     if len(lengths) == 0:
         return PackPlan(np.zeros(0, np.int32), np.zeros(1, np.int64))

@@ -59,18 +59,11 @@ STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
 
 
 def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", seed: int = 0) -> PackPlan:
-    """Packs of whole documents, none above `max_tokens` tokens.
+    """Packs of whole documents, lengths integer[D] each 1..max_tokens, none above `max_tokens` tokens.
 
-    Args:
-        lengths: integer[D], tokens of each document, each 1..max_tokens; may be empty.
-        max_tokens: budget of a pack, in tokens.
-        strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `sorted_batch` (documents of like length
-            together), `none` (one document a pack).
-        seed: decides between documents of equal length; the plan depends on the arguments alone.
-
-    Raises:
-        ValueError: an unknown strategy, lengths that are no integers or outside 1..max_tokens, max_tokens
-            outside 1..2^53, a negative seed.
+    strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `sorted_batch` (documents of like length
+    together), `none` (one document a pack). seed: decides between documents of equal length. Raises ValueError for an
+    unknown strategy, lengths or a seed outside their range, and max_tokens outside 1..2^53.
     """
     check_choice("data.strategy", strategy, STRATEGIES)
     budget = whole_number("data.max_tokens", max_tokens, least=1, most=MOST_TOKENS)
@@ -104,10 +97,7 @@ def plan_repeated(
 
     best_fit places documents of equal length one after the other: packed as one list, the copies of a long document
     would mostly meet in one pack and weigh double in its step. A document repeated at most as often as there are parts
-    never meets itself; one repeated more often meets fewer of its copies. Against one list: up to 0.1 % more packs and
-    two to five times its time, 0.15 s for a million documents. Other strategies pack one list.
-
-    Raises ValueError as plan_packs does.
+    never meets itself. It costs up to 0.1 % more packs. Other strategies pack one list. Raises as plan_packs does.
     """
     parts = _parts(lengths, documents, max_tokens, seed) if strategy == "best_fit" else [documents]
     plans = [plan_packs(lengths[part], max_tokens, strategy, seed).of(part) for part in parts]

@@ -74,7 +74,6 @@ def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
     return chosen
 
 
-# What callers read of a configuration, kept by the base's alone.
 _OF_BASE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
@@ -85,10 +84,8 @@ _OF_BASE = (
 class QwenTitansConfig(PreTrainedConfig):
     """A Qwen2 or Qwen3 configuration with a memory.
 
-    Attributes:
-        base_config: the base model's configuration, or its dict; what callers read (``vocab_size``, ``hidden_size``,
-            …) is passed through to it.
-        memory: the options as a plain dict, with every key of :class:`MemoryOptions`; read ``memory_options``.
+    base_config: the base model's configuration, or its dict; ``vocab_size`` and the like are read and written there.
+    memory: the options as a plain dict, with every key of :class:`MemoryOptions`; read ``memory_options``.
     """
 
     model_type = "qwen_titans"

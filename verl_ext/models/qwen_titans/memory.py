@@ -169,10 +169,9 @@ def limit_writes(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
 
     All of them are measured at the same weights. By the last layer, whose inputs are z ``[B, H, s, e]`` (depth 1: the
     keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
-    symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of magnitudes, which is held to 1. Where many keys are
-    alike, the memory would otherwise oscillate at its clamp, and gradients through it grow by orders of magnitude over
-    a sequence. Back-propagation takes the scale as a constant: on a small recall task, its own gradient kept the memory
-    from being learned.
+    symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of magnitudes, which is held to 1: where many keys are
+    alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the scale as a constant: with its
+    own gradient, the memory of a small recall task was not learned.
     """
     with torch.no_grad():
         root = by.c.sqrt()
