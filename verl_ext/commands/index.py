@@ -70,9 +70,9 @@ class IndexOptions(SourceOptions):
 
 
 def run(options: IndexOptions) -> str:
-    """Write an index for each source and report.json into output_dir; the closing table.
+    """Write an index for each source and report.json into output_dir; return the closing tables.
 
-    Raises `UsageError` and `DataError`, each one line, and leaves output_dir as it was then.
+    Raises `UsageError` and `DataError`, each one line.
     """
     files = find_source_files(options.patterns)
     # Also made here: a tokenizer that lacks a token is told before any process is started.

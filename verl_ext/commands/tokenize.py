@@ -81,7 +81,7 @@ def run(options: TokenizeOptions) -> str:
 def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_bytes: int = SHARD_BYTES) -> Report:
     """Tokenize the sources into a dataset at `output_dir`; return what was counted.
 
-    Raises `UsageError` and `DataError`, each one line, and leaves nothing at `output_dir` then.
+    Raises `UsageError` and `DataError`, each one line.
     """
     files = find_source_files(options.patterns)
     num_bytes = total_bytes(files)

@@ -133,10 +133,7 @@ class Job(NamedTuple):
 def generate(
     options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
 ) -> str:
-    """Write every file of `options`; return the closing lines.
-
-    Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
-    """
+    """Write every file of `options`; return the closing lines. Raises UsageError and DataError, each one line."""
     started = time.monotonic()
     counter = TokenCounter(load_tokenizer(options.model))
     backgrounds = _backgrounds(options, counter, filler_sentences)

@@ -117,8 +117,7 @@ def filler_background(number: int, counter: TokenCounter) -> Background:
 def folder_background(folder: str, counter: TokenCounter, least_tokens: int = 0) -> Background:
     """The sentences of every .txt file below `folder`, files by name, without each file's first and last sentence.
 
-    Raises UsageError where there is no such file, one is not UTF-8 (its first bad byte is named), or all together have
-    less than `least_tokens`, so that a sample of as many would need a sentence twice.
+    Raises UsageError where there is no such file, one is not UTF-8, or all together have less than `least_tokens`.
     """
     files = sorted(path for path in Path(folder).rglob("*.txt") if path.is_file())
     if not files:

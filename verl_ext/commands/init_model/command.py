@@ -63,10 +63,7 @@ class InitModelOptions(OutputOptions):
 
 
 def init_model(options: InitModelOptions) -> str:
-    """Write the model to `options.output_dir`; return what it is, in lines.
-
-    Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
-    """
+    """Write the model to `output_dir`; return what it is, in lines. Raises UsageError and DataError, each one line."""
     import torch  # heavy, as transformers: not for a command with a mistake in it
     import transformers
 
@@ -86,8 +83,8 @@ def init_model(options: InitModelOptions) -> str:
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
         tokenizer.save_pretrained(folder.path)
         origin = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
-        origin |= dict(zip(("parameters", "parameters_without_embeddings"), count_parameters(model), strict=True))
-        # The weights' bits depend on them.
+        origin["parameters"], origin["parameters_without_embeddings"] = count_parameters(model)
+        # the weights' bits depend on them
         origin["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
         write_json(folder.path / MARKER, origin)
         num_bytes = sum(file.stat().st_size for file in folder.path.iterdir())
