@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_tokenize_run import tokenise, write_jsonl
 from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
-from verl_ext.commands.tokenize_report import Report
+from verl_ext.commands.report import Report
 from verl_ext.text.chat_spans import RenderedChat, locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.records import parse_record

@@ -86,7 +86,7 @@ def test_each_source_has_an_index_and_the_report_accounts_for_it(tmp_path: Path,
         "bos_token_id": None,
     }
     assert written["options"]["add_eos"] is True
-    assert table[0].split() == ["source", "records", "bad", "documents", "tokens", "median", "longest"]
+    assert table[0].split() == ["source", "records", "bad", "documents", "tokens", "median", "p95", "max"]
     assert table[2].split()[:4] == ["web", "2", "1", "1"]
     assert table[-3].split()[:3] == ["web", "empty", "1"]
     assert table[-1] == f"written to {tmp_path / 'out'}"
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["sources={}"], "sources is required: source: file, folder"),
+        (["sources={}"], "sources is required: name: file, folder"),
         (["sources={a/b:in.txt}"], "sources.a/b must be a file's name"),
         (["sources={.a:in.txt}"], "sources..a must be a file's name"),
         (["sources={a:[]}"], "sources.a must be a path, a glob or a list of them; got []"),
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
         (["num_workers=0"], "num_workers must be at least 1; got 0"),
         (["on_bad_record=skp"], "on_bad_record must be one of error, skip; got skp (nearest: skip)"),
         (["text_keys=a"], "unknown key text_keys; nearest: text_key"),
-        (["output_dir="], "output_dir is required: folder of the indices; it appears only when complete; got ''"),
+        (["output_dir="], "output_dir is required: folder that is written; it appears only when complete; got ''"),
         (["model.path=nowhere"], "model.path must be a folder that exists; got nowhere"),
     ],
 )

@@ -21,8 +21,7 @@ from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
 from verl_ext.config.check import check_run
 from verl_ext.config.support import model_support_problems
-from verl_ext.engines.router import RouterLoss
-from verl_ext.losses.router import RoutingSums, router_loss
+from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
 
 COEFFICIENT = 0.7
 MOE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}

@@ -15,8 +15,8 @@ from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
+from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.commands.tokenize_report import Report
 from verl_ext.text.counts import Counts
 from verl_ext.text.json_records import JsonList
 from verl_ext.text.readers import ChunkSize
@@ -429,7 +429,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
     [
         (["max_tokns=3"], "unknown key max_tokns; nearest: max_tokens"),
         (["model.pat=x"], "nearest: model.path"),
-        (["+zzzzzz=1"], "known keys: sources"),
+        (["+zzzzzz=1"], "known keys: output_dir"),
         (["max_tokens=1"], "max_tokens must be at least 2; got 1"),
         (["max_tokens=many"], "max_tokens"),
         (["over_length=cut"], "over_length must be one of error, drop, truncate, split; got cut"),
@@ -443,7 +443,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
         ),
         (["sources={b:'x{c:1,c:2}.jsonl',c:[{d:1,d:2}]}"], "got d more than once"),
         (["sources.a=3"], "sources.a must be a path"),
-        (["sources={}"], "sources must name at least one category"),
+        (["sources={}"], "sources is required: name: file, folder"),
         (["sources=ok.jsonl"], "sources must map a category to files, e.g. 'sources={ok:ok.jsonl}'; got ok.jsonl"),
         (["sources=[a.jsonl]"], "sources must map a category to files"),
         (

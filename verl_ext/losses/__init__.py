@@ -2,5 +2,3 @@
 
 from verl_ext.losses.modes import MODES, LossOptions, LossSpec, category_weight_table, pack_coefficients, shift_left
 from verl_ext.losses.token_nll import token_nll
-
-__all__ = ["MODES", "LossOptions", "LossSpec", "category_weight_table", "pack_coefficients", "shift_left", "token_nll"]

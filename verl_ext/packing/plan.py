@@ -81,10 +81,8 @@ def cut_spans(lengths: NDArray[np.int64], max_tokens: int, policy: str, key: str
         truncate              0:[0,3)             1:[0,4)
         split                 0:[0,3)             1:[0,4) 1:[4,8) 1:[8,9)
 
-    Every piece is a document of its own: positions restart and its first token is never a target.
-
-    Raises:
-        ValueError: rows over max_tokens under `error`; no document left under `drop`; no token at all.
+    Every piece is a document of its own: positions restart and its first token is never a target. Raises ValueError
+    for rows over max_tokens under `error`, no document left under `drop`, and no token at all.
     """
     check_choice("data.over_length", policy, OVER_LENGTH_POLICIES)
     if not lengths.any():
