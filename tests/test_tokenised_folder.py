@@ -44,7 +44,7 @@ def slow_scan(documents, spans):
 
 def scan_of(folder, max_tokens=100, policy="error", block_tokens=1 << 22):
     data = TokenizedData([folder])
-    return scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), block_tokens=block_tokens)
+    return scan_documents(data, cut_spans(data.lengths, max_tokens, policy), block_tokens=block_tokens)
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
@@ -52,8 +52,8 @@ def scan_of(folder, max_tokens=100, policy="error", block_tokens=1 << 22):
 def test_the_scan_counts_the_targets_of_every_span(tmp_path, documents, policy, block_tokens):
     folder = write_tokenised(tmp_path / "data", documents, num_shards=3)
     data = TokenizedData([folder])
-    spans = cut_spans(data.lengths(), 6, policy)
-    over_length = OverLengthDocuments.of(data.lengths(), 6, policy)
+    spans = cut_spans(data.lengths, 6, policy)
+    over_length = OverLengthDocuments.of(data.lengths, 6, policy)
     scan = scan_documents(data, spans, over_length, block_tokens=block_tokens)
     found = (scan.targets.tolist(), scan.min_token_id, scan.max_token_id, scan.category_ids)
     assert found == slow_scan(documents, spans)
@@ -119,8 +119,8 @@ def test_over_length_counts_are_those_of_each_document(
     documents.append(document([0, 1]))  # which fits and has a target
     folder = write_tokenised(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
     data = TokenizedData([folder])
-    over = OverLengthDocuments.of(data.lengths(), max_tokens, policy)
-    scan = scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), over, block_tokens=block_tokens)
+    over = OverLengthDocuments.of(data.lengths, max_tokens, policy)
+    scan = scan_documents(data, cut_spans(data.lengths, max_tokens, policy), over, block_tokens=block_tokens)
     assert scan.over_length == add_counts(slow_count(documents, over.rows, max_tokens, policy))
 
 

@@ -252,18 +252,17 @@ class TokenizedData:
     def has_loss_weight(self) -> bool:
         return "loss_weight" in self.columns
 
-    def lengths(self) -> NDArray[np.int64]:
-        """int64[N]: the `length` column."""
-        lengths = np.empty(len(self), np.int64)
-        row = 0
-        for chunk in self._chunks("length"):
+    @cached_property
+    def lengths(self) -> NDArray[np.integer]:
+        """int32[N], int64 where one needs it: the `length` column."""
+        chunks = self._chunks("length")
+        for chunk in chunks:
             if not pa.types.is_integer(chunk.type):
                 raise ValueError(f"{self.key} must have column length as integer; got {chunk.type}")
             if chunk.null_count:
                 raise ValueError(f"{self.key} must have no null in column length")
-            lengths[row : row + len(chunk)] = chunk.to_numpy()
-            row += len(chunk)
-        return lengths
+        lengths = np.concatenate([chunk.to_numpy() for chunk in chunks])
+        return lengths.astype(np.int32 if lengths.max() <= np.iinfo(np.int32).max else np.int64, copy=False)
 
     @cached_property
     def document_columns(self) -> DocumentColumns | None:
@@ -310,7 +309,7 @@ class TokenizedData:
         return [chunk for table in self._tables for chunk in table.column(name).chunks]
 
     def _check_lengths(self) -> None:
-        lengths = self.lengths()
+        lengths = self.lengths
         for name, column in self.columns.items():
             wrong, first_wrong = 0, (0, 0)
             for first, counts in column.row_lengths():

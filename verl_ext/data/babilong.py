@@ -77,10 +77,6 @@ class BABILongOptions(TextSetOptions):
         return missing_paths(key, paths, os.path.exists, "file or folder")
 
     @property
-    def row_tokens(self) -> int | None:
-        return self.max_length
-
-    @property
     def packing(self) -> SFTOptions:
         return replace(self, max_tokens=self.max_length)
 

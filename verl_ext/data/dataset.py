@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from omegaconf import OmegaConf
 
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import OverLengthRow
@@ -111,12 +112,12 @@ class DataOptions(Options):
 class DatasetOptions(Options):
     """Base of the options of a dataset family: the keys of the data node that its class reads.
 
-    reads: what data.train_dir names, in words. Every family has max_tokens, strategy, over_length, pad_mode and mixture
-    too.
+    reads: what data.train_dir names, in words; data_keys: the keys that name what is trained on.
     """
 
     prefix: ClassVar[str] = "data"
-    reads: ClassVar[str]
+    reads: ClassVar[str] = "what the dataset class reads"
+    data_keys: ClassVar[tuple[str, ...]] = ("train_dir",)
 
     seed: int = option(42, "of the split, of the plan of packs and of their order", least=0)
 
@@ -131,11 +132,6 @@ class DatasetOptions(Options):
     def splits_validation(self) -> bool:
         """Whether a part of the training data is kept for validation where data.val_dir is null."""
         return getattr(self, "train_ratio", 1.0) < 1
-
-    @property
-    def row_tokens(self) -> int | None:
-        """Tokens of every row where each is one document, filled up to one length; else None."""
-        return None
 
     @property
     def needs_train_dir(self) -> bool:
@@ -220,7 +216,7 @@ class PackDataset(torch.utils.data.Dataset):
     epochs: how often they hold the data together.
     """
 
-    Options: ClassVar[type[DatasetOptions]]
+    Options: ClassVar[type[DatasetOptions]] = DatasetOptions
     key: str
     max_tokens: int
     needs_tokenizer: bool = False
@@ -236,8 +232,8 @@ class PackDataset(torch.utils.data.Dataset):
     ) -> tuple["PackDataset", "PackDataset | None"]:
         """The training and the validation set of a run, packs planned; None where there is no validation.
 
-        node: the whole data node as a plain mapping, a user's own keys included. only_validation: nothing is trained
-        on, and the validation set stands in for the training set.
+        node: the whole data node as a plain mapping, a user's own keys included; a class is given it as the DictConfig
+        that verl gives. only_validation: nothing is trained on, and the validation set stands in for the training set.
 
         Raises:
             ValueError: data or options that cannot be used; the key is named.
@@ -247,7 +243,12 @@ class PackDataset(torch.utils.data.Dataset):
         def opened(which: str, paths: Any, limit: int, **more: Any) -> "PackDataset":
             given = {**node, "mixture": None} if which == "val_dir" else node  # a validation set is measured as it is
             return cls(  # type: ignore[call-arg]
-                parquet_files=paths, tokenizer=tokenizer, config=given, max_samples=limit, key=f"data.{which}", **more
+                parquet_files=paths,
+                tokenizer=tokenizer,
+                config=OmegaConf.create(given),
+                max_samples=limit,
+                key=f"data.{which}",
+                **more,
             )
 
         training, measuring = cls.run_arguments(node, length)

@@ -46,7 +46,10 @@ class MixtureOptions(Options):
     sources: dict[str, Any] = option({}, "NAME: {tokens or weight, intervals, train_dir}")
     scale: float | None = option(None, "one factor on every budget; null: 1", above=0, most=MOST)
     total_tokens: float | None = option(
-        None, "what the sources with a weight share; null: every document once", above=0, most=MOST
+        None,
+        "what the sources with a weight share; null: the tokens that the weighted sources hold",
+        above=0,
+        most=MOST,
     )
 
     @classmethod

@@ -45,6 +45,7 @@ class MultiDocOptions(DatasetOptions):
     """How documents become samples."""
 
     reads: ClassVar[str] = "texts or an index, or data.blend in its place"
+    data_keys: ClassVar[tuple[str, ...]] = ("train_dir", "blend")
 
     blend: Any = option(None, "[[0.7,PATH],[0.3,PATH]] in place of train_dir: a source each, its share of the samples")
     blend_rule: str = option(

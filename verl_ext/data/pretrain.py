@@ -78,10 +78,6 @@ class PreTrainOptions(TextSetOptions):
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # globs and URLs: told when they are opened
 
-    @property
-    def row_tokens(self) -> int | None:
-        return self.max_length if self.rows == "padded" else None
-
     @classmethod
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         one_a_row = {"max_tokens": node.get("max_length"), "strategy": "none", "pad_mode": "right"}

@@ -147,7 +147,7 @@ def _scan(
     part = _Part(data, read, over)
     if len(rows):
         with ranks.guard():
-            lengths = data.lengths()[rows]
+            lengths = data.lengths[rows]
             first, last = shares(lengths, ranks.size)[ranks.rank : ranks.rank + 2].tolist()
             total = int(lengths[first:last].sum()) if ranks.rank == 0 else None
             part.read(rows[first:last], block_tokens, total)

@@ -247,7 +247,7 @@ class SFTDataSet(PackDataset):
 
     def _lengths_in_use(self) -> NDArray[np.int64]:
         """int64: tokens of each document in use, before over-length handling."""
-        lengths, rows = self._data.lengths(), self._split_rows
+        lengths, rows = self._data.lengths, self._split_rows
         return lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
 
     @property
@@ -275,13 +275,13 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
         """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
-        policy, total = self.options.packing.over_length, int(self._data.lengths()[self._rows].sum())
+        policy, total = self.options.packing.over_length, int(self._data.lengths[self._rows].sum())
         used = self._lengths_in_use()
         return over_length_report(self.scan.over_length, policy, self.category_names, used, total)
 
     def changed_documents(self) -> list[OverLengthRow]:
         """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        lengths, columns = self._data.lengths(), self._data.document_columns
+        lengths, columns = self._data.lengths, self._data.document_columns
         of_set = int(lengths[self._rows].sum())
         rows = CategoryRows(None if columns is None else columns.category, self.category_names, of_set)
         left_out = rows.left_out(self._rows[self._in_use :], lengths, self.spans, self.plan, self.scan.targets)
