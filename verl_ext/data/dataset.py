@@ -245,7 +245,7 @@ class PackDataset(torch.utils.data.Dataset):
             return cls(  # type: ignore[call-arg]
                 parquet_files=paths,
                 tokenizer=tokenizer,
-                config=OmegaConf.create(given),
+                config=OmegaConf.create(dict(given)),
                 max_samples=limit,
                 key=f"data.{which}",
                 **more,

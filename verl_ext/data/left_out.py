@@ -54,9 +54,9 @@ class OverLengthRow:
 
 
 def over_length_report(
-    counts: Iterable[OverLengthCount], policy: str, names: Mapping[int, str], lengths: NDArray[np.int64], total: int
+    counts: Iterable[OverLengthCount], policy: str, names: Mapping[int, str], lengths: NDArray[np.integer], total: int
 ) -> list[OverLengthRow]:
-    """Rows by category, then the empty documents; names: category number -> name, `lengths` int64[N] of the rows in
+    """Rows by category, then the empty documents; names: category number -> name, `lengths` of the rows in
     use, total: tokens of all documents of the set."""
     report = []
     for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
@@ -92,10 +92,15 @@ class CategoryRows:
         return report
 
     def left_out(
-        self, beyond: NDArray[np.int64], lengths: NDArray[np.int64], spans: Spans, plan: PackPlan, targets: NDArray[Any]
+        self,
+        beyond: NDArray[np.int64],
+        lengths: NDArray[np.integer],
+        spans: Spans,
+        plan: PackPlan,
+        targets: NDArray[Any],
     ) -> list[OverLengthRow]:
         """The documents `beyond` max_samples, those that `plan` does not hold, and those that it holds without a
-        target, where there are any; `lengths` int64[N] of all rows of the folders, targets int32[S]."""
+        target, where there are any; `lengths` of all rows of the folders, targets int32[S]."""
         held = np.zeros(len(spans), bool)
         held[plan.document_index] = True
         row, length = spans.row[held], spans.length[held]

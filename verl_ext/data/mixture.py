@@ -47,7 +47,7 @@ class MixtureOptions(Options):
     scale: float | None = option(None, "one factor on every budget; null: 1", above=0, most=MOST)
     total_tokens: float | None = option(
         None,
-        "what the sources with a weight share; null: the tokens that the weighted sources hold",
+        "what the sources with a weight share; null: the tokens that these sources hold",
         above=0,
         most=MOST,
     )

@@ -34,10 +34,10 @@ FORMAT = 3  # of a kept scan; to be raised when it means something else
 
 @dataclass(frozen=True)
 class OverLengthDocuments:
-    """rows int64[M] ascending, their lengths int64[M] > max_tokens; policy: drop, truncate or split."""
+    """rows int64[M] ascending, their lengths integer[M] > max_tokens; policy: drop, truncate or split."""
 
     rows: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    lengths: NDArray[np.integer]
     max_tokens: int
     policy: str
 
@@ -46,7 +46,7 @@ class OverLengthDocuments:
 
     @classmethod
     def of(
-        cls, lengths: NDArray[np.int64], max_tokens: int, policy: str, rows: NDArray[np.int64] | None = None
+        cls, lengths: NDArray[np.integer], max_tokens: int, policy: str, rows: NDArray[np.int64] | None = None
     ) -> "OverLengthDocuments":
         """Those of documents of these lengths, int64[N]; rows int64[N]: where they lie, None: 0..N-1."""
         over = np.flatnonzero(lengths > max_tokens)

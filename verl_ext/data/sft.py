@@ -245,8 +245,8 @@ class SFTDataSet(PackDataset):
         rows = None if rows is None else rows[: self._in_use]
         return OverLengthDocuments.of(self._lengths_in_use(), self.max_tokens, policy, rows)
 
-    def _lengths_in_use(self) -> NDArray[np.int64]:
-        """int64: tokens of each document in use, before over-length handling."""
+    def _lengths_in_use(self) -> NDArray[np.integer]:
+        """Tokens of each document in use, before over-length handling."""
         lengths, rows = self._data.lengths, self._split_rows
         return lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
 
