@@ -53,20 +53,6 @@ class OverLengthRow:
     without_target: int = 0
 
 
-def over_length_report(
-    counts: Iterable[OverLengthCount], policy: str, names: Mapping[int, str], lengths: NDArray[np.integer], total: int
-) -> list[OverLengthRow]:
-    """Rows by category, then the empty documents; names: category number -> name, `lengths` of the rows in
-    use, total: tokens of all documents of the set."""
-    report = []
-    for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
-        _, documents, tokens, kept, *targets = count
-        name = _name(count.category, names)
-        report.append(OverLengthRow(name, policy, documents, tokens, tokens / total, kept, tokens - kept, *targets))
-    empty = int((lengths == 0).sum())
-    return [*report, OverLengthRow(NO_CATEGORY, "empty", documents=empty)] if empty else report
-
-
 @dataclass(frozen=True)
 class CategoryRows:
     """Makes rows by category. categories: int[N] of all rows of the folders, None where they are not known; names:
@@ -75,6 +61,18 @@ class CategoryRows:
     categories: NDArray[Any] | None
     names: Mapping[int, str]
     total: int
+
+    def over_length(
+        self, counts: Iterable[OverLengthCount], policy: str, lengths: NDArray[np.integer]
+    ) -> list[OverLengthRow]:
+        """The documents longer than a pack by category, then the empty ones; `lengths` of the documents in use."""
+        report = []
+        for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
+            category, documents, tokens, kept, *targets = count
+            numbers = documents, tokens, tokens / self.total, kept, tokens - kept
+            report.append(OverLengthRow(self._name(category), policy, *numbers, *targets))
+        empty = int((lengths == 0).sum())
+        return [*report, OverLengthRow(NO_CATEGORY, "empty", documents=empty)] if empty else report
 
     def of(
         self, reason: str, rows: NDArray[np.int64], tokens: NDArray[Any], kept: NDArray[Any] | None = None
@@ -87,8 +85,8 @@ class CategoryRows:
             chosen = category == number
             before, after = int(tokens[chosen].sum(dtype=np.int64)), int(kept[chosen].sum(dtype=np.int64))
             documents = len(np.unique(rows[chosen]))
-            name = _name(number, self.names)
-            report.append(OverLengthRow(name, reason, documents, before, before / self.total, after, before - after))
+            numbers = documents, before, before / self.total, after, before - after
+            report.append(OverLengthRow(self._name(number), reason, *numbers))
         return report
 
     def left_out(
@@ -100,7 +98,7 @@ class CategoryRows:
         targets: NDArray[Any],
     ) -> list[OverLengthRow]:
         """The documents `beyond` max_samples, those that `plan` does not hold, and those that it holds without a
-        target, where there are any; `lengths` of all rows of the folders, targets int32[S]."""
+        target; `lengths` of all rows of the folders, targets int32[S]."""
         held = np.zeros(len(spans), bool)
         held[plan.document_index] = True
         row, length = spans.row[held], spans.length[held]
@@ -113,6 +111,5 @@ class CategoryRows:
             *self.of("no target", row[begins][none], tokens[none], tokens[none]),
         ]
 
-
-def _name(category: int, names: Mapping[int, str]) -> str:
-    return names.get(category, str(category)) if category > 0 else NO_CATEGORY
+    def _name(self, category: int) -> str:
+        return self.names.get(category, str(category)) if category > 0 else NO_CATEGORY

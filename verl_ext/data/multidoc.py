@@ -184,9 +184,8 @@ class MultiDocDataset(PackDataset):
         self.sampling = options.val_sampling if validates else self._train_sampling(node.get("num_samples"))
         self.last_is_label = LABEL_TOKENS[self.sampling] == 1
         self.is_ordered = self.sampling == "document_stream"
-        self._seed = options.seed
-        if validates:
-            self._seed = options.seed + 1 if options.val_seed is None else options.val_seed
+        val_seed = options.seed + 1 if options.val_seed is None else options.val_seed
+        self._seed = val_seed if validates else options.seed
         self._plan: StreamPlan | WindowPlan
         if self.is_ordered:
             self._plan = StreamPlan(
@@ -246,10 +245,7 @@ class MultiDocDataset(PackDataset):
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
         """Sample `pack`: int64[T] each of input_ids, position_ids, loss_mask and category_ids; T is max_tokens, and one
         more where last_is_label; a source's last sample in order may have fewer."""
-        number = int(pack)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        source, (document, start, stop) = self._plan.pieces(number % len(self))
+        source, (document, start, stop) = self._plan.pieces(self.place_of(pack))
         ids = self.sources[source].index.gather(document, start, stop).astype(np.int64)
         begins = np.zeros(1, np.int64)
         if not self.options.attend_across_documents:
@@ -293,13 +289,13 @@ class MultiDocDataset(PackDataset):
             "data.sampling": self.sampling,
             "data.attend_across_documents": options.attend_across_documents,
         }
-        if len(self.sources) > 1 and self.is_ordered:
-            facts |= {"the weights of data.blend": [source.weight for source in self.sources]}
-            facts |= {"data.blend_rule": options.blend_rule}
-        if self.is_ordered:
-            decided_by = "data.num_samples, trainer.total_training_steps, trainer.total_epochs"
-            facts[f"the number of samples of the run ({decided_by})"] = len(self._plan)
-        return facts
+        if not self.is_ordered:
+            return facts
+        if len(self.sources) > 1:
+            facts["the weights of data.blend"] = [source.weight for source in self.sources]
+            facts["data.blend_rule"] = options.blend_rule
+        decided_by = "data.num_samples, trainer.total_training_steps, trainer.total_epochs"
+        return {**facts, f"the number of samples of the run ({decided_by})": len(self._plan)}
 
     @property
     def longest_document(self) -> int:
@@ -337,16 +333,13 @@ class MultiDocDataset(PackDataset):
 
     def changed_documents(self) -> list[OverLengthRow]:
         """The records of texts that gave no document, by source and reason, and those whose special tokens are text."""
-        rows = [
-            OverLengthRow(source.name, f"bad record: {reason}", count)
+        found = [
+            (source.name, f"bad record: {reason}", count)
             for source in self.sources
             for reason, count in sorted(source.bad_records.items())
         ]
-        return rows + [
-            OverLengthRow(source.name, "special tokens encoded as text", source.special_tokens)
-            for source in self.sources
-            if source.special_tokens
-        ]
+        found += [(source.name, "special tokens encoded as text", source.special_tokens) for source in self.sources]
+        return [OverLengthRow(*row) for row in found if row[2]]
 
     def facts(self) -> dict[str, Any]:
         rows = []

@@ -20,6 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,29 +270,6 @@ class TokenStream:
         return np.searchsorted(self.ends, stop - 1, side="right") - first + 1
 
 
-@dataclass(eq=False)
-class Windows:
-    """Sample k: tokens starts[k]..starts[k]+size-1 of the stream, as far as it goes."""
-
-    stream: TokenStream
-    starts: NDArray[np.int64]
-    size: int
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def pieces(self, k: int) -> Pieces:
-        """The tokens of sample k as pieces of documents, none of them empty."""
-        start = self.starts.item(k)
-        return self.stream.pieces(start, min(start + self.size, self.stream.num_tokens))
-
-    def token_counts(self) -> NDArray[np.int64]:
-        return np.minimum(self.starts + self.size, self.stream.num_tokens) - self.starts
-
-    def piece_counts(self) -> NDArray[np.int64]:
-        return self.stream.piece_counts(self.starts, self.starts + self.token_counts())
-
-
 def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.train_dir") -> NDArray[np.int64]:
     """int64[⌊num_tokens/seq_len⌋]: different starts of 0..num_tokens-seq_len, every choice and order as likely.
 
@@ -323,37 +301,42 @@ class WindowPlan:
 
     def __init__(self, sampling: str, sources: Sequence[Source], seq_len: int, seed: int, max_samples: int = 0) -> None:
         self._label_tokens = LABEL_TOKENS[sampling]
-        self._windows = []
-        for source in sources:
-            stream = TokenStream(source.index.lengths, source.documents)
+        self._streams = [TokenStream(source.index.lengths, source.documents) for source in sources]
+        starts = []
+        for source, stream in zip(sources, self._streams, strict=True):
             if sampling == "random_starts":
-                starts = random_starts(stream.num_tokens, seq_len, seed, source.key)
+                starts.append(random_starts(stream.num_tokens, seq_len, seed, source.key))
             else:
                 check_has_sample(stream.num_tokens, 2, source.key)
-                starts = np.arange(0, stream.num_tokens - 1, seq_len)
-            self._windows.append(Windows(stream, starts, seq_len + self._label_tokens))
-        self._ends = np.cumsum([len(windows) for windows in self._windows])
+                starts.append(np.arange(0, stream.num_tokens - 1, seq_len))
+        self._ends = np.cumsum([len(own) for own in starts])  # of the sources' samples
         if 0 < max_samples < self._ends[-1]:
             self._ends = self._ends * max_samples // self._ends[-1]
-            for windows, count in zip(self._windows, np.diff(self._ends, prepend=0).tolist(), strict=True):
-                windows.starts = windows.starts[:count]
+        counts = np.diff(self._ends, prepend=0)
+        self._starts = np.concatenate([own[:count] for own, count in zip(starts, counts.tolist(), strict=True)])
+        ends = np.repeat([stream.num_tokens for stream in self._streams], counts)
+        self._stops = np.minimum(self._starts + seq_len + self._label_tokens, ends)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._starts)
 
     def pieces(self, number: int) -> tuple[int, Pieces]:
         """(source, its pieces of documents) of a sample."""
         source = int(np.searchsorted(self._ends, number, side="right"))
-        windows = self._windows[source]
-        return source, windows.pieces(number - int(self._ends[source]) + len(windows))
+        return source, self._streams[source].pieces(self._starts.item(number), self._stops.item(number))
 
     def token_counts(self) -> NDArray[np.int64]:
         """int64[P]: tokens of each sample that a model reads."""
-        return np.concatenate([windows.token_counts() for windows in self._windows]) - self._label_tokens
+        return self._stops - self._starts - self._label_tokens
 
     def piece_counts(self) -> NDArray[np.int64]:
         """int64[P]: pieces of each sample."""
-        return np.concatenate([windows.piece_counts() for windows in self._windows])
+        edges = pairwise([0, *self._ends.tolist()])
+        parts = [
+            stream.piece_counts(self._starts[first:end], self._stops[first:end])
+            for stream, (first, end) in zip(self._streams, edges, strict=True)
+        ]
+        return np.concatenate(parts)
 
     def source_counts(self, first: int) -> NDArray[np.int64]:
         """int64[S]: samples of each source among the first so many."""

@@ -110,8 +110,7 @@ class PreTrainEncoder:
             self.text_key, True, self.has_bos, self.on_bad_record, self.special_tokens_in_text, "data."
         )
         tokenizer = TextTokenizer(self.tokenizer, options)
-        for batch in read_batches(files, lambda source: False, batch_bytes):
-            yield self._documents(batch, tokenizer)
+        return (self._documents(batch, tokenizer) for batch in read_batches(files, lambda source: False, batch_bytes))
 
     @property
     def has_bos(self) -> bool:

@@ -14,7 +14,7 @@ A document's first token is never a target, and a token that is no target has ca
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
 from verl_ext.data.dataset import DatasetOptions, PackDataset, Ranks, missing_paths, named_paths, split_rows
-from verl_ext.data.left_out import CategoryRows, OverLengthRow, over_length_report
+from verl_ext.data.left_out import CategoryRows, OverLengthRow
 from verl_ext.data.mixture import MixtureOptions, draw_spans
 from verl_ext.data.scan import DocumentScan, OverLengthDocuments, scan_documents
 from verl_ext.files import default_root
@@ -40,7 +40,7 @@ from verl_ext.packing import (
     plan_packs,
 )
 from verl_ext.packing.strategies import plan_repeated
-from verl_ext.text.sources import SourceFile
+from verl_ext.text.sources import SourceFile, absolute_path
 from verl_ext.text.tokenized import Encoder, read_report, tokenized
 from verl_ext.values import option, whole_number
 
@@ -170,7 +170,7 @@ class SFTDataSet(PackDataset):
         folders: list[str] = []
         if self.options.needs_train_dir:
             paths = named_paths(key, "a tokenized dataset folder", train_dir=train_dir, parquet_files=parquet_files)
-            folders = [os.path.abspath(os.path.expanduser(path)) for path in paths]
+            folders = [absolute_path(path) for path in paths]
         self._data = TokenizedData(folders if mixed is None else mixed.all_folders(folders), key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
@@ -187,12 +187,12 @@ class SFTDataSet(PackDataset):
         train_folders: Sequence[str] = (),
     ) -> None:
         """Plan the packs of the documents `rows`, ascending (None: all), or of those that a mixture draws of them."""
-        options = self.options.packing
+        options, data = self.options.packing, self._data
         if options.pad_mode == "right":
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
         self._split_rows = rows
-        documents = len(self._data) if rows is None else len(rows)
+        documents = len(data) if rows is None else len(rows)
         self._in_use = min(documents, max_samples) if max_samples > 0 else documents
         spans = cut_spans(self._lengths_in_use(), options.max_tokens, options.over_length, key)
         self.spans: Spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
@@ -201,7 +201,7 @@ class SFTDataSet(PackDataset):
             self.plan = plan_packs(spans.length, options.max_tokens, options.strategy, options.seed)
             return
         drawn, self.mixture_report = draw_spans(
-            mixture, spans, self.folders, self._data.first_rows(), train_folders, options.seed
+            mixture, spans, data.folders, data.first_rows(), train_folders, options.seed
         )
         self.plan = plan_repeated(spans.length, drawn, options.max_tokens, options.strategy, options.seed)
 
@@ -210,18 +210,10 @@ class SFTDataSet(PackDataset):
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
         """Pack `pack`: 1-D tensors of one length T ≤ max_tokens, see `pack_row`."""
-        number = int(pack)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"pack {number} of {len(self)}")
-        documents = self.plan.documents(number % len(self))
-        return pack_row(
-            self._data,
-            self.spans.row[documents],
-            self.spans.start[documents],
-            self.spans.length[documents].astype(np.int64),
-            pad_to=self.max_tokens if self.options.packing.pad_mode == "right" else None,
-            padding_value=self._padding_value,
-        )
+        documents = self.plan.documents(self.place_of(pack))
+        row, start, length = (values[documents] for values in (self.spans.row, self.spans.start, self.spans.length))
+        pad_to = self.max_tokens if self.options.packing.pad_mode == "right" else None
+        return pack_row(self._data, row, start, length.astype(np.int64), pad_to, self._padding_value)
 
     @property
     def _rows(self) -> NDArray[np.int64]:
@@ -273,18 +265,21 @@ class SFTDataSet(PackDataset):
         return CategoryNumbers.read(self.folders).names
 
     @cached_property
+    def _category_rows(self) -> CategoryRows:
+        columns = self._data.document_columns
+        total = int(self._data.lengths[self._rows].sum(dtype=np.int64))
+        return CategoryRows(None if columns is None else columns.category, self.category_names, total)
+
+    @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
         """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
-        policy, total = self.options.packing.over_length, int(self._data.lengths[self._rows].sum())
-        used = self._lengths_in_use()
-        return over_length_report(self.scan.over_length, policy, self.category_names, used, total)
+        policy = self.options.packing.over_length
+        return self._category_rows.over_length(self.scan.over_length, policy, self._lengths_in_use())
 
     def changed_documents(self) -> list[OverLengthRow]:
         """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        lengths, columns = self._data.lengths, self._data.document_columns
-        of_set = int(lengths[self._rows].sum())
-        rows = CategoryRows(None if columns is None else columns.category, self.category_names, of_set)
-        left_out = rows.left_out(self._rows[self._in_use :], lengths, self.spans, self.plan, self.scan.targets)
+        beyond, lengths = self._rows[self._in_use :], self._data.lengths
+        left_out = self._category_rows.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
         return [*self.over_length_report, *left_out]
 
     @cached_property
@@ -366,8 +361,9 @@ class TextSet(SFTDataSet):
         assert columns is not None, "tokenized() writes them"
         full, lengths = columns.full_length[rows], self._lengths_in_use()
         cut = full > lengths
-        by_category = CategoryRows(columns.category, self.category_names, int(full.sum(dtype=np.int64)))
-        report = by_category.of(self.cut_reason, rows[cut], full[cut], lengths[cut])
+        report = replace(self._category_rows, total=int(full.sum(dtype=np.int64))).of(
+            self.cut_reason, rows[cut], full[cut], lengths[cut]
+        )
         for row in report:
             row.targets_removed = row.tokens_removed if self.cuts_targets else 0
         return [*report, *super().over_length_report]
