@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
+from verl_ext.text.sources import absolute_path
 from verl_ext.values import MISSING, Options, nearest_name, option, options_of, plain, refuse, show
 
 MOST = 2**53  # of a number of tokens, and of a weight or scale
@@ -71,11 +72,9 @@ class MixtureOptions(Options):
     @property
     def folders(self) -> tuple[tuple[str, ...] | None, ...]:
         """For each source the absolute folders that it draws from, None where those are data.train_dir's."""
-        given = [source.train_dir for source in self.sources.values()]
-        listed = [[paths] if isinstance(paths, (str, os.PathLike)) else paths for paths in given]
         return tuple(
-            None if paths is None else tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
-            for paths in listed
+            None if source.train_dir is None else tuple(absolute_path(path) for path in _as_list(source.train_dir))
+            for source in self.sources.values()
         )
 
     @property
@@ -92,6 +91,10 @@ class MixtureOptions(Options):
         return tuple(dict.fromkeys([*train_dir, *(folder for own in self.folders for folder in own or ())]))
 
 
+def _as_list(paths: Any) -> Sequence[Any]:
+    return paths if isinstance(paths, (list, tuple)) else [paths]
+
+
 def _problems(node: Any) -> Iterator[str | None]:
     if not isinstance(node, Mapping):
         yield f"{KEY} must be a mapping with sources; got {show(node)}"
@@ -106,7 +109,7 @@ def _problems(node: Any) -> Iterator[str | None]:
         return
     for name, source in sources.items():
         yield from _source_problems(f"{KEY}.sources.{name}", source)
-    weighted = [name for name, source in sources.items() if isinstance(source, Mapping) and source.get("weight")]
+    weighted = any(isinstance(source, Mapping) and source.get("weight") for source in sources.values())
     if node.get("total_tokens") is not None and not weighted:
         yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(node['total_tokens'])}"
 
@@ -129,7 +132,7 @@ def _source_problems(key: str, source: Any) -> Iterator[str | None]:
     ):
         wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
         yield f"{key}.intervals must be {wanted}; got {show(edges)}"
-    paths = train_dir if isinstance(train_dir, (list, tuple)) else [train_dir]
+    paths = _as_list(train_dir)
     named = all(isinstance(path, (str, os.PathLike)) and os.fspath(path) not in ("", MISSING) for path in paths)
     if train_dir is not None and not (named and paths):
         got = "nothing" if train_dir == MISSING else show(train_dir)
@@ -175,7 +178,17 @@ def mixture_report(
     report = []
     for draw in draws:
         counts = len(draw.documents), draw.distinct, draw.wanted, draw.given, draw.given / draw.pool
-        off, reason = _off(draw.given, draw.wanted), _reason(draw, spans, folders, first_rows)
+        reason = None
+        if draw.alternative is not None:
+            span, otherwise = draw.alternative.document, draw.alternative.tokens
+            row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
+            folder = int(np.searchsorted(first_rows, row, side="right")) - 1
+            reason = (
+                f"row {row - int(first_rows[folder])} of {folders[folder]} ({length:,} tokens"
+                f"{f' from {start:,}' if start else ''}) drawn once {'more' if otherwise > draw.given else 'less'} "
+                f"would make it {_off(otherwise, draw.wanted):+.2%}"
+            )
+        off = _off(draw.given, draw.wanted)
         report.append(MixtureRow(draw.source, draw.low, draw.high, *counts, off, reason))
     return report
 
@@ -199,18 +212,6 @@ def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
                 f"data.mixture: source {row.source}{interval} gives {row.tokens_given:,} of {row.tokens_wanted:,} "
                 f"tokens ({row.off:+.2%}); {row.hinders}"
             )
-
-
-def _reason(draw: IntervalDraw, spans: Spans, folders: Sequence[str], first_rows: NDArray[np.int64]) -> str | None:
-    if draw.alternative is None:
-        return None
-    span, otherwise = draw.alternative.document, draw.alternative.tokens
-    row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
-    folder = int(np.searchsorted(first_rows, row, side="right")) - 1
-    where = f"row {row - int(first_rows[folder])} of {folders[folder]} ({length:,} tokens"
-    where += f" from {start:,})" if start else ")"
-    times = "once more" if otherwise > draw.given else "once less"
-    return f"{where} drawn {times} would make it {_off(otherwise, draw.wanted):+.2%}"
 
 
 def _off(given: int, wanted: int) -> float:
