@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +135,11 @@ def write_text_indices(
 
     begun = time.monotonic()
     with closing(written()) as work:
-        first = list(islice(work, 1))  # before the bar: files with a mistake at their start show none
+        first = []
+        for done in work:  # until there is a document: a mistake before it is told without a bar
+            first.append(done)
+            if done.tokens:
+                break
         with Progress(total_bytes(files), "index") if progress else nullcontext() as bar:
             if bar is not None:
                 bar.started = begun
