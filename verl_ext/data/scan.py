@@ -328,8 +328,8 @@ def _read_kept(folders: Sequence[str], name: str, documents: int) -> DocumentSca
                 if arrays["key"].item() != name:
                     continue
                 over_length = tuple(OverLengthCount(*numbers) for numbers in arrays["over_length"].tolist())
-                token_ids, categories = arrays["token_ids"].tolist(), tuple(arrays["category_ids"].tolist())
-                scan = DocumentScan(arrays["targets"], *token_ids, categories, over_length)
+                (lowest, highest), categories = arrays["token_ids"].tolist(), tuple(arrays["category_ids"].tolist())
+                scan = DocumentScan(arrays["targets"], lowest, highest, categories, over_length)
         except Exception:  # whatever is wrong with the file, the data can be read instead
             continue
         if scan.targets.dtype == np.int32 and scan.targets.shape == (documents,):
