@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.dataset import DatasetOptions, missing_paths, named_paths
+from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.counts import Counts
@@ -358,6 +358,11 @@ class BABILongDataset(TextSet):
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
     options: BABILongOptions
+    encoder, paths_are, find_files = (
+        BABILongEncoder,
+        "a BABILong JSON file, or a folder of them",
+        staticmethod(find_files),
+    )
     has_questions = True
 
     def __init__(
@@ -387,16 +392,9 @@ class BABILongDataset(TextSet):
         elif node.get("max_length") is None:
             raise ValueError("data.max_length must be given (tokens of a row); got nothing")
         chosen = BABILongOptions.read(node, max_length=max_length, **options)
-        if tokenizer is None:
-            raise ValueError("BABILongDataset must be given a tokenizer (model.path's); got nothing")
-        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        if tokenizer is not None and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have a pad_token or an eos_token to pad with; it has neither")
-        what = "a BABILong JSON file, or a folder of them"
-        files, names = find_files(named_paths(key, what, path=path, parquet_files=parquet_files), key)
-        encoder = BABILongEncoder(
-            tokenizer, chosen.max_length, chosen.answer_reserve_tokens, chosen.truncate, chosen.append_eos, key
-        )
-        self._open_texts(chosen, files, names, encoder, split, max_samples)
+        self._open_texts(chosen, tokenizer, split, max_samples, key, path=path, parquet_files=parquet_files)
 
     @property
     def cut_reason(self) -> str:  # type: ignore[override]

@@ -13,8 +13,9 @@ A document's first token is never a target, and a token that is no target has ca
 
 import hashlib
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -41,7 +42,7 @@ from verl_ext.packing import (
 )
 from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.sources import SourceFile, absolute_path
-from verl_ext.text.tokenized import Encoder, read_report, tokenized
+from verl_ext.text.tokenized import read_report, tokenized
 from verl_ext.values import option, whole_number
 
 PAD_MODES = ("no_padding", "right")
@@ -191,11 +192,10 @@ class SFTDataSet(PackDataset):
         if options.pad_mode == "right":
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
-        self._split_rows = rows
-        documents = len(data) if rows is None else len(rows)
-        self._in_use = min(documents, max_samples) if max_samples > 0 else documents
-        spans = cut_spans(self._lengths_in_use(), options.max_tokens, options.over_length, key)
-        self.spans: Spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
+        self._rows = np.arange(len(data)) if rows is None else rows  # of the documents of this set, in use or not
+        self._in_use = self._rows[:max_samples] if max_samples > 0 else self._rows
+        spans = cut_spans(data.lengths[self._in_use], options.max_tokens, options.over_length, key)
+        self.spans = Spans(self._in_use[spans.row], spans.start, spans.length)
         self.plan: PackPlan
         if mixture is None:
             self.plan = plan_packs(spans.length, options.max_tokens, options.strategy, options.seed)
@@ -215,15 +215,9 @@ class SFTDataSet(PackDataset):
         pad_to = self.max_tokens if self.options.packing.pad_mode == "right" else None
         return pack_row(self._data, row, start, length.astype(np.int64), pad_to, self._padding_value)
 
-    @property
-    def _rows(self) -> NDArray[np.int64]:
-        """int64[D], ascending: the rows of the folders that are documents of this set, in use or not."""
-        return np.arange(len(self._data)) if self._split_rows is None else self._split_rows
-
     @cached_property
     def scan(self) -> DocumentScan:
-        """Targets of every document, token ids, categories and what over-length handling did; read at the first use.
-        ValueError when there is no target, or for values out of range."""
+        """Read at the first use. ValueError when there is no target, or for values out of range."""
         return scan_documents(self._data, self.spans, self.over_length)
 
     def read_together(self, ranks: Ranks) -> None:
@@ -233,14 +227,8 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length(self) -> OverLengthDocuments:
         """The documents longer than a pack."""
-        policy, rows = self.options.packing.over_length, self._split_rows
-        rows = None if rows is None else rows[: self._in_use]
-        return OverLengthDocuments.of(self._lengths_in_use(), self.max_tokens, policy, rows)
-
-    def _lengths_in_use(self) -> NDArray[np.integer]:
-        """Tokens of each document in use, before over-length handling."""
-        lengths, rows = self._data.lengths, self._split_rows
-        return lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
+        lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
+        return OverLengthDocuments.of(lengths, self.max_tokens, policy, self._in_use)
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -273,12 +261,12 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
         """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
-        policy = self.options.packing.over_length
-        return self._category_rows.over_length(self.scan.over_length, policy, self._lengths_in_use())
+        lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
+        return self._category_rows.over_length(self.scan.over_length, policy, lengths)
 
     def changed_documents(self) -> list[OverLengthRow]:
         """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        beyond, lengths = self._rows[self._in_use :], self._data.lengths
+        beyond, lengths = self._rows[len(self._in_use) :], self._data.lengths
         left_out = self._category_rows.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
         return [*self.over_length_report, *left_out]
 
@@ -318,34 +306,40 @@ class TextSet(SFTDataSet):
     """Base of sets of texts: files are tokenized when they, the tokenizer or an option are new, whole, whatever the
     split, max_samples and the packs; after that rows are read from the cache. Rows have labels besides.
 
-    cut_reason: what the report calls a document that lost tokens when it was tokenized; cuts_targets: these tokens were
-    targets.
+    encoder: the class that makes documents of files, whose fields are options; paths_are: what it reads, in words.
+    cut_reason: what the report calls a document that lost tokens when it was tokenized;
+    cuts_targets: these tokens were targets.
     """
 
     needs_tokenizer = True
+    encoder: ClassVar[Any]
+    paths_are: ClassVar[str]
     cut_reason: str
     cuts_targets = False
     split: str | None
     files: tuple[str, ...]
 
+    @staticmethod
+    @abstractmethod
+    def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
+        """(files, category number -> name) of paths; ValueError, which names `key`, where there are none."""
+
     def _open_texts(
-        self,
-        options: TextSetOptions,
-        files: Sequence[SourceFile],
-        names: Mapping[int, str],
-        encoder: Encoder,
-        split: str | None,
-        max_samples: int,
+        self, options: TextSetOptions, tokenizer: Any, split: str | None, max_samples: int, key: str, **paths: Any
     ) -> None:
-        """Tokenize the files, unless the cache has them, and plan the packs of `split` "train" or "val", of the seeded
-        random split of all documents; None: all of them. names: category number -> name."""
-        tokenizer = encoder.tokenizer
+        """Tokenize the files of the one of `paths` that is given, unless the cache has them, and plan the packs of
+        `split` "train" or "val", of the seeded random split of all documents; None: all of them."""
+        files, names = self.find_files(named_paths(key, self.paths_are, **paths), key)
+        if tokenizer is None:
+            raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.options, self.split, self.files = options, split, tuple(file.path for file in files)
+        values = {f.name: getattr(options, f.name) for f in fields(self.encoder) if hasattr(options, f.name)}
+        encoder = self.encoder(tokenizer, **values, key=key)
         folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
-        self._data = TokenizedData([str(folder)], encoder.key)
+        self._data = TokenizedData([str(folder)], key)
         rows = split_rows(len(self._data), split, options.train_ratio, options.seed)
-        self._plan_packs(padding, encoder.key, max_samples, rows=rows)
+        self._plan_packs(padding, key, max_samples, rows=rows)
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
         """Row `pack`: 1-D tensors of one length, those of `pack_row` and labels int64."""
@@ -357,9 +351,9 @@ class TextSet(SFTDataSet):
     def over_length_report(self) -> list[OverLengthRow]:
         """The documents that were cut when they were tokenized, by category, with the tokens from before the cut; then
         those longer than a pack (needs the scan)."""
-        columns, rows = self._data.document_columns, self._rows[: self._in_use]
+        columns, rows = self._data.document_columns, self._in_use
         assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._lengths_in_use()
+        full, lengths = columns.full_length[rows], self._data.lengths[rows]
         cut = full > lengths
         report = replace(self._category_rows, total=int(full.sum(dtype=np.int64))).of(
             self.cut_reason, rows[cut], full[cut], lengths[cut]
