@@ -118,10 +118,6 @@ class ListColumn:
         ends -= ends[0]
         return ends, values[begin : begin + int(ends[-1])]
 
-    def row(self, row: int) -> NDArray[Any]:
-        """The values of one row."""
-        return self.block(row, row + 1)[1]
-
     def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
         """Where tokens start..start+length of each row lie."""
         chunk = np.searchsorted(self.first_row, row, side="right") - 1
@@ -237,10 +233,6 @@ class TokenizedData:
     def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool]]:
         return type(self), (self.folders, self.key, False)
 
-    @property
-    def has_loss_weight(self) -> bool:
-        return "loss_weight" in self.columns
-
     @cached_property
     def lengths(self) -> NDArray[np.integer]:
         """int32[N], int64 where one needs it: the `length` column."""
@@ -275,10 +267,6 @@ class TokenizedData:
     def first_rows(self) -> NDArray[np.int64]:
         """int64[F+1]: the first row of every folder, and the number of rows."""
         return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
-
-    def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
-        """Where tokens start..start+length of each row lie, in every column."""
-        return self.columns["input_ids"].pieces(row, start, length)
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows that cover first..last-1 in order; each lies in one chunk of every column and has at most

@@ -30,27 +30,23 @@ class OverLengthRow:
     out), `beyond max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), or
     `no target` (in the packs, and nothing to learn from; those that were cut included).
 
-    Of documents of other reasons than length, the category is known where verl-ext has tokenized them. Of a BABILong
-    prompt that was cut, `context truncated` or `question truncated`, of a pretraining text `truncated to max_length`,
-    with the tokens from before the cut; `bad record: …` of a record that gave no document, and
-    `special tokens encoded as text` of one that holds their names.
-    share is of the tokens of all documents of the set. tokens = tokens_kept + tokens_removed; over all rows,
-    tokens_removed are the tokens that no pack holds, each counted once. targets_removed counts target tokens of
-    documents longer than a pack that are trained on no longer (under `split`, those that became the first token of a
-    piece). Of these documents, lost_last_target had their last target removed, without_target had targets and have none
-    left, drawn or not.
+    Of a BABILong prompt that was cut, `context truncated` or `question truncated`, of a pretraining text `truncated to
+    max_length`, with the tokens from before the cut; `bad record: …` of a record that gave no document, `special tokens
+    encoded as text` of one that holds their names. Of reasons other than length, the category is known where verl-ext
+    has tokenized the documents.
     """
 
     category: str
     reason: str
     documents: int = 0
     tokens: int = 0
-    share: float = 0.0
+    share: float = 0.0  # of the tokens of all documents of the set
     tokens_kept: int = 0
-    tokens_removed: int = 0
-    targets_removed: int = 0
-    lost_last_target: int = 0
-    without_target: int = 0
+    tokens_removed: int = 0  # over all rows: the tokens that no pack holds, each counted once
+    # Of documents longer than a pack, drawn or not:
+    targets_removed: int = 0  # under `split`, those that became the first token of a piece
+    lost_last_target: int = 0  # documents whose last target was removed
+    without_target: int = 0  # documents that had targets and have none left
 
 
 @dataclass(frozen=True)

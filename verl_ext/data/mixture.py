@@ -99,10 +99,10 @@ def _problems(node: Any) -> Iterator[str | None]:
     if not isinstance(node, Mapping):
         yield f"{KEY} must be a mapping with sources; got {show(node)}"
         return
+    problems = _node_problems(MixtureOptions, KEY, {**node, "sources": {}})
+    yield from problems
     sources = node.get("sources")
-    unknown = [line for line in _node_problems(MixtureOptions, KEY, {**node, "sources": {}}) if line]
-    yield from unknown
-    if sources is None and any(line.startswith("unknown key") for line in unknown):
+    if sources is None and any(line.startswith("unknown key") for line in problems):
         return  # a mistyped sources
     if not isinstance(sources, Mapping) or not sources:
         yield f"{KEY}.sources must name at least one source, e.g. {{original: {{tokens: 4.0e9}}}}; got {show(sources)}"
@@ -114,24 +114,21 @@ def _problems(node: Any) -> Iterator[str | None]:
         yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(node['total_tokens'])}"
 
 
-def _source_problems(key: str, source: Any) -> Iterator[str | None]:
+def _source_problems(key: str, source: Any) -> Iterator[str]:
     if not isinstance(source, Mapping):
         yield f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}"
         return
-    problems = list(filter(None, _node_problems(SourceOptions, key, source)))
-    given = {name: source[name] for name in ("tokens", "weight") if source.get(name) is not None}
-    if len(given) != 1 and not (problems and not given):
-        got = ", ".join(f"{name}={show(value)}" for name, value in given.items()) or "none of them"
-        yield f"{key} must have either tokens or weight; got {got}"
+    problems = _node_problems(SourceOptions, key, source)
+    given = [f"{name}={show(source[name])}" for name in ("tokens", "weight") if source.get(name) is not None]
+    if len(given) == 2 or not (given or problems):
+        yield f"{key} must have either tokens or weight; got {', '.join(given) or 'none of them'}"
     yield from problems
     edges, train_dir = source.get("intervals"), source.get("train_dir")
-    if isinstance(edges, (list, tuple)) and not (
-        len(edges) > 1
-        and all(type(edge) is int and edge >= 0 for edge in edges)
-        and all(low < high for low, high in pairwise(edges))
-    ):
-        wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
-        yield f"{key}.intervals must be {wanted}; got {show(edges)}"
+    if isinstance(edges, (list, tuple)):
+        whole = all(type(edge) is int and edge >= 0 for edge in edges)
+        if len(edges) < 2 or not whole or any(low >= high for low, high in pairwise(edges)):
+            wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
+            yield f"{key}.intervals must be {wanted}; got {show(edges)}"
     paths = _as_list(train_dir)
     named = all(isinstance(path, (str, os.PathLike)) and os.fspath(path) not in ("", MISSING) for path in paths)
     if train_dir is not None and not (named and paths):
@@ -139,15 +136,16 @@ def _source_problems(key: str, source: Any) -> Iterator[str | None]:
         yield f"{key}.train_dir must name a tokenized dataset folder; got {got}"
 
 
-def _node_problems(cls: type[Options], key: str, node: Mapping[Any, Any]) -> Iterator[str | None]:
+def _node_problems(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
     """A line for each unknown key of a node and each value that its options do not allow."""
-    known = options_of(cls)
+    known, found = options_of(cls), []
     for name, value in node.items():
         if name in known:
-            yield known[name].problem(f"{key}.{name}", value)
+            found.append(known[name].problem(f"{key}.{name}", value))
         else:
             nearest = nearest_name(str(name), known)
-            yield f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else "")
+            found.append(f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else ""))
+    return list(filter(None, found))
 
 
 @dataclass

@@ -94,21 +94,17 @@ def read_blend(blend: Any) -> list[tuple[float, str]]:
         ValueError: another form, a weight that is negative or not finite, no weight above 0, a path given twice.
     """
     pairs = plain(blend)
-    if not _is_list(pairs) or not all(_is_list(pair) and len(pair) == 2 and _is_share(*pair) for pair in pairs):
+    try:
+        shares = [(weight, os.fspath(path)) for weight, path in pairs]
+    except (TypeError, ValueError):
+        shares = []
+    if not shares or not all(type(weight) in (int, float) and path for weight, path in shares):
         raise ValueError(f"data.blend must be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]; got {pairs!r}")
-    weights, paths = [float(weight) for weight, _ in pairs], [str(path) for _, path in pairs]
-    check_weights(weights)
+    paths = [path for _, path in shares]
+    check_weights([weight for weight, _ in shares])
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise ValueError(f"data.blend must name each path once; got {twice[0]} twice")
-    return list(zip(weights, paths, strict=True))
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-
-
-def _is_share(weight: Any, path: Any) -> bool:
-    return isinstance(weight, (int, float)) and not isinstance(weight, bool) and is_path(path)
+    return [(float(weight), path) for weight, path in shares]
 
 
 def is_path(path: Any) -> bool:
@@ -182,7 +178,7 @@ class SourceFinder:
 
     def _paths(self, given: Any) -> list[str]:
         paths = [given] if isinstance(given, (str, os.PathLike)) else given
-        if not _is_list(paths) or not all(map(is_path, paths)):
+        if not isinstance(paths, Sequence) or not paths or not all(map(is_path, paths)):
             raise ValueError(f"{self.key} must name texts or an index (PREFIX of PREFIX.bin, .idx); got {given!r}")
         return [absolute_path(path) for path in paths]
 

@@ -65,19 +65,23 @@ class SFTOptions(DatasetOptions):
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
     )
 
+    @cached_property
+    def mixture_options(self) -> MixtureOptions | None:
+        """The mixture with its sources; ValueError for one that cannot be drawn from."""
+        return None if self.mixture is None else MixtureOptions.read(self.mixture)
+
     def problems(self) -> Iterable[str | None]:
-        if self.mixture is not None:
-            try:
-                MixtureOptions.read(self.mixture)
-            except ValueError as error:
-                yield from str(error).splitlines()
+        try:
+            _ = self.mixture_options
+        except ValueError as error:
+            yield from str(error).splitlines()
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return missing_paths(key, paths, os.path.isdir, "folder")
 
     @property
     def needs_train_dir(self) -> bool:
-        return self.mixture is None or MixtureOptions.read(self.mixture).needs_train_dir
+        return self.mixture_options is None or self.mixture_options.needs_train_dir
 
     @property
     def packing(self) -> "SFTOptions":
@@ -85,41 +89,8 @@ class SFTOptions(DatasetOptions):
         return self
 
 
-def pack_row(
-    data: TokenizedData,
-    row: NDArray[np.int64],
-    start: NDArray[np.int64],
-    length: NDArray[np.int64],
-    pad_to: int | None = None,
-    padding_value: int = 0,
-) -> dict[str, torch.Tensor]:
-    """The documents (tokens start..start+length of each dataset row) one after the other: 1-D tensors of T tokens.
-
-    input_ids, position_ids, loss_mask, category_ids int64, loss_weight float32 when the dataset has it. With `pad_to`,
-    T is that many tokens, the rest one last pseudo-document of `padding_value`, and attention_mask int64 is added.
-    """
-    tokens = int(length.sum())
-    size = tokens if pad_to is None else pad_to
-    out = {name: np.empty(size, np.int64) for name in ("input_ids", "loss_mask", "category_ids")}
-    if data.has_loss_weight:
-        out["loss_weight"] = np.empty(size, np.float32)
-    pieces = data.pieces(row, start, length)
-    for name, values in out.items():
-        data.columns[name].gather(pieces, values[:tokens])
-        values[tokens:] = padding_value if name == "input_ids" else 0
-    out["loss_mask"][np.cumsum(length) - length] = 0
-    out["category_ids"] *= out["loss_mask"]
-    counts = [*length.tolist(), size - tokens]
-    ramp = np.arange(max(counts))
-    out["position_ids"] = np.concatenate([ramp[:count] for count in counts])
-    if pad_to is not None:
-        out["attention_mask"] = np.zeros(size, np.int64)
-        out["attention_mask"][:tokens] = 1
-    return {name: torch.from_numpy(values) for name, values in out.items()}
-
-
 class SFTDataSet(PackDataset):
-    """Packs of whole documents, documents apart by their positions; item k is the dict of tensors of `pack_row`.
+    """Packs of whole documents, documents apart by their positions; item k is a dict of tensors.
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
     `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
@@ -146,25 +117,21 @@ class SFTDataSet(PackDataset):
         config: Mapping[str, Any] | None = None,
         processor: Any = None,
         max_samples: int = -1,
-        strategy: str | None = None,
-        seed: int | None = None,
-        over_length: str | None = None,
-        pad_mode: str | None = None,
-        mixture: Mapping[str, Any] | None = None,
         key: str = "data.train_dir",
+        **options: Any,
     ) -> None:
         """`max_samples`: the first so many documents, all when it is not above 0. `key`: the config key that messages
-        name for the folder. `processor` is verl's argument for images and not used.
+        name for the folder. `processor` is verl's argument for images and not used. `options`: those of SFTOptions, by
+        name.
 
         Raises:
             ValueError: an option or a folder that cannot be used; a line with the key and the value received for each.
         """
-        given = {"max_tokens": max_tokens, "strategy": strategy, "seed": seed, "over_length": over_length}
-        self.options = SFTOptions.read(config or {}, **given, pad_mode=pad_mode, mixture=mixture)
+        self.options = SFTOptions.read(config or {}, max_tokens=max_tokens, **options)
         if max_tokens is None and (config or {}).get("max_tokens") is None:
             raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
-        mixed = None if self.options.mixture is None else MixtureOptions.read(self.options.mixture)
-        if mixed is not None and max_samples > 0:
+        mixture = self.options.mixture_options
+        if mixture is not None and max_samples > 0:
             raise ValueError(
                 f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
             )
@@ -172,10 +139,10 @@ class SFTDataSet(PackDataset):
         if self.options.needs_train_dir:
             paths = named_paths(key, "a tokenized dataset folder", train_dir=train_dir, parquet_files=parquet_files)
             folders = [absolute_path(path) for path in paths]
-        self._data = TokenizedData(folders if mixed is None else mixed.all_folders(folders), key)
+        self._data = TokenizedData(folders if mixture is None else mixture.all_folders(folders), key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
-        self._plan_packs(padding_value, key, max_samples, mixture=mixed, train_folders=folders)
+        self._plan_packs(padding_value, key, max_samples, train_folders=folders)
 
     def _plan_packs(
         self,
@@ -184,12 +151,12 @@ class SFTDataSet(PackDataset):
         max_samples: int,
         *,
         rows: NDArray[np.int64] | None = None,
-        mixture: MixtureOptions | None = None,
         train_folders: Sequence[str] = (),
     ) -> None:
         """Plan the packs of the documents `rows`, ascending (None: all), or of those that a mixture draws of them."""
         options, data = self.options.packing, self._data
-        if options.pad_mode == "right":
+        self._pads = options.pad_mode == "right"
+        if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
         self._rows = np.arange(len(data)) if rows is None else rows  # of the documents of this set, in use or not
@@ -197,23 +164,46 @@ class SFTDataSet(PackDataset):
         spans = cut_spans(data.lengths[self._in_use], options.max_tokens, options.over_length, key)
         self.spans = Spans(self._in_use[spans.row], spans.start, spans.length)
         self.plan: PackPlan
-        if mixture is None:
-            self.plan = plan_packs(spans.length, options.max_tokens, options.strategy, options.seed)
+        how = options.max_tokens, options.strategy, options.seed
+        if options.mixture_options is None:
+            self.plan = plan_packs(spans.length, *how)
             return
+        folders, first_rows = data.folders, data.first_rows()
         drawn, self.mixture_report = draw_spans(
-            mixture, spans, data.folders, data.first_rows(), train_folders, options.seed
+            options.mixture_options, spans, folders, first_rows, train_folders, options.seed
         )
-        self.plan = plan_repeated(spans.length, drawn, options.max_tokens, options.strategy, options.seed)
+        self.plan = plan_repeated(spans.length, drawn, *how)
 
     def __len__(self) -> int:
         return self.plan.num_packs
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Pack `pack`: 1-D tensors of one length T ≤ max_tokens, see `pack_row`."""
+        """Pack `pack`: 1-D tensors of one length T ≤ max_tokens, its documents one after the other.
+
+        input_ids, position_ids, loss_mask, category_ids int64, loss_weight float32 when the dataset has it. With
+        pad_mode=right T is max_tokens, the rest one last pseudo-document of the padding value, and attention_mask int64
+        is added.
+        """
         documents = self.plan.documents(self.place_of(pack))
-        row, start, length = (values[documents] for values in (self.spans.row, self.spans.start, self.spans.length))
-        pad_to = self.max_tokens if self.options.packing.pad_mode == "right" else None
-        return pack_row(self._data, row, start, length.astype(np.int64), pad_to, self._padding_value)
+        length = self.spans.length[documents].astype(np.int64)
+        tokens = int(length.sum())
+        size = self.max_tokens if self._pads else tokens
+        columns = self._data.columns
+        pieces = columns["input_ids"].pieces(self.spans.row[documents], self.spans.start[documents], length)
+        out = {}
+        for name, column in columns.items():
+            values = out[name] = np.empty(size, np.float32 if name == "loss_weight" else np.int64)
+            column.gather(pieces, values[:tokens])
+            values[tokens:] = self._padding_value if name == "input_ids" else 0
+        out["loss_mask"][np.cumsum(length) - length] = 0
+        out["category_ids"] *= out["loss_mask"]
+        counts = [*length.tolist(), size - tokens]
+        ramp = np.arange(max(counts))
+        out["position_ids"] = np.concatenate([ramp[:count] for count in counts])
+        if self._pads:
+            out["attention_mask"] = np.zeros(size, np.int64)
+            out["attention_mask"][:tokens] = 1
+        return {name: torch.from_numpy(values) for name, values in out.items()}
 
     @cached_property
     def scan(self) -> DocumentScan:
@@ -342,7 +332,7 @@ class TextSet(SFTDataSet):
         self._plan_packs(padding, key, max_samples, rows=rows)
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Row `pack`: 1-D tensors of one length, those of `pack_row` and labels int64."""
+        """Row `pack`: 1-D tensors of one length, those of an SFTDataSet and labels int64."""
         row = super().__getitem__(pack)
         row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
         return row
