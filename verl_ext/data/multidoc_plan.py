@@ -100,11 +100,11 @@ def read_blend(blend: Any) -> list[tuple[float, str]]:
         shares = []
     if not shares or not all(type(weight) in (int, float) and path for weight, path in shares):
         raise ValueError(f"data.blend must be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]; got {pairs!r}")
-    paths = [path for _, path in shares]
-    check_weights([weight for weight, _ in shares])
+    weights, paths = [float(weight) for weight, _ in shares], [path for _, path in shares]
+    check_weights(weights)
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise ValueError(f"data.blend must name each path once; got {twice[0]} twice")
-    return [(float(weight), path) for weight, path in shares]
+    return list(zip(weights, paths, strict=True))
 
 
 def is_path(path: Any) -> bool:

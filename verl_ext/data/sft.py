@@ -190,7 +190,7 @@ class SFTDataSet(PackDataset):
         size = self.max_tokens if self._pads else tokens
         columns = self._data.columns
         pieces = columns["input_ids"].pieces(self.spans.row[documents], self.spans.start[documents], length)
-        out = {}
+        out: dict[str, NDArray[Any]] = {}
         for name, column in columns.items():
             values = out[name] = np.empty(size, np.float32 if name == "loss_weight" else np.int64)
             column.gather(pieces, values[:tokens])
