@@ -190,10 +190,10 @@ class SFTDataSet(PackDataset):
         size = self.max_tokens if self._pads else tokens
         columns = self._data.columns
         pieces = columns["input_ids"].pieces(self.spans.row[documents], self.spans.start[documents], length)
-        out: dict[str, NDArray[Any]] = {}
-        for name, column in columns.items():
-            values = out[name] = np.empty(size, np.float32 if name == "loss_weight" else np.int64)
-            column.gather(pieces, values[:tokens])
+        kinds = {name: np.float32 if name == "loss_weight" else np.int64 for name in columns}
+        out: dict[str, NDArray[Any]] = {name: np.empty(size, kind) for name, kind in kinds.items()}
+        for name, values in out.items():
+            columns[name].gather(pieces, values[:tokens])
             values[tokens:] = self._padding_value if name == "input_ids" else 0
         out["loss_mask"][np.cumsum(length) - length] = 0
         out["category_ids"] *= out["loss_mask"]
