@@ -78,9 +78,7 @@ def command(corpus: Corpus) -> Speed:
     batches = read_batches(corpus.files, lambda source: False)
     results = ordered_results(make, _tokenise, batches, corpus.workers, name="tokenise", preload=[tokenizer_module()])
     with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
-        speed = _timed(results, lambda result: index.add(result).tokens)
-        index.close()
-    return speed
+        return _timed(results, lambda result: index.add(result).tokens)
 
 
 def megatron_core(corpus: Corpus) -> Speed:

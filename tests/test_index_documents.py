@@ -217,13 +217,14 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
             )
         )
     results[-1].failure = "broken" if fails else None
-    if fails and number < max_tokens:
-        with pytest.raises(DataError, match=r"^broken$"):
-            [index.add(result) for result in results]
-    else:
-        written = [index.add(result) for result in results]
-        assert sum(w.tokens for w in written) == min(number, max_tokens)
-        assert sum(w.num_bytes for w in written) == 9 * len(stream)
+    with index:
+        if fails and number < max_tokens:
+            with pytest.raises(DataError, match=r"^broken$"):
+                [index.add(result) for result in results]
+        else:
+            written = [index.add(result) for result in results]
+            assert sum(w.tokens for w in written) == min(number, max_tokens)
+            assert sum(w.num_bytes for w in written) == 9 * len(stream)
     # The same, record by record.
     kept, bad, tokens_left = [], 0, max_tokens
     for length in (length for records in stream for length in records):
@@ -232,7 +233,6 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
         bad += not length
         kept += [min(length, tokens_left)] if length else []
         tokens_left -= min(length, tokens_left)
-    index.close()
     found = TokenIndex(prefix)
     assert [token for place in range(found.num_documents) for token in found.tokens(place)] == [*range(sum(kept))]
     assert found.lengths.tolist() == kept

@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def drawn(tmp_path):
-    """The two documents of the picture in pack_row.py; A marks its first token and a context token in vain."""
+    """The two documents of the picture in sft.py; A marks its first token and a context token in vain."""
     documents = [
         {"input_ids": [10, 11, 12], "loss_mask": [1, 0, 1], "category_ids": [1, 1, 1], "loss_weight": [1, 1, 0.5]},
         {"input_ids": [20, 21, 22, 23], "loss_mask": [0, 1, 1, 1], "category_ids": [0, 2, 2, 2]},

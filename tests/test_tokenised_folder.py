@@ -44,7 +44,7 @@ def slow_scan(documents, spans):
 
 def scan_of(folder, max_tokens=100, policy="error", block_tokens=1 << 22):
     data = TokenizedData([folder])
-    return scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), block_tokens=block_tokens)
+    return scan_documents(data, cut_spans(data.lengths, max_tokens, policy), block_tokens=block_tokens)
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
@@ -52,8 +52,8 @@ def scan_of(folder, max_tokens=100, policy="error", block_tokens=1 << 22):
 def test_the_scan_counts_the_targets_of_every_span(tmp_path, documents, policy, block_tokens):
     folder = write_tokenised(tmp_path / "data", documents, num_shards=3)
     data = TokenizedData([folder])
-    spans = cut_spans(data.lengths(), 6, policy)
-    over_length = OverLengthDocuments.of(data.lengths(), 6, policy)
+    spans = cut_spans(data.lengths, 6, policy)
+    over_length = OverLengthDocuments.of(data.lengths, 6, policy)
     scan = scan_documents(data, spans, over_length, block_tokens=block_tokens)
     found = (scan.targets.tolist(), scan.min_token_id, scan.max_token_id, scan.category_ids)
     assert found == slow_scan(documents, spans)
@@ -119,8 +119,8 @@ def test_over_length_counts_are_those_of_each_document(
     documents.append(document([0, 1]))  # which fits and has a target
     folder = write_tokenised(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
     data = TokenizedData([folder])
-    over = OverLengthDocuments.of(data.lengths(), max_tokens, policy)
-    scan = scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), over, block_tokens=block_tokens)
+    over = OverLengthDocuments.of(data.lengths, max_tokens, policy)
+    scan = scan_documents(data, cut_spans(data.lengths, max_tokens, policy), over, block_tokens=block_tokens)
     assert scan.over_length == add_counts(slow_count(documents, over.rows, max_tokens, policy))
 
 
@@ -155,8 +155,8 @@ def test_columns_of_sliced_arrays_are_read_from_their_own_rows(large):
     whole = pa.array([[1, 2], [3], [], [4, 5, 6], [7]], kind)
     fixed = pa.array([[8, 9], [10, 11], [12, 13]], pa.list_(pa.int64(), 2))
     column = ListColumn([whole.slice(1, 3), fixed.slice(1, 2)], "input_ids", ("integer",), "data.train_dir")
-    assert [(first, counts.tolist()) for first, counts in column.row_lengths()] == [(0, [1, 0, 3]), (3, [2, 2])]
-    assert [column.row(row).tolist() for row in range(5)] == [[3], [], [4, 5, 6], [10, 11], [12, 13]]
+    assert column.row_lengths().tolist() == [1, 0, 3, 2, 2]
+    assert [column.block(row, row + 1)[1].tolist() for row in range(5)] == [[3], [], [4, 5, 6], [10, 11], [12, 13]]
     out = np.zeros(4, np.int64)
     pieces = column.pieces(np.asarray([4, 2, 0]), np.asarray([1, 1, 0]), np.asarray([1, 2, 1]))
     column.gather(pieces, out)
@@ -183,7 +183,7 @@ def test_tokenised_data_pickles_as_its_paths(tmp_path, documents):
     data = TokenizedData([write_tokenised(tmp_path / "data", documents)])
     text = pickle.dumps(data)
     assert len(text) < 500
-    assert pickle.loads(text).columns["input_ids"].row(3).tolist() == documents[3]["input_ids"].tolist()
+    assert pickle.loads(text).columns["input_ids"].block(3, 4)[1].tolist() == documents[3]["input_ids"].tolist()
 
 
 @settings(max_examples=15, deadline=None)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.dataset import DatasetOptions, named_paths
+from verl_ext.data.dataset import DatasetOptions
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.counts import Counts
@@ -78,10 +78,6 @@ class PreTrainOptions(TextSetOptions):
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # globs and URLs: told when they are opened
 
-    @property
-    def row_tokens(self) -> int | None:
-        return self.max_length if self.rows == "padded" else None
-
     @classmethod
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         one_a_row = {"max_tokens": node.get("max_length"), "strategy": "none", "pad_mode": "right"}
@@ -114,8 +110,7 @@ class PreTrainEncoder:
             self.text_key, True, self.has_bos, self.on_bad_record, self.special_tokens_in_text, "data."
         )
         tokenizer = TextTokenizer(self.tokenizer, options)
-        for batch in read_batches(files, lambda source: False, batch_bytes):
-            yield self._documents(batch, tokenizer)
+        return (self._documents(batch, tokenizer) for batch in read_batches(files, lambda source: False, batch_bytes))
 
     @property
     def has_bos(self) -> bool:
@@ -200,6 +195,7 @@ class PreTrainDataset(TextSet):
 
     Options: ClassVar[type[DatasetOptions]] = PreTrainOptions
     options: PreTrainOptions
+    encoder, paths_are, find_files = PreTrainEncoder, "files of records with a text", staticmethod(find_files)
     cut_reason, cuts_targets = "truncated to max_length", True
 
     def __init__(
@@ -223,16 +219,9 @@ class PreTrainDataset(TextSet):
         Raises:
             ValueError: an option, a file or a tokenizer that cannot be used; one line with the key and the value.
         """
-        paths = named_paths(key, "files of records with a text", datapath=datapath, parquet_files=parquet_files)
-        if tokenizer is None:
-            raise ValueError("PreTrainDataset must be given a tokenizer (model.path's); got nothing")
         chosen = PreTrainOptions.read(config or {}, max_length=max_length, **options)
-        files, names = find_files(paths, key)
-        encoder = PreTrainEncoder(
-            tokenizer, chosen.max_length, chosen.text_key, chosen.special_tokens_in_text, chosen.on_bad_record, key
-        )
-        self.has_bos = encoder.has_bos
-        self._open_texts(chosen, files, names, encoder, split, max_samples)
+        self._open_texts(chosen, tokenizer, split, max_samples, key, datapath=datapath, parquet_files=parquet_files)
+        self.has_bos = tokenizer.bos_token_id is not None
 
     def facts(self) -> dict[str, Any]:
         """What its report says besides: how documents became rows, and whether they begin with a BOS."""

@@ -73,7 +73,7 @@ def index_type(documents: int) -> "type[np.signedinteger]":
     return np.int32 if documents < 2**31 else np.int64
 
 
-def cut_spans(lengths: NDArray[np.int64], max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
+def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
     """The documents to pack: rows without a token are left out, rows over `max_tokens` follow `policy`.
 
         max_tokens = 4        row 0 (3 tokens)    row 1 (9 tokens)
