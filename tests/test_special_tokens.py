@@ -100,7 +100,7 @@ def test_a_plain_text_has_no_special_token_of_its_own(text: str) -> None:
     assert (encoded.special_tokens > 0) == any(name in text for name in SPECIAL_TOKENS)
 
 
-def test_a_chat_without_names_of_special_tokens_is_tokenised_as_it_always_was() -> None:
+def test_a_chat_without_names_of_special_tokens_is_tokenized_as_it_always_was() -> None:
     record = chat_of("the cat", "<think>\nsat\n</think> on")
     at_once = TOKENIZER.apply_chat_template(record["messages"], return_dict=True)["input_ids"]
     assert encoded_chat(TOKENIZER, record)[::2] == (at_once, 0)

@@ -1,4 +1,4 @@
-"""Long texts: tokenised in pieces, with the tokens that they have as one piece, for every kind of tokenizer."""
+"""Long texts: tokenized in pieces, with the tokens that they have as one piece, for every kind of tokenizer."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -208,7 +208,7 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"strip"}))
-def test_a_window_is_all_that_is_tokenised_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_is_all_that_is_tokenized_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_of(kind)
     text = " ".join(f"the cat said {number}, and it'll say more" for number in range(1000))
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]

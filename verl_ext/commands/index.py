@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import run_command
+from verl_ext.commands.tokenize import InputAndOutput
 from verl_ext.commands.tokenize_report import special_token_rows
 from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.files import OutputFolder, output_problems, write_json
 from verl_ext.progress import aligned
 from verl_ext.text.counts import CHAT_COUNTS, Counts
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import PlainDocuments, TextOptions, TextTokenizer
 from verl_ext.text.readers import CHUNK, Batch
 from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes
 from verl_ext.text.tokenizer import ModelOptions, leave_out_torch, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import REQUIRED, Options, option
+from verl_ext.values import REQUIRED, option
 
 REPORT = "report.json"
 WORKER_BYTES = 8 << 20  # of text, that make another process worth its start of a few seconds
@@ -30,7 +30,7 @@ TEXT_COLUMNS = ("source", "encoded as text", "bad record", "first")
 
 
 @dataclass(frozen=True)
-class IndexOptions(Options):
+class IndexOptions(TextOptions, InputAndOutput):
     """Text tokenized once into Megatron's indexed form: OUTPUT_DIR/SOURCE.bin and .idx, and report.json.
 
     A .txt file is one document; a long one is read and tokenized in pieces, with the tokens that it has whole."""
@@ -44,37 +44,20 @@ class IndexOptions(Options):
         required=True,
     )
     output_dir: str = option(REQUIRED, "folder of the indices; it appears only when complete", required=True)
-    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced")
-    model: ModelOptions = option(ModelOptions, "the tokenizer")
-    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
-    add_eos: bool = option(True, "one EOS token after each document")
     add_bos: bool = option(False, "one BOS token before each document")
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in texts: encode: as any text; keep: as the tokens; error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
     max_corpus_tokens: int | None = option(
         None, "each source is cut after so many tokens, also inside a document; null: none is", least=1
-    )
-    on_bad_record: str = option(
-        "error", "error: the first ends the run; skip: left out, counted by reason and source", choices=ON_BAD_RECORD
     )
     num_workers: int | None = option(
         None, "processes; null: by CPUs and size. The output is the same for any number", least=1
     )
 
     @property
-    def text(self) -> TextOptions:
-        """How text becomes documents."""
-        return TextOptions(self.text_key, self.add_eos, self.add_bos, self.on_bad_record, self.special_tokens_in_text)
-
-    @property
     def patterns(self) -> dict[str, list[str]]:
         """Every source's paths and globs, in the order of `sources`."""
         return {name: _as_list(value) for name, value in self.sources.items()}
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | None]:
         """A line for every mistake that can be seen without opening a source."""
         for name, value in self.sources.items():
             if not name or name.startswith(".") or set(name) & set("/\\\0"):
@@ -90,8 +73,7 @@ class IndexOptions(Options):
         if not problems and output.is_dir() and any(output.iterdir()) and not any(output.glob("*.idx")):
             yield f"output_dir must be of this command to be replaced; got {output}, which holds other files"
         yield from self.model.tokenizer_problems()
-        if not _is_names(self.text_key):
-            yield f"text_key must be a field or a list of fields; got {self.text_key!r}"
+        yield from super().problems()
 
 
 def _as_list(value: Any) -> Any:
@@ -122,7 +104,7 @@ def run(options: IndexOptions) -> str:
     """
     files = find_source_files(options.patterns)
     # Also made here: a tokenizer that lacks a token is told before any process is started.
-    tokenizer = load_text_tokenizer(options.model, options.text)
+    tokenizer = load_text_tokenizer(options.model, options, options.add_bos)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         counts = write_text_indices(
             files,
@@ -138,9 +120,9 @@ def run(options: IndexOptions) -> str:
     return f"{_table(by_source)}\n\nwritten to {options.output_dir}"
 
 
-def load_text_tokenizer(model: ModelOptions, options: TextOptions) -> TextTokenizer:
+def load_text_tokenizer(model: ModelOptions, options: TextOptions, add_bos: bool = False) -> TextTokenizer:
     """The state of a worker."""
-    return TextTokenizer(load_tokenizer(model), options)
+    return TextTokenizer(load_tokenizer(model), options, add_bos)
 
 
 def _tokenized(
@@ -152,8 +134,8 @@ def _tokenized(
     num_workers = options.num_workers or useful
     if num_workers == 1:
         return map(tokenizer.tokenize, batches)
-    make, preload = partial(load_text_tokenizer, options.model, options.text), [tokenizer_module()]
-    return ordered_results(make, TextTokenizer.tokenize, batches, num_workers, name="tokenise", preload=preload)
+    make, preload = partial(load_text_tokenizer, options.model, options, options.add_bos), [tokenizer_module()]
+    return ordered_results(make, TextTokenizer.tokenize, batches, num_workers, name="tokenize", preload=preload)
 
 
 def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str, Counts]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from verl_ext.text.counts import previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes
 from verl_ext.text.tokenized import SHARD_BYTES, DatasetWriter
-from verl_ext.text.tokenizer import leave_out_torch, tokenizer_module
+from verl_ext.text.tokenizer import ModelOptions, leave_out_torch, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
 from verl_ext.values import REQUIRED, DataError, Options, option
 
@@ -33,16 +33,17 @@ BITS = 128
 
 
 @dataclass(frozen=True)
-class _InputAndOutput(Options):
-    """The options that `--help` shows first."""
+class InputAndOutput(Options):
+    """The options that `--help` shows first, of commands that tokenize files."""
 
     sources: dict[str, Any] = option({}, "category: file, folder, glob, URL, Hub dataset or list of them")
     output_dir: str = option(REQUIRED, "the dataset's folder; it appears only when complete", required=True)
     overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+    model: ModelOptions = option(ModelOptions, "the tokenizer")
 
 
 @dataclass(frozen=True)
-class TokenizeOptions(ChatOptions, _InputAndOutput):
+class TokenizeOptions(ChatOptions, InputAndOutput):
     """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
 
     Sources are jsonl, json, csv, tsv, txt (also as .gz, .bz2, .xz, .zst), parquet or Arrow folders, of this machine,

@@ -20,12 +20,12 @@ from verl_ext.text.chat_template import ChatTemplate, Span
 from verl_ext.text.counts import Counts, Run, preview_of
 from verl_ext.text.documents import Document, Documents, fit, joined
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT, BadRecord, parse_line
+from verl_ext.text.json_records import BadRecord, RecordOptions, parse_line
 from verl_ext.text.readers import Chunk, Place, TextFile
 from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
 from verl_ext.text.tokenizer import ModelOptions, check_template, is_template_text, load_tokenizer, read_template_file
-from verl_ext.values import DataError, Options, UsageError, first_line, one_line, option
+from verl_ext.values import DataError, UsageError, first_line, one_line, option
 
 # Arguments of `apply_chat_template` that are set here.
 RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -38,7 +38,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 @dataclass(frozen=True)
-class ChatOptions(Options):
+class ChatOptions(RecordOptions):
     """How chat and text records become documents."""
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
@@ -58,11 +58,6 @@ class ChatOptions(Options):
         choices=("error", "warn", "drop"),
     )
     last_turn_only: bool = option(False, "true: as turns=last")
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in records: encode: as text | keep: as the tokens themselves | error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
     columns: dict[str, Any] = option(
         {}, "field of a known shape: the records' own name for it, a.b for a nested one; null: not read"
     )
@@ -76,9 +71,6 @@ class ChatOptions(Options):
     )
     max_tokens: int | None = option(None, "tokens of the longest document; null: any length", least=2)
     over_length: str = option("error", "what is done with longer documents", choices=OVER_LENGTH_POLICIES)
-    on_bad_record: str = option(
-        "error", "error: the first ends the run | skip: left out, counted by reason", choices=ON_BAD_RECORD
-    )
 
     def problems(self) -> Iterable[str | None]:
         """A line for each mistake that can be seen without opening a source."""

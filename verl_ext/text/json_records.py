@@ -9,16 +9,33 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from verl_ext.values import DataError, one_line
+from verl_ext.values import DataError, Options, one_line, option
 
-ON_BAD_RECORD = ("error", "skip")
-SPECIAL_TOKENS_IN_TEXT = ("encode", "keep", "error")  # what becomes of their names in data; see special_tokens.py
 BLOCK = 1 << 20  # characters of a list taken at once
 _LONGEST_TOKEN = 32  # characters; a value cut off by a block's end seems wrong no further than this before it
 _BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True)
+class RecordOptions(Options):
+    """What is done with records that cannot be taken as they are: of every reader of records."""
+
+    special_tokens_in_text: str = option(
+        "encode",
+        "names of special tokens in records: encode: as text | keep: as the tokens themselves | error: a bad record",
+        choices=("encode", "keep", "error"),
+    )
+    on_bad_record: str = option(
+        "error", "error: the first ends the run | skip: left out, counted by reason", choices=("error", "skip")
+    )
+
+    def key(self, name: str) -> str:
+        """The dotted key of an option, as errors name it."""
+        return f"{self.prefix}.{name}" if self.prefix else name
 
 
 class BadRecord(ValueError):

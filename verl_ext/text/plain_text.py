@@ -4,16 +4,16 @@ document 1        document 2 (unusable)      document 3            add_bos=false
 t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import BadRecord, parse_line
+from verl_ext.text.json_records import BadRecord, RecordOptions, parse_line
 from verl_ext.text.readers import Batch, Chunk, TextFile
-from verl_ext.values import DataError, UsageError
+from verl_ext.values import DataError, UsageError, option
 
 UINT16_VOCABULARY = 65_500  # Megatron's own limit
 
@@ -24,20 +24,21 @@ def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
-class TextOptions:
-    """How text becomes documents. key_prefix stands before the keys in errors: `data.` for a dataset's options."""
+class TextOptions(RecordOptions):
+    """How text becomes documents."""
 
-    text_key: str | Sequence[str] = "text"
-    add_eos: bool = True
-    add_bos: bool = False
-    on_bad_record: str = "error"
-    special_tokens_in_text: str = "encode"
-    key_prefix: str = ""
+    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
+    add_eos: bool = option(True, "one EOS token after each document of a text")
+
+    def problems(self) -> Iterable[str | None]:
+        keys = self.text_keys
+        if not isinstance(keys, (list, tuple)) or not keys or not all(isinstance(name, str) and name for name in keys):
+            yield f"{self.key('text_key')} must name a field of a record, or several; got {self.text_key!r}"
 
     @property
     def text_keys(self) -> list[str]:
         """The fields that a record's text is made of, joined by newlines."""
-        return [self.text_key] if isinstance(self.text_key, str) else list(self.text_key)
+        return [self.text_key] if isinstance(self.text_key, str) else self.text_key
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ class TextTokenizer:
     Raises `UsageError` for a tokenizer that lacks a token that is to be added.
     """
 
-    def __init__(self, tokenizer: Any, options: TextOptions) -> None:
+    def __init__(self, tokenizer: Any, options: TextOptions, add_bos: bool = False) -> None:
         self.tokenizer = tokenizer
         self.options = options
-        key = f"{options.key_prefix}special_tokens_in_text"
+        key = options.key("special_tokens_in_text")
         self.encoder = TextEncoder(tokenizer, options.special_tokens_in_text, key)
         self.vocabulary = vocabulary_size(tokenizer)
         self.dtype = optimal_dtype(self.vocabulary)
-        self.first = self._added("bos") if options.add_bos else []
+        self.first = self._added("bos") if add_bos else []
         self.last = self._added("eos") if options.add_eos else []
 
     def _added(self, name: str) -> list[int]:
         token = getattr(self.tokenizer, f"{name}_token_id")
         if token is None:
-            key = f"{self.options.key_prefix}add_{name}"
+            key = self.options.key(f"add_{name}")
             raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
         return [token]
 
@@ -104,7 +105,7 @@ class TextTokenizer:
                 break
             bad.append(BadText(len(texts), outcome.reason, f"{place}: {outcome}"))
             if self.options.on_bad_record == "error":
-                skip = f"{self.options.key_prefix}on_bad_record=skip leaves such records out"
+                skip = f"{self.options.key('on_bad_record')}=skip leaves such records out"
                 failure = f"{bad[-1].line} ({outcome.reason}; {skip})"
                 break
         lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
@@ -172,9 +173,8 @@ def _field(record: dict[str, Any], key: str, options: TextOptions) -> str:
     if value is not None:
         raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
     found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
-    raise BadRecord(
-        "no_text", f"{options.key_prefix}text_key must name a field of the record; got {key}, its fields are {found}"
-    )
+    needed = f"{options.key('text_key')} must name a field of the record"
+    raise BadRecord("no_text", f"{needed}; got {key}, its fields are {found}")
 
 
 def vocabulary_size(tokenizer: Any) -> int:

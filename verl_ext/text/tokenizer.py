@@ -52,9 +52,6 @@ class ModelOptions(Options):
         return []
 
 
-ModelConfig = ModelOptions  # until nothing has the old name
-
-
 def is_template_text(chat_template: str) -> bool:
     """Whether an option holds the template itself, and does not name its file."""
     return "{" in chat_template or "\n" in chat_template
@@ -92,7 +89,7 @@ def check_template(template: str, named: str, key: str) -> None:
         return  # a program of its own, which may want what this chat does not have
 
 
-def leave_out_torch(model: ModelConfig) -> None:
+def leave_out_torch(model: ModelOptions) -> None:
     """Load tokenizers without torch in this process and its workers, unless it has transformers or a tokenizer's own
     code may want torch. Only for a process that is a command's and ends with it: transformers has no models then."""
     global _tokenizer_module
@@ -105,7 +102,7 @@ def tokenizer_module() -> str:
     return _tokenizer_module
 
 
-def load_tokenizer(model: ModelConfig) -> Any:
+def load_tokenizer(model: ModelOptions) -> Any:
     """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
     # The processes are the parallelism; threads inside each would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
