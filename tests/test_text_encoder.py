@@ -19,7 +19,7 @@ from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.text import readers as chunks
 from verl_ext.text.chat_spans import RenderedChat
-from verl_ext.text.encoders import ListedCharacters, TextEncoder, Windows
+from verl_ext.text.encoders import TextEncoder, TokenCharacters, Windows
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import TextFile, read_chunks
@@ -201,7 +201,7 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
         assert np.array_equal(
             np.reshape(list(chat.offsets), (-1, 2))[:, 1], np.reshape(whole["offset_mapping"], (-1, 2))[:, 1]
         )
-        own = ListedCharacters(whole["offset_mapping"])
+        own = TokenCharacters(whole["offset_mapping"])
         for place in range(len(text)):
             assert chat.offsets.first_after(place) == own.first_after(place)
             assert chat.offsets.first_from(place) == own.first_from(place)

@@ -46,25 +46,55 @@ class Windows(NamedTuple):
 
 
 class TokenCharacters(Sequence[Span]):
-    """The characters (begin, end) of each token of a text, which only move on along it; few are looked at."""
+    """The characters (begin, end) of each token of a text, which only move on along it: of int64[T, 2]."""
+
+    def __init__(self, spans: Any) -> None:
+        begins, self._ends = np.asarray(spans, np.int64).reshape(-1, 2).T
+        # Tokenizers that trim a token's leading space from its characters leave a gap, which is the token's.
+        self._begins = np.append(begins[:1], np.minimum(begins[1:], self._ends[:-1]))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, token: Any) -> Any:
+        return int(self._begins[token]), int(self._ends[token])  # IndexError ends an iteration
 
     def first_after(self, character: int) -> int:
         """The first token that ends after a character; the number of tokens where none does."""
-        return bisect_left(range(len(self)), character + 1, key=lambda token: self[token][1])
+        return int(self._ends.searchsorted(character, "right"))
 
     def first_from(self, character: int) -> int:
         """The first token that begins at a character or after it; the number of tokens where none does."""
-        return bisect_left(range(len(self)), character, key=self.begin)
-
-    def begin(self, token: int) -> int:
-        """Where a token begins. Tokenizers that trim its leading space from its characters leave a gap, which is the
-        token's."""
-        start = self[token][0]
-        return min(start, self[token - 1][1]) if token else start
+        return int(self._begins.searchsorted(character))
 
 
-class ListedCharacters(list[Span], TokenCharacters):
-    """Those of a list."""
+class _Encoding(TokenCharacters):
+    """The characters of an encoding's tokens, looked up one by one: a list of all costs a tenth of encoding."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding, self._tokens = encoding, range(len(encoding))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, token: Any) -> Any:
+        begin, end = self._encoding.token_to_chars(self._tokens[token])
+        return (min(begin, self._encoding.token_to_chars(token - 1)[1]) if token > 0 else begin), end
+
+    def first_after(self, character: int) -> int:
+        return bisect_right(self._tokens, character, key=lambda token: self._encoding.token_to_chars(token)[1])
+
+    def first_from(self, character: int) -> int:
+        return bisect_left(self._tokens, character, key=lambda token: self[token][0])
+
+
+def _of_bytes(text: bytes, ends: NDArray[np.int64]) -> TokenCharacters:
+    """The characters of tokens that are a text's bytes, at least one each; `ends` int64[T]: the bytes up to each."""
+    begins = np.append(0, ends)[:-1]
+    if not text.isascii():
+        character = np.cumsum((np.frombuffer(text, np.uint8) & 0xC0) != 0x80) - 1  # that each byte is of
+        begins, ends = character[begins], character[ends - 1] + 1
+    return TokenCharacters(np.stack([begins, ends], axis=1))
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
@@ -80,7 +110,7 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
         if first >= stop:
             raise BadRecord("template_mismatch", f"no token lies in the assistant's turn at character {start}")
         mask[first:stop] = 1
-        across += bool(text[offsets.begin(first) : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
+        across += bool(text[offsets[first][0] : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
     return mask, across
 
 
@@ -107,54 +137,6 @@ class Encoded:
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
     special_tokens: int = 0
-
-
-class _Offsets(TokenCharacters):
-    """The characters of an encoding's tokens, each taken when it is asked for: a list of all costs a tenth of encoding
-    the text."""
-
-    def __init__(self, encoding: Any) -> None:
-        self._encoding, self._length = encoding, len(encoding)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, token: Any) -> Any:
-        return self._encoding.token_to_chars(range(self._length)[token])  # IndexError ends an iteration
-
-
-class _ByteOffsets(TokenCharacters):
-    """The characters of tokens that are a text's bytes, at least one each: `ends` int64[T] are the bytes after each
-    token."""
-
-    def __init__(self, text: bytes, ends: NDArray[np.int64]) -> None:
-        self._text, self._ends = text, ends
-        self._is_ascii = text.isascii()
-
-    @cached_property
-    def _characters(self) -> NDArray[np.int64]:
-        """int64[bytes]: the character that each byte is of."""
-        begins = (np.frombuffer(self._text, np.uint8) & 0xC0) != 0x80
-        return np.cumsum(begins) - 1
-
-    def _byte(self, character: int) -> int:
-        """The first byte of a character."""
-        return character if self._is_ascii else int(self._characters.searchsorted(character))
-
-    def first_after(self, character: int) -> int:
-        return int(self._ends.searchsorted(self._byte(character), "right"))
-
-    def first_from(self, character: int) -> int:
-        # A token begins where the one before it ends.
-        return int(self._ends.searchsorted(byte)) + 1 if (byte := self._byte(character)) else 0
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, token: Any) -> Any:
-        token = range(len(self._ends))[token]  # IndexError past the last, which ends an iteration
-        begin, end = int(self._ends[token - 1]) if token else 0, int(self._ends[token])
-        return (begin, end) if self._is_ascii else (int(self._characters[begin]), int(self._characters[end - 1]) + 1)
 
 
 class TextEncoder:
@@ -242,16 +224,16 @@ class TextEncoder:
         for text, encoding in zip(texts, encode(texts, add_special_tokens=False), strict=True):
             ids = np.array(encoding.ids, np.int32)
             if sizes is None:
-                yield Encoded(ids, _Offsets(encoding))
+                yield Encoded(ids, _Encoding(encoding))
                 continue
             data = text.encode()
             ends = np.cumsum(sizes[ids])
             if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
-                yield Encoded(ids, _ByteOffsets(data, ends))
+                yield Encoded(ids, _of_bytes(data, ends))
                 continue
             if data.isascii():  # by a normalizer, or by a special token that swallows spaces: not by this text alone
                 self._bytes_of_tokens = None
-            yield Encoded(ids, _Offsets(backend.encode(text, add_special_tokens=False)))
+            yield Encoded(ids, _Encoding(backend.encode(text, add_special_tokens=False)))
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
@@ -291,8 +273,7 @@ class TextEncoder:
             ids = self.special.real_ids[ids]
         if not self.tokenizer.is_fast:
             return Encoded(ids, None, chat.special_tokens)
-        offsets = np.concatenate([offsets for _, offsets in pieces])
-        return Encoded(ids, ListedCharacters(map(tuple, offsets.tolist())), chat.special_tokens)
+        return Encoded(ids, TokenCharacters(np.concatenate([spans for _, spans in pieces])), chat.special_tokens)
 
     def _count(self, text: str) -> int:
         """How many names of special tokens a text holds; `BadRecord` where it may hold none."""
