@@ -20,7 +20,7 @@ from verl_ext.text.chat_template import ChatTemplate, Span
 from verl_ext.text.counts import Counts, Run, preview_of
 from verl_ext.text.documents import Document, Documents, fit, joined
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import BadRecord, RecordOptions, parse_line
+from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, parse_line
 from verl_ext.text.readers import Chunk, Place, TextFile
 from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
@@ -208,7 +208,7 @@ class ChatEncoder:
         """
         self.options, self._sources, self._preview = options, sources, preview
         self.tokenizer = load_tokenizer(options.model)
-        self._encoder = TextEncoder(self.tokenizer, options.special_tokens_in_text)
+        self._encoder = TextEncoder(self.tokenizer, options)
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def encode(self, chunk: Chunk) -> Documents:
@@ -359,14 +359,6 @@ class ChatEncoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def check_characters(text: str) -> None:
-    """Raises `BadRecord` for a text that UTF-8 cannot hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
 
 
 def _count_chat(counts: Counts, chat: ChatText) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from verl_ext.text.chat_template import Span
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.json_records import BadRecord, RecordOptions
 from verl_ext.text.readers import TextFile
 from verl_ext.text.special_tokens import ChatText, SpecialTokens, as_plain_text
 from verl_ext.values import DataError
@@ -140,19 +140,17 @@ class Encoded:
 
 
 class TextEncoder:
-    """One tokenizer, and what it does with special tokens in data (one of SPECIAL_TOKENS_IN_TEXT)."""
+    """One tokenizer, and what it does with the names of special tokens in data."""
 
     def __init__(
         self,
         tokenizer: Any,
-        special_tokens_in_text: str,
-        key: str = "special_tokens_in_text",
+        options: RecordOptions,
         windows: Windows = Windows(),  # noqa: B008 (it is immutable)
     ) -> None:
-        """`key`: the config key of `special_tokens_in_text`, which errors name."""
         self.tokenizer = tokenizer
-        self.on_found = special_tokens_in_text
-        self.special = SpecialTokens(tokenizer, key)
+        self.on_found = options.special_tokens_in_text
+        self.special = SpecialTokens(tokenizer, options.key("special_tokens_in_text"))
         self._windows = windows
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 

@@ -107,6 +107,24 @@ def parse_line(line: bytes) -> Any:
         raise
 
 
+def read_record(raw: Any) -> dict[str, Any]:
+    """A record as it is read from its file: parsed where it is a line's bytes. Raises `BadRecord` where it is none."""
+    record = parse_line(raw) if isinstance(raw, bytes) else raw
+    if isinstance(record, BadRecord):
+        raise record
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    return record
+
+
+def check_characters(text: str) -> None:
+    """Raises `BadRecord` for a text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+
+
 class LineColumn(NamedTuple):
     """Where a record stands that need not begin a line, both counted from 1."""
 
@@ -135,25 +153,22 @@ class JsonList:
 
     def __iter__(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
         try:
-            yield from self._elements()
+            self._expect("[", "a list of records")
+            is_empty = self._next_character() == "]"
+            while not is_empty:
+                self._next_character()
+                place = LineColumn(self.line, self.column)
+                value, length = self._decode()
+                yield (place, value), length
+                if self._next_character() == "]":
+                    break
+                self._expect(",", "',' or ']' after a record")
+            self._advance(1)
+            if self._next_character():
+                self._fail("text after the list's end")
             self.stream.detach()  # else it closes the file, whose end is yet to be checked
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path}:{self.line}: malformed JSON: no UTF-8 there or after it") from error
-
-    def _elements(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
-        self._expect("[", "a list of records")
-        is_empty = self._next_character() == "]"
-        while not is_empty:
-            self._next_character()
-            place = LineColumn(self.line, self.column)
-            value, length = self._decode()
-            yield (place, value), length
-            if self._next_character() == "]":
-                break
-            self._expect(",", "',' or ']' after a record")
-        self._advance(1)
-        if self._next_character():
-            self._fail("text after the list's end")
 
     def _decode(self) -> tuple[Any, int]:
         block = self.block
@@ -204,9 +219,7 @@ class JsonList:
     def _next_character(self) -> str:
         """Skip white space; the character there, empty at the file's end."""
         while True:
-            blanks = _BLANKS.match(self.text, self.position)
-            assert blanks is not None
-            self._advance(blanks.end() - self.position)
+            self._advance(_BLANKS.match(self.text, self.position).end() - self.position)  # type: ignore[union-attr]
             if self.position < len(self.text) or self.ended:
                 return self.text[self.position : self.position + 1]
             self._read(self.block)

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import BadRecord, RecordOptions, parse_line
+from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, read_record
 from verl_ext.text.readers import Batch, Chunk, TextFile
 from verl_ext.values import DataError, UsageError, option
-
-UINT16_VOCABULARY = 65_500  # Megatron's own limit
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
     """The dtype that Megatron writes the ids of a vocabulary as: uint16 below 65,500 tokens, else int32."""
-    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
+    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: Any, options: TextOptions, add_bos: bool = False) -> None:
         self.tokenizer = tokenizer
         self.options = options
-        key = options.key("special_tokens_in_text")
-        self.encoder = TextEncoder(tokenizer, options.special_tokens_in_text, key)
+        self.encoder = TextEncoder(tokenizer, options)
         self.vocabulary = vocabulary_size(tokenizer)
         self.dtype = optimal_dtype(self.vocabulary)
         self.first = self._added("bos") if add_bos else []
@@ -148,21 +145,14 @@ def record_texts(batch: Batch, options: TextOptions) -> Iterator[tuple[str, str 
 
 
 def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str | TextFile:
-    record = parse_line(raw) if isinstance(raw, bytes) else raw
-    if isinstance(record, BadRecord):
-        raise record
-    if not isinstance(record, dict):
-        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    record = read_record(raw)
     if isinstance(record.get("text"), TextFile):
         return record["text"]
     keys = ["text"] if chunk.whole_file else options.text_keys
     text = "\n".join([_field(record, key, options) for key in keys])
     if not text.strip():
         raise BadRecord("empty", "the text is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+    check_characters(text)
     return text
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.json_records import BadRecord, read_record
 from verl_ext.text.messages import (
     MEDIA,
     TEMPLATE_FIELDS,
@@ -89,11 +89,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
     `columns` maps names of the table above to the record's own, `a.b` being field b of a; a name of None is not read.
     `drop_media`: images, audio and video are left out and counted.
     """
-    if isinstance(raw, BadRecord):
-        raise raw
-    if not isinstance(raw, dict):
-        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(raw).__name__}")
-    columns = columns or {}
+    raw, columns = read_record(raw), columns or {}
     try:
         renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
         fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media)
