@@ -24,7 +24,7 @@ from verl_ext.text.json_records import BadRecord, RecordOptions, check_character
 from verl_ext.text.readers import Chunk, Place, TextFile
 from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
-from verl_ext.text.tokenizer import ModelOptions, check_template, is_template_text, load_tokenizer, read_template_file
+from verl_ext.text.tokenizer import ModelOptions, check_template, load_tokenizer, read_template
 from verl_ext.values import DataError, UsageError, first_line, one_line, option
 
 # Arguments of `apply_chat_template` that are set here.
@@ -84,9 +84,9 @@ class ChatOptions(RecordOptions):
             yield "end_of_turn must be a text that ends a turn, or null; got ''"
         for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
             yield f"apply_chat_template_kwargs must not set {name}, which this command sets itself"
-        if self.chat_template is not None and not is_template_text(self.chat_template):
+        if self.chat_template is not None:
             try:
-                read_template_file(self.chat_template, "chat_template")
+                read_template(self.chat_template, "chat_template")
             except UsageError as error:
                 yield str(error)
 
@@ -96,12 +96,10 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
         """Raises `UsageError` where there is no chat template, or none that can be used."""
-        template = options.chat_template
-        if template is not None:
-            is_text = is_template_text(template)
-            named = "one" if is_text else template
-            template = template if is_text else read_template_file(template, "chat_template")
-            check_template(template, named, "chat_template")
+        template = given = options.chat_template
+        if given is not None:
+            template = read_template(given, "chat_template")
+            check_template(template, "one" if template == given else given, "chat_template")
         elif not tokenizer.chat_template:
             raise UsageError(
                 f"chat_template must be given for chat records: the tokenizer of {options.model.tokenizer} has none"

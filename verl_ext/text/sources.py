@@ -343,11 +343,6 @@ class OpenedFile:
         if self.size is not None and self.position != self.size:
             raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
 
-    def check_is_utf8(self) -> None:
-        """`DataError` for a text in UTF-16 or UTF-32, by its first bytes."""
-        if problem := encoding_problem(self.stream.peek(4)[:4]):
-            raise DataError(f"{self.path}: must be UTF-8; {problem}")
-
 
 def encoding_problem(start: bytes) -> str | None:
     """What a file is, by its first four bytes, that is not in UTF-8; None of one that may be."""

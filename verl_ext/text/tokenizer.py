@@ -52,31 +52,31 @@ class ModelOptions(Options):
         return []
 
 
-def is_template_text(chat_template: str) -> bool:
-    """Whether an option holds the template itself, and does not name its file."""
-    return "{" in chat_template or "\n" in chat_template
+def read_template(template: str, key: str) -> str:
+    """A chat template that is given as its text or as its file's path.
 
-
-def read_template_file(path: str, key: str) -> str:
-    """The text of a chat template's file; `UsageError` that names `key` for one that cannot be, such as a program."""
+    Raises `UsageError` that names `key` for a file that cannot be one, such as a program.
+    """
+    if "{" in template or "\n" in template:
+        return template
+    path, needed = template, f"{key} must be a Jinja template"
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{key} must be a Jinja template or a file with one; got {path}, which is no regular file")
+            raise UsageError(f"{needed} or a file with one; got {path}, which is no regular file")
         if (size := os.path.getsize(path)) > LONGEST_TEMPLATE:
-            got = f"got {path} of {size:,} bytes"
-            raise UsageError(f"{key} must be a Jinja template of at most {LONGEST_TEMPLATE:,} bytes; {got}")
+            raise UsageError(f"{needed} of at most {LONGEST_TEMPLATE:,} bytes; got {path} of {size:,} bytes")
         return Path(path).read_text(encoding="utf-8")
+    except UsageError:
+        raise
     except UnicodeDecodeError as error:
         raise UsageError(f"{key} must be UTF-8; got {path}, whose byte {error.start + 1} is not") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
-        raise UsageError(f"{key} must be a Jinja template or a file that exists; got {path[:200]}: {why}") from error
+        raise UsageError(f"{needed} or a file that exists; got {path[:200]}: {why}") from error
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """Refuse a chat template that is no Jinja, with its line: `UsageError`. What it says to a chat is its business."""
+    """`UsageError` with the line for a chat template that is no Jinja; `named` is what was given for it."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # here, because importing it takes seconds
 
