@@ -16,7 +16,6 @@ What a template says itself is generated (`{% generation %}`) is taken at its wo
 """
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -450,8 +449,7 @@ class _Located:
         _, blocks = self.template.render_with_generation(self.chat)
         blocks, turns, targets = _joined(blocks), self.turns(), []
         for turn in turns.targets:
-            after = bisect_right(blocks, turn.start, key=lambda block: block[1])
-            inside = blocks[after : bisect_left(blocks, turn.stop, key=lambda block: block[0])]
+            inside = [block for block in blocks if turn.start < block[1] and block[0] < turn.stop]
             if not inside:
                 continue
             begin, end = inside[0][0], inside[-1][1]

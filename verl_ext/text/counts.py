@@ -8,7 +8,7 @@ A preview is a document as text with its targets marked, in colour on a terminal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -86,12 +86,11 @@ class Counts:
 
     def length_quantile(self, fraction: float) -> int:
         """The shortest length that at least `fraction` of the documents do not exceed (nearest rank); 0 of none."""
-        seen = 0
-        for length in sorted(self.lengths):
-            seen += self.lengths[length]
-            if seen >= fraction * self.documents:
-                return length
-        return 0
+        lengths = sorted(self.lengths)
+        upto = accumulate(self.lengths[length] for length in lengths)
+        return next(
+            (length for length, seen in zip(lengths, upto, strict=True) if seen >= fraction * self.documents), 0
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The counts as the report has them; the order of keys does not depend on that of the records."""
@@ -118,15 +117,12 @@ def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Callable[[l
     """The runs of targets and others of a document of input_ids[T] and loss_mask[T], decoded; long ones, and those of a
     document of many, are shortened in the middle."""
     borders = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(loss_mask)]
-    spans = list(pairwise(borders))
-
-    def decoded(spans: list[tuple[int, int]]) -> list[Run]:
-        return [(bool(loss_mask[start]), _run(input_ids, start, stop, decode)) for start, stop in spans]
-
-    if len(spans) <= RUNS:
-        return decoded(spans)
-    head, tail = spans[: RUNS // 2], spans[-RUNS // 2 :]
-    return [*decoded(head), (False, f" … {tail[0][0] - head[-1][1]:,} tokens … "), *decoded(tail)]
+    spans, half = list(pairwise(borders)), RUNS // 2
+    kept = spans if len(spans) <= RUNS else spans[:half] + spans[-half:]
+    shown = [(bool(loss_mask[start]), _run(input_ids, start, stop, decode)) for start, stop in kept]
+    if len(spans) > RUNS:
+        shown.insert(half, (False, f" … {spans[-half][0] - spans[half - 1][1]:,} tokens … "))
+    return shown
 
 
 def _run(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], str]) -> str:

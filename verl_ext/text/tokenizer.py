@@ -152,25 +152,16 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
     Which ones depends on the model type of its config.json: one <|endoftext|> for a Qwen3. Raises `UsageError`.
     """
     vocabulary = tokenizer.get_vocab()
-    without_text = _tokens_without_text(tokenizer)
-    if any(_is_text(token) for token in vocabulary if token not in without_text):
-        return
-    tokens = sorted(map(str, vocabulary))
-    shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
-    found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
-    raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
-
-
-def _tokens_without_text(tokenizer: Any) -> set[str]:
-    """Special tokens, and added ones that look like them."""
     try:
         added = tokenizer.added_tokens_decoder.values()
     except (AttributeError, NotImplementedError):  # mistral-common's tokenizers have no added tokens
         added = []
     marks = {str(token) for token in added if token.special or _MARKER.fullmatch(str(token))}
-    return marks | set(tokenizer.all_special_tokens)
-
-
-def _is_text(token: Any) -> bool:
-    """Whether a token is more than white space, or sentencepiece's sign for it. Those of some tokenizers are bytes."""
-    return not isinstance(token, str) or bool(token.strip().strip("▁"))
+    marks |= set(tokenizer.all_special_tokens)
+    # Text is more than white space, or sentencepiece's sign for it; tokens of some tokenizers are bytes.
+    if any(not isinstance(t, str) or t.strip().strip("▁") for t in vocabulary if t not in marks):
+        return
+    tokens = sorted(map(str, vocabulary))
+    shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
+    found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
+    raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
