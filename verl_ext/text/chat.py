@@ -188,8 +188,7 @@ class _Found:
     documents: list[Document] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)  # of the documents, where records give theirs
     preview: list[list[Run]] = field(default_factory=list)
-    # (where it stands, its category, why, whether it ends the run under on_bad_record=error)
-    bad: list[tuple[Place, str | None, BadRecord, bool]] = field(default_factory=list)
+    bad: list[tuple[Place, str | None, BadRecord]] = field(default_factory=list)  # where, of which category, why
 
     def counts_of(self, category: str | None) -> list[Counts]:
         """Those that count a record: its source's, and its category's where records give it."""
@@ -215,18 +214,15 @@ class ChatEncoder:
         items = list(self._items(chunk, found))
         for item, encoded in zip(items, self._encoded(items), strict=True):
             try:
-                document = self._document(item, encoded)
+                self._add(item, encoded, chunk.path, found)
             except BadRecord as error:
-                found.bad.append((item.number, item.category, error, True))
-                continue
-            for counts in found.counts_of(item.category):
-                counts.add_special_tokens(encoded.special_tokens)
-                if isinstance(item.text, ChatText):
-                    _count_chat(counts, item.text)
-            self._keep(document, item, chunk.path, found)
-        for number, category, bad, is_fatal in sorted(found.bad, key=lambda bad: bad[0]):
+                found.bad.append((item.number, item.category, error))
+        for number, category, bad in sorted(found.bad, key=lambda bad: bad[0]):
             line = f"{chunk.place(number)}: {bad}"
-            if self.options.on_bad_record == "error" and is_fatal:
+            # What on_unprinted=drop leaves out, and a target lost to truncation, follow from what was asked for.
+            is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
+            is_asked_for |= bad.reason.startswith("no_target_after")
+            if self.options.on_bad_record == "error" and not is_asked_for:
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
             for counts in found.counts_of(category):
                 counts.add_bad(bad.reason, line)
@@ -256,23 +252,19 @@ class ChatEncoder:
                 for text in texts:
                     yield _Item(number, category, text, record.weight)
             except RecursionError:
-                too_deep = BadRecord("malformed_json", "the record is nested too deep")
-                found.bad.append((number, category, too_deep, True))
+                found.bad.append((number, category, BadRecord("malformed_json", "the record is nested too deep")))
             except BadRecord as error:
-                is_fatal = error.reason != "unprinted" or self.options.on_unprinted == "error"
-                found.bad.append((number, category, error, is_fatal))
+                found.bad.append((number, category, error))
             for counts in found.counts_of(category)[1:]:
                 counts.records += 1
 
     def _texts(self, content: Chat | PlainText) -> Sequence[str | TextFile | ChatText]:
-        if isinstance(content, Chat):
-            texts = self._chats.texts(content)
-            for text in texts:
-                check_characters(text.text)
-            return texts
-        if isinstance(content.text, str):
-            check_characters(content.text)
-        return [content.text]
+        texts: list[str | TextFile | ChatText]
+        texts = [*self._chats.texts(content)] if isinstance(content, Chat) else [content.text]
+        for text in texts:
+            if not isinstance(text, TextFile):
+                check_characters(text if isinstance(text, str) else text.text)
+        return texts
 
     @cached_property
     def _chats(self) -> ChatRenderer:
@@ -300,10 +292,34 @@ class ChatEncoder:
         of_plain = iter(self._encoder.encode(plain, add_special_tokens=True))
         return [next(of_chats) if isinstance(item.text, ChatText) else next(of_plain) for item in items]
 
-    def _document(self, item: _Item, encoded: Encoded | Exception) -> Document:
-        """The tokens, mask and weights of a text; a plain text ends with EOS."""
+    def _add(self, item: _Item, encoded: Encoded | Exception, path: str, found: _Found) -> None:
+        """The documents of a text, cut where they are too long, and their counts. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
+        document, over_length = self._document(item, encoded), Counter[str]()
+        for counts in found.counts_of(item.category):
+            counts.add_special_tokens(encoded.special_tokens)
+            if isinstance(chat := item.text, ChatText):
+                counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
+                counts.unprinted.update(chat.rendered.unprinted)
+                counts.border_tokens += chat.border_tokens
+        try:
+            pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
+        except DataError as error:
+            raise DataError(f"{path}:{item.number}: {error}") from error
+        for counts in found.counts_of(item.category):
+            counts.over_length.update(over_length)
+            for piece in pieces:
+                counts.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+        for piece in pieces:
+            found.documents.append(piece)
+            if item.category is not None:
+                found.categories.append(item.category)
+            if len(found.preview) < self._preview:
+                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
+
+    def _document(self, item: _Item, encoded: Encoded) -> Document:
+        """The tokens, mask and weights of a text; a plain text ends with EOS."""
         ids = encoded.ids
         if isinstance(item.text, ChatText):
             mask, item.text.border_tokens = self._encoder.mask(encoded, item.text.text, item.text.rendered.spans)
@@ -322,45 +338,16 @@ class ChatEncoder:
     def _weights(self, encoded: Encoded, item: _Item, tokens: int) -> np.ndarray | None:
         """weights[T] float32: the record's weight times that of the turn a token is in; None where neither is given."""
         spans: dict[float, list[Span]] = {}
-        if isinstance(item.text, ChatText):
-            for target in item.text.rendered.targets:
-                if target.weight != 1:
-                    spans.setdefault(target.weight, []).append(target.span)
+        text = item.text.text if isinstance(item.text, ChatText) else ""
+        for target in item.text.rendered.targets if isinstance(item.text, ChatText) else []:
+            if target.weight != 1:
+                spans.setdefault(target.weight, []).append(target.span)
         if item.weight is None and not spans:
             return None
         weights = np.full(tokens, 1.0 if item.weight is None else item.weight, np.float64)
         for weight, of_weight in spans.items():
-            assert isinstance(item.text, ChatText)
-            weights[self._encoder.mask(encoded, item.text.text, of_weight)[0] == 1] *= weight
+            weights[self._encoder.mask(encoded, text, of_weight)[0] == 1] *= weight
         return weights.astype(np.float32)
-
-    def _keep(self, document: Document, item: _Item, path: str, found: _Found) -> None:
-        over_length: Counter[str] = Counter()
-        try:
-            pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
-        except BadRecord as error:
-            # A target lost to truncation follows from the policy asked for, not from bad data.
-            found.bad.append((item.number, item.category, error, False))
-            return
-        except DataError as error:
-            raise DataError(f"{path}:{item.number}: {error}") from error
-        for piece in pieces:
-            found.documents.append(piece)
-            if item.category is not None:
-                found.categories.append(item.category)
-            if len(found.preview) < self._preview:
-                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
-        for counts in found.counts_of(item.category):
-            counts.over_length.update(over_length)
-            for piece in pieces:
-                counts.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _count_chat(counts: Counts, chat: ChatText) -> None:
-    """Count what ends the turns of a chat that is written, and what its template leaves out."""
-    counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
-    counts.unprinted.update(chat.rendered.unprinted)
-    counts.border_tokens += chat.border_tokens

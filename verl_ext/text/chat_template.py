@@ -28,8 +28,8 @@ _TOOL = {
 
 
 class ChatTemplate:
-    """Renders chats, and knows `generation_prompt` (empty where the template has none), `ends`, and patterns of the
-    `special` tokens and of those that stop generation (`stops`).
+    """Renders chats, and knows `generation_prompt` (empty where the template has none), `ends`, and the patterns
+    `special` (tokens), `stops` (those that stop generation) and `end` (of a turn, in the template's own text).
 
     A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
 
@@ -75,7 +75,7 @@ class ChatTemplate:
             self.ends = self._probe(end_of_turn)
         except BadRecord as error:
             raise UsageError(f"the chat template must render a user and an assistant turn; {error}") from error
-        self._end = any_of({*self.ends} if end_of_turn else {*self.ends, *stops})
+        self.end = any_of({*self.ends} if end_of_turn else {*self.ends, *stops})
 
     @cached_property
     def source(self) -> str:
@@ -149,29 +149,22 @@ class ChatTemplate:
             return chat, self.render(chat.messages, chat.tools)
         other = Chat([_other_arguments(message) for message in chat.messages], chat.targets, chat.tools)
         first, second = (other, chat) if self._other_arguments else (chat, other)
-        try:
-            text = self.render(first.messages, first.tools)
-        except BadRecord:
-            if (text_of_second := self.try_render(second.messages, second.tools)) is None:
-                raise
-            return second, text_of_second
-        calls = functions_called(first.messages)
-        strings = [call["arguments"] for call in calls if isinstance(call.get("arguments"), str)]
-        if all(string.strip() in text for string in strings):  # not quoted twice or in pieces
+        text = self.try_render(first.messages, first.tools)
+        strings = [
+            call["arguments"] for call in functions_called(first.messages) if isinstance(call.get("arguments"), str)
+        ]
+        if text is not None and all(string.strip() in text for string in strings):  # not quoted twice or in pieces
             return first, text
-        if (text_of_second := self.try_render(second.messages, second.tools)) is None:
-            return first, text
-        self._other_arguments = second is other
-        return second, text_of_second
-
-    def find_end(self, text: str) -> re.Match[str] | None:
-        """The first end of a turn in `text`, a piece of the template's own."""
-        return self._end.search(text)
+        if (other_text := self.try_render(second.messages, second.tools)) is not None:
+            if text is not None:
+                self._other_arguments = second is other
+            return second, other_text
+        return first, self.render(first.messages, first.tools) if text is None else text  # raises what it raised before
 
     def header_at_start_of(self, text: str) -> int:
         """Length of the header of an assistant's turn that `text`, the template's own, begins with; 0 of none."""
         header, printed = self.header, self.header_length
-        if end := self.find_end(header):  # of the turn before, in a template that leaves the last one open
+        if end := self.end.search(header):  # of the turn before, in a template that leaves the last one open
             header = header[end.end() :].lstrip()
             printed -= len(self.header) - len(header)
         length = common_prefix(header, text)

@@ -192,13 +192,7 @@ class TextEncoder:
         """The tokens of each chat, with their characters where the tokenizer is a fast one."""
         is_short = [chat.disguised is None and len(chat.text) <= self._windows.size for chat in chats]
         short = self._short([chat.text for chat, it_is in zip(chats, is_short, strict=True) if it_is])
-        encoded: list[Encoded | BadRecord] = []
-        for chat, it_is in zip(chats, is_short, strict=True):
-            try:
-                encoded.append(next(short) if it_is else self._chat(chat))
-            except BadRecord as error:
-                encoded.append(error)
-        return encoded
+        return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
         """mask[T] int8 of the tokens of a chat's text that lie in a span, and how many of these hold text of others."""
@@ -259,19 +253,20 @@ class TextEncoder:
             return True
         return normalizer.normalize_str(text) == text
 
-    def _chat(self, chat: ChatText) -> Encoded:
+    def _chat(self, chat: ChatText) -> Encoded | BadRecord:
         """A long chat, or one that holds special tokens."""
         tokenizer, text, call = self.tokenizer, chat.text, {}
         if chat.disguised is not None:
             tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
-        pieces = list(self._pieces(tokenizer, _blocks(text, self._windows.size), True, **call))
-        ids = np.concatenate([ids for ids, _ in pieces])
-        if chat.disguised is not None:
-            self.special.check_ids(ids)
-            ids = self.special.real_ids[ids]
-        if not self.tokenizer.is_fast:
-            return Encoded(ids, None, chat.special_tokens)
-        return Encoded(ids, TokenCharacters(np.concatenate([spans for _, spans in pieces])), chat.special_tokens)
+        try:
+            pieces = self._pieces(tokenizer, _blocks(text, self._windows.size), True, **call)
+            ids, spans = map(np.concatenate, zip(*pieces, strict=True))
+            if chat.disguised is not None:
+                self.special.check_ids(ids)
+                ids = self.special.real_ids[ids]
+        except BadRecord as error:
+            return error
+        return Encoded(ids, TokenCharacters(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
         """How many names of special tokens a text holds; `BadRecord` where it may hold none."""
@@ -288,19 +283,30 @@ class TextEncoder:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
     def _long(self, text: str | TextFile, add_special_tokens: bool) -> Encoded:
-        reading = _Reading(text, self._windows.size, self._count, self.special.longest)
+        special_tokens, beginning = 0, ""  # of what is not white space: none of a blank text
+
+        def blocks() -> Iterator[str]:
+            nonlocal special_tokens, beginning
+            kept, before = max(self.special.longest - 1, 0), ""
+            for block in text.blocks() if isinstance(text, TextFile) else _blocks(text, self._windows.size):
+                beginning = beginning or block.strip()[:1000]
+                # A name may lie across the border of two blocks; what lies before it was counted.
+                special_tokens += self._count(before + block) - self._count(before)
+                before = (before + block)[-kept:] if kept else ""
+                yield block
+
         is_fast = self.tokenizer.is_fast
         call = self._split if is_fast else {"add_special_tokens": add_special_tokens}
-        pieces = [ids for ids, _ in self._pieces(self.tokenizer, reading, False, **call)]
-        if not reading.beginning:
+        pieces = [ids for ids, _ in self._pieces(self.tokenizer, blocks(), False, **call)]
+        if not beginning:
             raise BadRecord("empty", "the text is empty")
         ids = np.concatenate(pieces)
         del pieces
         self._check(ids, None)
         if add_special_tokens and is_fast:
-            before, after = self._around(reading.beginning)
+            before, after = self._around(beginning)
             ids = np.concatenate([before, ids, after])
-        return Encoded(ids, None, reading.special_tokens)
+        return Encoded(ids, None, special_tokens)
 
     def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """What a fast tokenizer puts before and after a text, such as this one."""
@@ -399,25 +405,6 @@ class TextEncoder:
             verbose=False,
             **call,
         )
-
-
-class _Reading:
-    """A long text in blocks, and what is seen of it on the way."""
-
-    def __init__(self, text: str | TextFile, block: int, count: Callable[[str], int], longest: int) -> None:
-        self._blocks = text.blocks() if isinstance(text, TextFile) else _blocks(text, block)
-        self._count, self._kept = count, max(longest - 1, 0)
-        self.special_tokens = 0
-        self.beginning = ""  # of what is not white space: none of a blank text
-
-    def __iter__(self) -> Iterator[str]:
-        before = ""
-        for block in self._blocks:
-            self.beginning = self.beginning or block.strip()[:1000]
-            # A name may lie across the border of two blocks; what lies before it was counted.
-            self.special_tokens += self._count(before + block) - self._count(before)
-            before = (before + block)[-self._kept :] if self._kept else ""
-            yield block
 
 
 def _blocks(text: str, size: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, read_record
 from verl_ext.text.readers import Batch, Chunk, TextFile
-from verl_ext.values import DataError, UsageError, option
+from verl_ext.values import UsageError, option
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -90,36 +90,31 @@ class TextTokenizer:
 
     def tokenize(self, batch: Batch) -> PlainDocuments:
         """The batch's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
-        texts: list[Encoded] = []
+        texts = list(record_texts(batch, self.options))
+        usable = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
+        encoded: list[Encoded] = []
         bad: list[BadText] = []
         failure = batch.failure
-        for place, outcome in self._outcomes(batch):
-            if isinstance(outcome, Encoded):
-                texts.append(outcome)
-                continue
-            if not isinstance(outcome, BadRecord):
-                failure = str(outcome)
-                break
-            bad.append(BadText(len(texts), outcome.reason, f"{place}: {outcome}"))
-            if self.options.on_bad_record == "error":
-                skip = f"{self.options.key('on_bad_record')}=skip leaves such records out"
-                failure = f"{bad[-1].line} ({outcome.reason}; {skip})"
-                break
-        lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
-        lengths += len(self.first) + len(self.last)
-        special = np.array([text.special_tokens for text in texts], dtype=np.int64)
-        tokens = self._joined([text.ids for text in texts])
-        return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
-
-    def _outcomes(self, batch: Batch) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
-        """(place, tokens or why there are none) of every record, in order."""
-        texts = list(record_texts(batch, self.options))
-        encoded = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
         for place, text in texts:
-            outcome = text if isinstance(text, BadRecord) else next(encoded)
+            outcome = text if isinstance(text, BadRecord) else next(usable)
             if isinstance(outcome, Encoded) and not len(outcome.ids):
                 outcome = BadRecord("empty", "the tokenizer makes no token of the text")
-            yield place, outcome
+            if isinstance(outcome, Encoded):
+                encoded.append(outcome)
+            elif isinstance(outcome, BadRecord):
+                bad.append(BadText(len(encoded), outcome.reason, f"{place}: {outcome}"))
+                if self.options.on_bad_record == "error":
+                    skip = f"{self.options.key('on_bad_record')}=skip leaves such records out"
+                    failure = f"{bad[-1].line} ({outcome.reason}; {skip})"
+                    break
+            else:
+                failure = str(outcome)
+                break
+        lengths = np.array([len(text.ids) for text in encoded], dtype=np.int64)
+        lengths += len(self.first) + len(self.last)
+        special = np.array([text.special_tokens for text in encoded], dtype=np.int64)
+        tokens = self._joined([text.ids for text in encoded])
+        return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
 
     def _joined(self, ids: list[np.ndarray]) -> np.ndarray:
         """Every document's tokens, BOS and EOS included, side by side."""
