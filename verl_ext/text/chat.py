@@ -1,4 +1,4 @@
-"""Chat and text records become documents: the options of it, and the encoder that every worker process has.
+"""Chat and text records as documents: the options, and the encoder that each worker process holds.
 
 record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncoder--> ids, offsets --> Document
                          PlainText ---------------------------------> ids, with EOS              --> Document
@@ -129,10 +129,10 @@ class ChatRenderer:
             unprinted.update(left_out)
         learnt = [text for text in texts if text.rendered.targets]
         if unprinted and (self._options.on_unprinted != "warn" or not learnt):
-            told = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
+            message = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
             if self._options.on_unprinted != "warn":
-                raise BadRecord("unprinted", told)
-            raise BadRecord("no_target", f"there is nothing to learn: {told}")
+                raise BadRecord("unprinted", message)
+            raise BadRecord("no_target", f"there is nothing to learn: {message}")
         if not learnt:
             raise BadRecord("no_target", "the chat template marks no assistant turn")
         return learnt
@@ -236,7 +236,7 @@ class ChatEncoder:
         return documents
 
     def _items(self, chunk: Chunk, found: _Found) -> Iterator[_Item]:
-        """The texts of every record; those that cannot be used are added to `found.bad`."""
+        """The texts of every record; unusable records are added to `found.bad`."""
         category_field = self.options.category_field
         for number, raw in chunk.records:
             category = self._sources[chunk.category_id - 1] if category_field else None
@@ -268,11 +268,11 @@ class ChatEncoder:
 
     @cached_property
     def _chats(self) -> ChatRenderer:
-        """Made for the first chat: texts need no chat template."""
+        """Created for the first chat: plain texts need no chat template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     def _count_fields(self, record: Record, counts: list[Counts]) -> None:
-        """Count the fields that nothing reads: of messages those that the template does not name."""
+        """Count the fields that nothing reads; a message's field counts where the template does not name it."""
         if not (record.unused or record.message_fields or record.dropped):
             return
         category = self.options.category_field or ""
@@ -285,7 +285,7 @@ class ChatEncoder:
             each.dropped_media.update(record.dropped)
 
     def _encoded(self, items: list[_Item]) -> list[Any]:
-        """Every text as `Encoded`, or the error that tells why it cannot be."""
+        """Every text as `Encoded`, or as the error that its encoding raised."""
         chats = [item.text for item in items if isinstance(item.text, ChatText)]
         plain = [item.text for item in items if not isinstance(item.text, ChatText)]
         of_chats = iter(self._encoder.encode_chats(chats))

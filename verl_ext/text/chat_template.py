@@ -57,7 +57,7 @@ class ChatTemplate:
 
         Raises `UsageError` where a user's and an assistant's turn cannot be rendered.
         """
-        from transformers.utils import chat_template_utils  # here and below: the process that writes needs it not
+        from transformers.utils import chat_template_utils  # here and below: the process that writes does not need it
 
         self.tokenizer = tokenizer
         self.template = template
@@ -110,7 +110,7 @@ class ChatTemplate:
             return None
 
     def _as_given(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as the template is given them."""
+        """The messages in the form that the template receives."""
         messages = [self._watched(message) for message in messages] if self._watched else list(messages)
         return [_in_parts(message) for message in messages] if self._content_in_parts else messages
 
@@ -177,7 +177,7 @@ class ChatTemplate:
         return found[-1] if found else ""
 
     def token_edge(self, text: str, at: int) -> int:
-        """`at`, or the start of the special token that it lies inside."""
+        """`at`, or the start of the special token around it."""
         for match in self.special.finditer(text, max(at - 128, 0), at + 128):
             if match.start() < at < match.end():
                 return match.start()
@@ -241,15 +241,14 @@ class ChatTemplate:
         raise failed or BadRecord("template_error", "it leaves a turn's content out")
 
     def _stop(self, tail: str) -> str:
-        """What ends a turn that is closed by `tail`: its first token that stops generation, or else its last special
-        token, or else all of its text."""
+        """The end of a turn in `tail`: its first stop token, or else its last special token, or else all its text."""
         if stop := self.stops.search(tail):
             return stop[0]
         tail = tail.rstrip()
         return self.last_special_token(tail) or tail.lstrip()
 
     def _inner_stop(self, tail: str, first_header: str) -> str:
-        """What ends a turn before a user's where `tail` lies between; `first_header` is what begins a chat."""
+        """The end of a turn in `tail`, the text up to a user's turn; `first_header` is what begins a chat."""
         first = self.special.match(tail.lstrip())
         headers = self.special.findall(first_header)
         if first is None or (headers[-1:] == [first[0]] and not self.stops.fullmatch(first[0])):
@@ -260,7 +259,7 @@ class ChatTemplate:
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """What a template raises, which is a program of its own and may raise anything, as `BadRecord`."""
+    """Turns whatever a template raises, which is a program of its own, into `BadRecord`."""
     try:
         yield
     except Exception as error:
@@ -268,14 +267,13 @@ def _template_errors() -> Iterator[None]:
 
 
 def _in_parts(message: Message) -> Message:
-    """The message with its content as a list of one part, which templates of models that see want."""
+    """The message with its content as a list of one part, as templates of vision models expect."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _other_arguments(message: Message) -> Message:
-    """The message with its tool calls' arguments as objects where they are strings of JSON, and as strings where they
-    are objects."""
+    """The message with its tool calls' arguments in the other form: JSON text as objects, objects as JSON text."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]}

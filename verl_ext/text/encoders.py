@@ -98,7 +98,7 @@ def _of_bytes(text: bytes, ends: NDArray[np.int64]) -> TokenCharacters:
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """mask[T] int8: 1 for the tokens that lie in a span; and how many of these hold text of others as well.
+    """mask[T] int8, 1 for the tokens in a span; and how many of these also hold text from outside it.
 
     A token across a span's border belongs to the span: the template's last characters before a turn, and the first
     after it, may be bound to the turn's words.
@@ -131,8 +131,8 @@ def mask_from_prefixes(
 
 @dataclass
 class Encoded:
-    """ids int32[T] of a text, the characters of each token where they were asked for, and how many names of special
-    tokens the text holds that are encoded as text."""
+    """ids int32[T] of a text, the characters of its tokens (of chats), and how many names of special tokens are
+    encoded as text."""
 
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
@@ -155,18 +155,18 @@ class TextEncoder:
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text as the tokenizer makes them, names of special tokens as these."""
+        """The token ids of a text; names of special tokens become these tokens."""
         return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
-        """The tokens of each text, or why it cannot be used or its file not be read.
+        """The tokens of each text, or the error: an unusable text, an unreadable file.
 
         add_special_tokens: with those that the tokenizer puts at either end of a text.
         """
         encoded: list[Any] = [None] * len(texts)
-        short: dict[int, int] = {}  # texts to how many names of special tokens they hold
+        short: dict[int, int] = {}  # number of a text: how many names of special tokens it holds
         for number, text in enumerate(texts):
             try:
                 if isinstance(text, TextFile) or len(text) > self._windows.size:
@@ -195,7 +195,7 @@ class TextEncoder:
         return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-        """mask[T] int8 of the tokens of a chat's text that lie in a span, and how many of these hold text of others."""
+        """mask[T] int8 of a chat's text, 1 in a span, and how many of these tokens also hold text from outside it."""
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
@@ -229,8 +229,7 @@ class TextEncoder:
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """int64[ids]: how many bytes of text each token is; None of a tokenizer that is not a byte-level one, or puts a
-        space before a text."""
+        """int64[ids]: bytes of text of each token; None unless the tokenizer is byte-level and adds no space."""
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -239,7 +238,7 @@ class TextEncoder:
         alphabet = set(pre_tokenizers.ByteLevel.alphabet())
         sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, np.int64)
         for token, number in vocabulary.items():
-            # A token that is no text of the alphabet is none that text becomes.
+            # Text never becomes a token with characters outside the alphabet.
             is_text = number in added or alphabet.issuperset(token)
             sizes[number] = (len(token.encode()) if number in added else len(token)) if is_text else NO_SIZE
         # A space put before a text may make up for one that a special token swallows: the sum is right, the places not.
@@ -269,7 +268,7 @@ class TextEncoder:
         return Encoded(ids, TokenCharacters(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
-        """How many names of special tokens a text holds; `BadRecord` where it may hold none."""
+        """How many names of special tokens a text holds. Raises `BadRecord` where none is allowed."""
         found = [] if self.on_found == "keep" else self.special.found(text)
         if found and self.on_found == "error":
             raise self.special.refused(found[0][0])
@@ -309,7 +308,7 @@ class TextEncoder:
         return Encoded(ids, None, special_tokens)
 
     def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """What a fast tokenizer puts before and after a text, such as this one."""
+        """The tokens that a fast tokenizer adds before and after a text."""
         out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
         ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
         own = np.flatnonzero(np.asarray(mask) == 0)
@@ -318,7 +317,7 @@ class TextEncoder:
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-        """(ids, offsets, of no row where they are not asked for) of the pieces of a text that arrives in blocks."""
+        """(ids[t], offsets[t, 2] or [0, 2] where not asked for) of each piece of a text that arrives in blocks."""
         blocks, text, begun, is_read = iter(blocks), "", 0, False
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:

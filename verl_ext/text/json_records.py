@@ -1,4 +1,4 @@
-"""JSON as records: of a line, and of the elements of a list, read as a stream; and records that cannot be used.
+"""JSON lines and lists as records, read as a stream; and what is done with unusable records.
 
 Python's own parser reads them, more strictly: what it would change without a word is a bad record. That is a key given
 twice, of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
@@ -22,7 +22,7 @@ _BLANKS = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class RecordOptions(Options):
-    """What is done with records that cannot be taken as they are: of every reader of records."""
+    """What is done with unusable records, and with names of special tokens in them: options of all record readers."""
 
     special_tokens_in_text: str = option(
         "encode",
@@ -73,7 +73,7 @@ _FINDS_THE_END = json.JSONDecoder(parse_float=str, parse_int=str)
 
 
 def _malformed(error: ValueError) -> BadRecord:
-    """Why JSON cannot be used, of what the parser raises."""
+    """The parser's error as a bad record with the reason."""
     if isinstance(error, BadRecord):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -86,7 +86,7 @@ def _malformed(error: ValueError) -> BadRecord:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises `BadRecord` where it is none, or would not be read as it stands."""
+    """The value of a JSON text. Raises `BadRecord` for malformed JSON, and where a value would be changed."""
     try:
         return _STRICT.decode(text)
     except RecursionError as error:
@@ -108,7 +108,7 @@ def parse_line(line: bytes) -> Any:
 
 
 def read_record(raw: Any) -> dict[str, Any]:
-    """A record as it is read from its file: parsed where it is a line's bytes. Raises `BadRecord` where it is none."""
+    """A record of a chunk, parsed where it is a line's bytes. Raises `BadRecord` for anything but an object."""
     record = parse_line(raw) if isinstance(raw, bytes) else raw
     if isinstance(record, BadRecord):
         raise record
@@ -126,7 +126,7 @@ def check_characters(text: str) -> None:
 
 
 class LineColumn(NamedTuple):
-    """Where a record stands that need not begin a line, both counted from 1."""
+    """Where a record of a JSON list begins, both counted from 1."""
 
     line: int
     column: int

@@ -1,6 +1,6 @@
-"""One message of a record as chat templates take it, and how much of it is to be learnt.
+"""One message of a record in the form of chat templates, and its weight in the loss.
 
-How much is said by `weight` (a number, 0 or more) or by `loss`, `train`, `training` or `trainable` (true or false),
+The weight is given by `weight` (a number, 0 or more) or by `loss`, `train`, `training` or `trainable` (true or false),
 which are taken out of the message; 1 where none is given. Only assistant turns can be learnt: another message may say 0
 or false, or 1 or true where every message of the record says so, as programs do that always write the field.
 

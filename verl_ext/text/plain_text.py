@@ -41,7 +41,7 @@ class TextOptions(RecordOptions):
 
 @dataclass(frozen=True)
 class BadText:
-    """A record that gives no document: how many documents stand before it, the reason, and the line that says so."""
+    """An unusable record: how many documents precede it, the reason, and its message."""
 
     after: int
     reason: str
@@ -128,7 +128,7 @@ class TextTokenizer:
 
 
 def record_texts(batch: Batch, options: TextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
-    """(place, text or why there is none) of every record; none after the first that ends the run."""
+    """(place, text or error) of every record, up to the first that ends the run."""
     for chunk in batch.chunks:
         for number, raw in chunk.records:
             try:

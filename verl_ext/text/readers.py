@@ -51,9 +51,9 @@ class Chunk:
     category_id: int
     path: str
     records: list[NumberedRecord]
-    num_bytes: int  # how much of the file they stand for: the unit of progress
+    num_bytes: int  # bytes of the file that they were read from: the unit of progress
     whole_file: bool = False  # the one record is the file's text
-    text_bytes: int = 0  # about how much the records are once read, which of a compressed file is more
+    text_bytes: int = 0  # about the size of the records, decompressed
 
     def place(self, number: Place) -> str:
         """Where record `number` stands, as errors name it."""
@@ -66,7 +66,7 @@ class Batch:
 
     source: int  # the files' category_id
     chunks: list[Chunk] = field(default_factory=list)
-    failure: str | None = None  # why the source cannot be read on after them
+    failure: str | None = None  # why the rest of the source cannot be read
 
     @property
     def num_bytes(self) -> int:
@@ -132,7 +132,7 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
 
 
 def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Records]) -> Pieces:
-    """What `read` finds in the file's bytes."""
+    """The records that `read` finds in the file's bytes."""
     with open_source(source.path) as file:
         if problem := encoding_problem(file.stream.peek(4)[:4]):
             raise DataError(f"{source.path}: must be UTF-8; {problem}")
@@ -159,7 +159,7 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
-    """Many published .json files hold one object per line: one that begins with an object is read as these."""
+    """A list, or one object per line as in many published .json files: a file that begins with an object."""
     with open_source(source.path) as file:
         lines = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in lines if _has_text(line)), None)

@@ -45,8 +45,8 @@ SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *WEIGHT_FIELD
 
 @dataclass
 class Chat:
-    """Messages as chat templates take them; `targets` maps the index of every assistant turn to be learnt, in order, to
-    the weight of its tokens (> 0)."""
+    """Messages in the form of chat templates; `targets` maps the index of every assistant turn that is trained on, in
+    order, to the weight of its tokens (> 0)."""
 
     messages: list[Message]
     targets: dict[int, float]
@@ -72,8 +72,8 @@ Content = Chat | PlainText
 class Record:
     """What one record holds: its content, and the weight of its target tokens (None: not given).
 
-    unused: its fields that nothing reads. message_fields: those of messages that only a template may know, and in how
-    many messages. dropped: images, audio and video that were left out.
+    unused: its fields that nothing reads. message_fields: fields of messages that only a template may know, with the
+    number of messages. dropped: images, audio and video that were left out.
     """
 
     content: Content
@@ -247,7 +247,7 @@ def _content(fields: Fields, mapped: list[str]) -> Content:
 
 
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
-    """What a shape would make of the record, to be compared."""
+    """The result of reading the record by a shape, as text to be compared."""
     try:
         return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
     except BadRecord as error:
@@ -259,7 +259,7 @@ def _as_messages(fields: Fields, name: str) -> Chat:
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
-    """A user turn and its answer, strings or messages; a question of messages is context, none of it a target."""
+    """A user turn and its answer, strings or messages; messages of the question are never targets."""
     if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
         return _single_turn(fields.string(question), fields.string(answer), fields)
     before, after = (
@@ -301,8 +301,8 @@ def _glaive(fields: Fields, name: str) -> Chat:
     text = fields.string(name)
     before, *parts = re.split(rf"(?:\A|\n[ \t]*\n|<\|endoftext\|>)\s*{head}", text)
     if before.strip() or len(parts) != 2 * len(re.findall(rf"^[ \t]*{head}", text, re.MULTILINE)):
-        told = "must be turns that begin with USER:, ASSISTANT: or FUNCTION RESPONSE:, an empty line between them"
-        raise BadRecord("unknown_shape", f"{name} {told}")
+        needed = "must be turns that begin with USER:, ASSISTANT: or FUNCTION RESPONSE:, an empty line between them"
+        raise BadRecord("unknown_shape", f"{name} {needed}")
     texts = [text.strip().removesuffix("<|endoftext|>").strip() for text in parts[1::2]]
     turns = [{"role": roles[head], "content": text} for head, text in zip(parts[::2], texts, strict=True)]
     return _chat(turns, fields, system_prefix="SYSTEM:")
@@ -382,7 +382,7 @@ def _history(fields: Fields) -> list[Message]:
 
 
 def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
-    """The chat of these messages, with the record's system message and tools; turns before `first_target` are none."""
+    """The chat of these messages, with the record's system message and tools; targets begin at `first_target`."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
     if system:

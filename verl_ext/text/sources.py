@@ -194,7 +194,7 @@ def _check_regular(path: Path, key: str) -> None:
         str(path).encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"{key} must name files whose names are UTF-8; got {os.fsencode(path)!r}") from error
-    if path.exists() and not path.is_file():  # one that is missing is told where it is read
+    if path.exists() and not path.is_file():  # a missing one is reported when it is read
         what = "a FIFO" if path.is_fifo() else "a socket" if path.is_socket() else "a device"
         raise UsageError(f"{key} must name regular files; {path} is {what}")
 
@@ -282,7 +282,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
 
 @contextmanager
 def _host_errors(url: str, what: str = "") -> Iterator[None]:
-    """What the body raises as `DataError`: of the network, of credentials, of formats every file system has its own."""
+    """Turns what the body raises into `DataError`: every file system has its own errors of network and credentials."""
     try:
         yield
     except (DataError, UsageError):
@@ -322,7 +322,7 @@ def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
 
 
 class OpenedFile:
-    """A file's decompressed bytes (`stream`), and how far in the file itself they were read."""
+    """A file's decompressed bytes (`stream`), and the position reached in the file itself."""
 
     def __init__(self, path: str, raw: Any) -> None:
         ending = Path(file_name(path)).suffix.lower()

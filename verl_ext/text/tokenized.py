@@ -142,7 +142,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """What decides how a tokenizer splits text, and nothing that a call changes."""
+    """What determines how a tokenizer splits text, without the state that calls leave in it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
         serialised = json.loads(backend.to_str())
@@ -214,7 +214,7 @@ def _write(
 
 
 def _count(documents: Documents) -> None:
-    """Add the documents to their counts: how many, their tokens and targets, and what was cut off."""
+    """Add the documents to their own counts: number, tokens, targets, and what was cut off."""
     counts, lengths = documents.counts, documents.lengths
     counts.documents += len(lengths)
     counts.tokens += int(lengths.sum(dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Which tokenizer a command uses, loading it, and what tells one that is not there."""
+"""Which tokenizer a command uses, loading and checking it; chat templates as options give them."""
 
 import os
 import re
@@ -55,7 +55,7 @@ class ModelOptions(Options):
 def read_template(template: str, key: str) -> str:
     """A chat template that is given as its text or as its file's path.
 
-    Raises `UsageError` that names `key` for a file that cannot be one, such as a program.
+    Raises `UsageError` that names `key` for a file that is missing, too large or no text.
     """
     if "{" in template or "\n" in template:
         return template
@@ -126,10 +126,10 @@ def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
 
 
 def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None:
-    """Refuse a tokenizer that loses text unsaid: spaces or letters that are neither in its tokens nor unknown to it.
+    """Refuse a tokenizer that silently drops spaces or letters. Raises `UsageError`.
 
-    transformers makes such a one of a folder whose tokenizer_config.json names another class than its tokenizer.json
-    is of, where no config.json says so: of DeepSeek-V3's a Llama tokenizer without spaces and Chinese. `UsageError`.
+    transformers builds one where tokenizer_config.json names another class than tokenizer.json is of and config.json is
+    missing: for DeepSeek-V3's folder a Llama tokenizer without spaces and Chinese.
     """
     for text in ("one two", "你好"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -147,9 +147,9 @@ def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None
 
 
 def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
-    """Refuse what transformers makes of a folder without a tokenizer's vocabulary: special tokens, none of text.
+    """Refuse a vocabulary of special tokens only, which transformers makes for a folder without a tokenizer's files.
 
-    Which ones depends on the model type of its config.json: one <|endoftext|> for a Qwen3. Raises `UsageError`.
+    Raises `UsageError`.
     """
     vocabulary = tokenizer.get_vocab()
     try:
