@@ -15,7 +15,7 @@ from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
 from verl_ext.data.multidoc import MultiDocOptions
-from verl_ext.text.counts import Counts
+from verl_ext.text.documents import Counts
 from verl_ext.text.plain_text import BadText, PlainDocuments, TextOptions, TextTokenizer, vocabulary_size
 from verl_ext.text.readers import Batch, Chunk, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files

@@ -17,7 +17,7 @@ from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.commands.tokenize_report import Report
-from verl_ext.text.counts import Counts
+from verl_ext.text.documents import Counts
 from verl_ext.text.json_records import JsonList
 from verl_ext.text.readers import ChunkSize
 from verl_ext.text.tokenized import DOCUMENT_COLUMNS

@@ -12,7 +12,7 @@ from verl_ext.commands.tokenize_report import special_token_rows
 from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.files import OutputFolder, output_problems, write_json
 from verl_ext.progress import aligned
-from verl_ext.text.counts import CHAT_COUNTS, Counts
+from verl_ext.text.documents import CHAT_COUNTS, Counts
 from verl_ext.text.plain_text import PlainDocuments, TextOptions, TextTokenizer
 from verl_ext.text.readers import CHUNK, Batch
 from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from verl_ext.data.dataset import DatasetOptions, named_paths
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
+from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.json_records import RecordOptions
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches

@@ -17,8 +17,7 @@ import numpy as np
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate, Span
-from verl_ext.text.counts import Counts, Run, preview_of
-from verl_ext.text.documents import Document, Documents, fit, joined
+from verl_ext.text.documents import Counts, Document, Documents, Run, fit, joined, preview_of
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, parse_line
 from verl_ext.text.readers import Chunk, Place, TextFile

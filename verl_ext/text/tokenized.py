@@ -27,8 +27,7 @@ import pyarrow as pa
 
 from verl_ext.files import cached_folder, write_json
 from verl_ext.progress import Progress
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
+from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
 
 FORMAT = 4  # to be raised when the same files are written as something else
