@@ -1,8 +1,8 @@
 """What tokenizing yields: documents, cut to max_tokens; counts of what became of the records; and previews.
 
 document 1   document 2
-5 6 7        8 9          input_ids  5 6 7 8 9      lengths     3 2
-0 1 1        0 1          loss_mask  0 1 1 0 1      targets     2 1      lowest_ids  5 8      highest_ids  7 9
+5 6 7        8 9          input_ids  5 6 7 8 9      lengths  3 2
+0 1 1        0 1          loss_mask  0 1 1 0 1
 
 A preview is a document as text with its targets marked, in colour on a terminal: a wrong mask is seen at a glance.
 
@@ -181,26 +181,6 @@ class Documents:
     def tokens(self) -> int:
         """Tokens kept."""
         return self.counts.tokens
-
-    @property
-    def targets(self) -> NDArray[np.int32]:
-        """int32[D]: target tokens of each document."""
-        return self._of_each(np.add, self.loss_mask)
-
-    @property
-    def lowest_ids(self) -> NDArray[np.int32]:
-        """int32[D]: the lowest token id of each document."""
-        return self._of_each(np.minimum, self.input_ids)
-
-    @property
-    def highest_ids(self) -> NDArray[np.int32]:
-        """int32[D]: the highest token id of each document."""
-        return self._of_each(np.maximum, self.input_ids)
-
-    def _of_each(self, reduce: np.ufunc, values: np.ndarray) -> NDArray[np.int32]:
-        """A reduction over the tokens of each document; none is without tokens."""
-        starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        return reduce.reduceat(values, starts, dtype=np.int32) if len(starts) else np.empty(0, np.int32)
 
 
 def joined(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:

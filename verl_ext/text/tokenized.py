@@ -304,8 +304,10 @@ class DatasetWriter:
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         full = lengths if documents.full_lengths is None else documents.full_lengths
-        targets = documents.targets - mask[ends - lengths]
-        facts = [lengths, targets, documents.lowest_ids, documents.highest_ids, full, category]
+        starts = ends - lengths
+        targets = np.add.reduceat(mask, starts, dtype=np.int32) - mask[starts]
+        lowest, highest = (reduce.reduceat(documents.input_ids, starts) for reduce in (np.minimum, np.maximum))
+        facts = [lengths, targets, lowest, highest, full, category]
         numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
         columns = [*lists[:3], *numbers, *texts, *lists[3:]]

@@ -32,9 +32,7 @@ class ModelOptions(Options):
     @property
     def tokenizer(self) -> str:
         """The folder or Hub name that the tokenizer is loaded from."""
-        path = self.tokenizer_path or self.path
-        assert path is not None, "tokenizer_problems() is empty"
-        return path
+        return self.tokenizer_path or self.path or ""
 
     @property
     def tokenizer_key(self) -> str:
@@ -43,7 +41,7 @@ class ModelOptions(Options):
 
     def tokenizer_problems(self) -> list[str]:
         """One line where there is no such folder and no name on the Hub."""
-        path = self.tokenizer_path or self.path
+        path = self.tokenizer
         if not path:
             return ["model.path must name a model or tokenizer folder; got nothing"]
         hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
