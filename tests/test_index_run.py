@@ -179,7 +179,7 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
         (["sources={.a:in.txt}"], "sources..a must be a file's name"),
         (["sources={a:[]}"], "sources.a must be a path, a glob or a list of them; got []"),
         (["sources={a:x.txt, b:y.txt, a:z.txt}"], "sources must have each name once, several values of it as a list;"),
-        (["text_key=[]"], "text_key must be a field or a list of fields; got []"),
+        (["text_key=[]"], "text_key must name a field of a record, or several; got []"),
         (["max_corpus_tokens=0"], "max_corpus_tokens must be at least 1; got 0"),
         (["num_workers=0"], "num_workers must be at least 1; got 0"),
         (["on_bad_record=skp"], "on_bad_record must be one of error, skip; got skp (nearest: skip)"),
@@ -218,7 +218,7 @@ def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) 
     index({"b": source}, output, model, "overwrite=true")
     assert names(output) == ["b.bin", "b.idx", "report.json"]
     assert documents(output / "b") == expected(["sat"])
-    (output / "b.idx").unlink()  # now like a tokenised dataset, whose report has the same name
+    (output / "b.idx").unlink()  # now like a tokenized dataset, whose report has the same name
     with pytest.raises(UsageError, match="output_dir must be of this command to be replaced"):
         index({"a": source}, output, model, "overwrite=true")
 

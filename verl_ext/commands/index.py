@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_ext.commands.command_line import SourceOptions, command, is_names
+from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import REPORT, as_text, reported_options, tables, total
 from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.files import OutputFolder, write_json
-from verl_ext.text.counts import CHAT_COUNTS, Counts
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
+from verl_ext.text.documents import CHAT_COUNTS, Counts
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import CHUNK
 from verl_ext.text.sources import find_source_files, total_bytes
@@ -25,7 +24,7 @@ NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 
 
 @dataclass(frozen=True)
-class IndexOptions(SourceOptions):
+class IndexOptions(TextOptions, SourceOptions):
     """Text tokenized once into Megatron's indexed form: OUTPUT_DIR/SOURCE.bin and .idx, and report.json.
 
     Sources are txt, jsonl, json, csv, tsv (also as .gz, .bz2, .xz, .zst), parquet or Arrow folders. A .txt file is one
@@ -33,27 +32,12 @@ class IndexOptions(SourceOptions):
     where it holds no other format."""
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
-    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
-    add_eos: bool = option(True, "one EOS token after each document")
     add_bos: bool = option(False, "one BOS token before each document")
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in texts: encode: as any text; keep: as the tokens; error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
     max_corpus_tokens: int | None = option(
         None, "each source is cut after so many tokens, also inside a document; null: none is", least=1
     )
-    on_bad_record: str = option(
-        "error", "error: the first ends the run; skip: left out, counted by reason and source", choices=ON_BAD_RECORD
-    )
 
-    @property
-    def text(self) -> TextOptions:
-        """How text becomes documents."""
-        return TextOptions(self.text_key, self.add_eos, self.add_bos, self.on_bad_record, self.special_tokens_in_text)
-
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | None]:
         """A line for every mistake that can be seen without opening a source."""
         for name in self.sources:
             if not name or name.startswith(".") or set(name) & set("/\\\0"):
@@ -65,8 +49,7 @@ class IndexOptions(SourceOptions):
         if not problems and output.is_dir() and any(output.iterdir()) and not any(output.glob("*.idx")):
             yield f"output_dir must be of this command to be replaced; got {output}, which holds other files"
         yield from self.model.tokenizer_problems()
-        if not is_names(self.text_key):
-            yield f"text_key must be a field or a list of fields; got {self.text_key!r}"
+        yield from super().problems()
 
 
 def run(options: IndexOptions) -> str:
@@ -76,14 +59,14 @@ def run(options: IndexOptions) -> str:
     """
     files = find_source_files(options.patterns)
     # Also made here: a tokenizer that lacks a token is told before any process is started.
-    tokenizer = load_text_tokenizer(options.model, options.text)
+    tokenizer = load_text_tokenizer(options.model, options, options.add_bos)
     num_bytes = total_bytes(files)
     useful = available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
     tokenized = None  # by this process
     if (num_workers := options.num_workers or useful) > 1:
         tokenized = partial(
             ordered_results,
-            partial(load_text_tokenizer, options.model, options.text),
+            partial(load_text_tokenizer, options.model, options, options.add_bos),
             TextTokenizer.tokenize,
             num_workers=num_workers,
             name="tokenize",
@@ -104,9 +87,9 @@ def run(options: IndexOptions) -> str:
     return f"{as_text(*tables('source', by_source, targets=False))}\n\nwritten to {options.output_dir}"
 
 
-def load_text_tokenizer(model: ModelOptions, options: TextOptions) -> TextTokenizer:
+def load_text_tokenizer(model: ModelOptions, options: TextOptions, add_bos: bool = False) -> TextTokenizer:
     """The state of a worker."""
-    return TextTokenizer(load_tokenizer(model), options)
+    return TextTokenizer(load_tokenizer(model), options, add_bos)
 
 
 def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str, Counts]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ import numpy as np
 from verl_ext.files import write_json
 from verl_ext.progress import Row, aligned
 from verl_ext.text.chat import ChatOptions
-from verl_ext.text.counts import Counts, Run
-from verl_ext.text.documents import Documents
+from verl_ext.text.documents import Counts, Documents, Run
 from verl_ext.values import DataError, Options, one_line
 
 REPORT = "report.json"

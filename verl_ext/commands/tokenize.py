@@ -21,7 +21,7 @@ from verl_ext.commands.report import Report
 from verl_ext.files import OutputFolder
 from verl_ext.progress import Progress
 from verl_ext.text.chat import ChatEncoder, ChatOptions
-from verl_ext.text.counts import previews_text
+from verl_ext.text.documents import previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenized import SHARD_BYTES, DatasetWriter

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
+from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, absolute_path

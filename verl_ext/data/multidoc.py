@@ -29,7 +29,6 @@ from verl_ext.data.multidoc_plan import LABEL_TOKENS, SourceFinder, StreamPlan, 
 from verl_ext.files import cached_folder, damage, default_root, write_json
 from verl_ext.packing import CostModel
 from verl_ext.packing.strategies import MOST_TOKENS
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import TextOptions
 from verl_ext.text.tokenized import digest, file_facts
 from verl_ext.values import option, plain
@@ -39,7 +38,7 @@ RANGE = "token_range.json"
 
 
 @dataclass(frozen=True)
-class MultiDocOptions(DatasetOptions):
+class MultiDocOptions(DatasetOptions, TextOptions):
     """How documents become samples."""
 
     reads: ClassVar[str] = "texts or an index, or data.blend in its place"
@@ -67,17 +66,7 @@ class MultiDocOptions(DatasetOptions):
     val_sampling: str = option("in_order", "the same, for validation", choices=("in_order", "random_starts"))
     attend_across_documents: bool = option(True, "false: attention, and prediction, stay inside a document")
     num_samples: int | None = option(None, "of document_stream; null: what the run needs", least=1)
-    add_eos: bool = option(True, "an EOS token after each document of a text")
-    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
     max_corpus_tokens: int | None = option(None, "each text is cut after so many tokens; null: none is", least=1)
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in texts: encode: as any text; keep: as the tokens; error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
-    on_bad_record: str = option(
-        "error", "error: a record that cannot be used ends the run; skip: left out and counted", choices=ON_BAD_RECORD
-    )
     cache_dir: str | os.PathLike[str] | None = option(
         None, "where tokenized texts and indices are kept; null: the cache of datasets"
     )
@@ -104,9 +93,7 @@ class MultiDocOptions(DatasetOptions):
             yield f"data.max_tokens must be data.seq_len={self.seq_len} for samples of it; got {self.max_tokens}"
         if self.mixture is not None:
             yield f"data.mixture must be null for samples of a stream; got {self.mixture}"
-        keys = [self.text_key] if isinstance(self.text_key, str) else self.text_key
-        if not isinstance(keys, Sequence) or not keys or not all(isinstance(name, str) and name for name in keys):
-            yield f"data.text_key must name a field of a record, or several; got {self.text_key!r}"
+        yield from super().problems()
         if self.cache_dir is not None and not is_path(self.cache_dir):
             yield f"data.cache_dir must be a folder or null; got {self.cache_dir!r}"
         if self.blend is not None:
@@ -172,10 +159,7 @@ class MultiDocDataset(PackDataset):
             raise ValueError(f"{key} must be null with data.blend, which names the data; got {paths!r}")
         self.key = "data.blend" if uses_blend else key
         self._root = default_root(CACHE, options.cache_dir)
-        text = TextOptions(
-            options.text_key, options.add_eos, False, options.on_bad_record, options.special_tokens_in_text, "data."
-        )
-        finder = SourceFinder(tokenizer, text, options.max_corpus_tokens, self._root, self.key)
+        finder = SourceFinder(tokenizer, options, options.max_corpus_tokens, self._root, self.key)
         sources = finder.blended(options.blend) if uses_blend else finder.listed(paths)
         if split is not None:
             sources = [source.part(split, options.train_ratio, options.seed) for source in sources]

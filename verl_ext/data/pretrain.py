@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from verl_ext.data.dataset import DatasetOptions
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
+from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.json_records import RecordOptions
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
@@ -38,7 +37,7 @@ ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 
 
 @dataclass(frozen=True)
-class PreTrainOptions(TextSetOptions):
+class PreTrainOptions(TextSetOptions, RecordOptions):
     """How text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
 
     reads: ClassVar[str] = "files of text records"
@@ -54,14 +53,6 @@ class PreTrainOptions(TextSetOptions):
         "packed",
         "packed: whole documents up to max_tokens; padded: one document, filled up to max_length",
         choices=ROWS,
-    )
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in texts: encode as text; keep as the tokens themselves; error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
-    on_bad_record: str = option(
-        "error", "error: a record without a text ends the run; skip: left out and counted", choices=ON_BAD_RECORD
     )
     max_tokens: int | None = option(  # type: ignore[assignment]
         None,
@@ -90,6 +81,13 @@ class PreTrainOptions(TextSetOptions):
 
 
 @dataclass(frozen=True)
+class _RecordTexts(TextOptions):
+    """Which text a record holds, and what is done with those that cannot be used."""
+
+    prefix: ClassVar[str] = "data"
+
+
+@dataclass(frozen=True)
 class PreTrainEncoder:
     """Text records as documents of BOS, text and EOS; a document's category is its file's name."""
 
@@ -106,10 +104,8 @@ class PreTrainEncoder:
         """The files' documents; ValueError for a tokenizer without EOS, or a record that cannot be used."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
-        options = TextOptions(
-            self.text_key, True, self.has_bos, self.on_bad_record, self.special_tokens_in_text, "data."
-        )
-        tokenizer = TextTokenizer(self.tokenizer, options)
+        options = _RecordTexts(self.special_tokens_in_text, self.on_bad_record, self.text_key)
+        tokenizer = TextTokenizer(self.tokenizer, options, add_bos=self.has_bos)
         return (self._documents(batch, tokenizer) for batch in read_batches(files, lambda source: False, batch_bytes))
 
     @property

@@ -68,7 +68,7 @@ def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
     """Let a collective on the device take so long at most, from now on: one of all ranks, or of a group of `meshes`.
 
     On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
-    tokenises, and that may take hours. On a CPU it is all gloo, and one limit.
+    tokenizes, and that may take hours. On a CPU it is all gloo, and one limit.
     """
     from verl.utils.device import get_device_name  # not before VERL_PLATFORM is set
 

@@ -13,7 +13,7 @@ from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import PlainText, parse_record
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
-from verl_ext.text.tokenizer import check_template, read_template_file
+from verl_ext.text.tokenizer import check_template, read_template
 from verl_ext.values import DataError, Options, option, show
 
 CHATML = "chatml"
@@ -162,7 +162,7 @@ def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
     if template == CHATML:
         template = CHATML_TEMPLATE
     elif template is not None:
-        template = read_template_file(template, "tokenizer.chat_template")
+        template = read_template(template, "tokenizer.chat_template")
         check_template(template, str(options.chat_template), "tokenizer.chat_template")
     bpe = train_bpe(texts, options.vocab_size, options.all_special_tokens)
     named = {name: getattr(options, name) for name in ("bos_token", "eos_token", "pad_token")}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.progress import Progress
-from verl_ext.text.counts import Counts
+from verl_ext.text.documents import Counts
 from verl_ext.text.plain_text import PlainDocuments, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, total_bytes
