@@ -39,7 +39,7 @@ bench: .venv/.installed-test
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/train_throughput.py --table longalign
 	$(BIN)/python benchmarks/titans_memory.py
-	$(BIN)/python benchmarks/tokenising.py
+	$(BIN)/python benchmarks/tokenizing.py
 	$(BIN)/python benchmarks/index.py
 
 clean:

@@ -1,4 +1,4 @@
-"""The conversations that the readers of loading.py read: made-up words, as JSONL, parquet and tokenised."""
+"""The conversations that the readers of loading.py read: made-up words, as JSONL, parquet and tokenized."""
 
 import json
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Corpus:
 
     kind: Kind
     parquet: Path
-    tokenised: Path
+    tokenized: Path
     tokenizer: PreTrainedTokenizerFast
 
 
@@ -70,7 +70,7 @@ def write_conversations(conversations: list[Conversation], folder: Path) -> tupl
 
 
 def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
-    """Write them below ``folder``, with a tokenizer trained on them, tokenised by ``verl_ext.tokenize``."""
+    """Write them below ``folder``, with a tokenizer trained on them, tokenized by `verl-ext tokenize`."""
     from verl_ext.commands.command_line import read_options
     from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 
@@ -78,6 +78,6 @@ def write_corpus(kind: Kind, count: int, folder: Path, seed: int) -> Corpus:
     conversations = make_conversations(kind, count, np.random.default_rng(seed))
     lines, tokenizer = write_conversations(conversations, folder)
     pd.DataFrame({"messages": conversations}).to_parquet(folder / "conversations.parquet")
-    command = [f"sources={{made_up:{lines}}}", f"output_dir={folder / 'tokenised'}", "num_workers=1"]
+    command = [f"sources={{made_up:{lines}}}", f"output_dir={folder / 'tokenized'}", "num_workers=1"]
     tokenize(read_options(TokenizeOptions, [*command, f"model.path={folder / 'tokenizer'}"]))
-    return Corpus(kind, folder / "conversations.parquet", folder / "tokenised", tokenizer)
+    return Corpus(kind, folder / "conversations.parquet", folder / "tokenized", tokenizer)

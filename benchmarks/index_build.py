@@ -1,4 +1,4 @@
-"""Contestants of index.py's first table: the same texts, tokenised, and written as an index but by the tokenizer alone.
+"""Contestants of index.py's first table: the same texts, tokenized, and written as an index but by the tokenizer alone.
 
 | contestant | what it does |
 |---|---|
@@ -76,11 +76,9 @@ def command(corpus: Corpus) -> Speed:
     """Ours with worker processes."""
     make = partial(load_text_tokenizer, ModelOptions(corpus.tokenizer_folder), TextOptions())
     batches = read_batches(corpus.files, lambda source: False)
-    results = ordered_results(make, _tokenise, batches, corpus.workers, name="tokenise", preload=[tokenizer_module()])
+    results = ordered_results(make, _tokenize, batches, corpus.workers, name="tokenize", preload=[tokenizer_module()])
     with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
-        speed = _timed(results, lambda result: index.add(result).tokens)
-        index.close()
-    return speed
+        return _timed(results, lambda result: index.add(result).tokens)
 
 
 def megatron_core(corpus: Corpus) -> Speed:
@@ -149,7 +147,7 @@ def _fresh(corpus: Corpus, name: str) -> Path:
     return corpus.folder / name
 
 
-def _tokenise(tokenizer: TextTokenizer, batch: Batch) -> Stamped:
+def _tokenize(tokenizer: TextTokenizer, batch: Batch) -> Stamped:
     return tokenizer.tokenize(batch), os.getpid(), time.process_time()
 
 
@@ -182,7 +180,7 @@ def made_up_texts(megabytes: float, rng: np.random.Generator) -> list[str]:
 
 def read_texts(paths: list[str], text_key: list[str], megabytes: float) -> Iterator[str]:
     """Texts of files of any format that the command takes, up to so many megabytes."""
-    options = TextOptions(text_key, on_bad_record="skip")
+    options = TextOptions(text_key=text_key, on_bad_record="skip")
     left = megabytes * 1e6
     for batch in read_batches(find_source_files({"text": paths}), lambda source: False):
         for text in (text for _, text in record_texts(batch, options) if isinstance(text, str)):

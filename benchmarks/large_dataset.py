@@ -1,4 +1,4 @@
-"""A tokenised dataset of millions of documents, written in large record batches: no Python per token or document.
+"""A tokenized dataset of millions of documents, written in large record batches: no Python per token or document.
 
 Lengths are lognormal around a mean; token ids random, the last quarter of a document its target, four categories.
 """

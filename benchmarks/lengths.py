@@ -47,7 +47,7 @@ def make_documents(count: int, budget: int, vocabulary: int, rng: np.random.Gene
 
 
 def write_dataset(documents: list[Document], folder: Path) -> None:
-    """A tokenised dataset, one row a document, in the order given."""
+    """A tokenized dataset, one row a document, in the order given."""
     kinds = {"input_ids": "int32", "loss_mask": "int8", "category_ids": "int32"}
     features = Features({**{name: List(Value(kind)) for name, kind in kinds.items()}, "length": Value("int32")})
     columns: dict[str, list] = {name: [document[name] for document in documents] for name in kinds}

@@ -77,7 +77,7 @@ _SEED_COLUMNS = ("input_ids", "position_ids", "loss_mask", "category_ids", "atte
 
 def build_readers(corpus: Corpus, seed: int) -> tuple[dict[str, Reader], int]:
     """Readers by name, and the tokens that each of them reads."""
-    folder, max_tokens = str(corpus.tokenised), corpus.kind.max_tokens
+    folder, max_tokens = str(corpus.tokenized), corpus.kind.max_tokens
     ours = SFTDataSet(folder, max_tokens)
     collate = StepCollator(LossSpec("token", np.ones(len(ours.categories) + 1), 30), ours.categories)
     theirs = SeedDataset(folder, max_tokens, corpus.tokenizer.pad_token_id)

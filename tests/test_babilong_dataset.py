@@ -278,7 +278,7 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
         opened([record(9)], Slow(), max_length=32)
 
 
-def test_the_scan_needs_no_token_and_is_that_of_a_tokenised_folder(opened):
+def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(opened):
     dataset = opened(records(10), split="train")
     (folder,) = dataset.folders
     read = SFTDataSet(folder, max_tokens=96, strategy="none")

@@ -1,4 +1,4 @@
-"""The cache of tokenised BABILong files: reused, made anew, shared by processes, streamed."""
+"""The cache of tokenized BABILong files: reused, made anew, shared by processes, streamed."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from verl_ext.data.babilong import BABILongEncoder, find_files
 
 @pytest.fixture
 def built(monkeypatch):
-    """One entry for each time that something is tokenised."""
+    """One entry for each time that something is tokenized."""
     calls = []
     original = BABILongEncoder.encode
     monkeypatch.setattr(BABILongEncoder, "encode", lambda *arguments: (calls.append(1), original(*arguments))[1])
@@ -35,7 +35,7 @@ def open_files(path, tokenizer=None, max_length=96, **options):
     return BABILongDataset(path, tokenizer or byte_tokenizer(), max_length, **options)
 
 
-def test_files_are_tokenised_once_for_every_split_limit_and_padding(path, built):
+def test_files_are_tokenized_once_for_every_split_limit_and_padding(path, built):
     first = open_files(path)
     tokenizer = byte_tokenizer(pad=False)
     tokenizer("a call leaves its limits in the tokenizer", truncation=True, max_length=3)
@@ -44,7 +44,7 @@ def test_files_are_tokenised_once_for_every_split_limit_and_padding(path, built)
     assert len(built) == 1
 
 
-def test_other_options_tokenizers_or_files_are_tokenised_anew(path, built):
+def test_other_options_tokenizers_or_files_are_tokenized_anew(path, built):
     open_files(path)
     open_files(path, max_length=95)
     open_files(path, answer_reserve_tokens=9)
@@ -86,7 +86,7 @@ def test_a_run_that_ends_early_leaves_nothing_that_is_used(path, built, monkeypa
 
 
 def _open_on_a_rank(path):
-    """(times that this rank tokenised, its rows, the targets by the shared scan)"""
+    """(times that this rank tokenized, its rows, the targets by the shared scan)"""
     from verl_ext.trainer.distributed import RunRanks
 
     built = []
@@ -99,7 +99,7 @@ def _open_on_a_rank(path):
     return len(built), [row["labels"].tolist() for row in dataset], dataset.scan.targets.tolist()
 
 
-def test_of_two_ranks_one_tokenises_and_both_have_the_rows_and_the_scan(tmp_path):
+def test_of_two_ranks_one_tokenizes_and_both_have_the_rows_and_the_scan(tmp_path):
     path = write_records(tmp_path / "1k.json", records(50))
     (first, rows, targets), (second, *others) = run_ranks(_open_on_a_rank, 2, path)
     assert first + second == 1
@@ -141,7 +141,7 @@ def test_the_cache_lies_in_that_of_datasets_unless_told(path, tmp_path, monkeypa
     assert Path(dataset.folders[0]).parent == tmp_path / "hf" / "verl_ext_tokenized"
 
 
-def test_records_are_tokenised_in_batches_of_bounded_size(path):
+def test_records_are_tokenized_in_batches_of_bounded_size(path):
     write_records(Path(path), records(600))
     files, names = find_files([path], "data.train_dir")
     batches = list(BABILongEncoder(byte_tokenizer(), 96, 8).encode(files, 1))

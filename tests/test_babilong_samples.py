@@ -14,18 +14,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_babilong_worlds import ANY_FACT, replay
-from verl_ext.commands.babilong.background import (
+from verl_ext.commands.babilong.samples import (
     MIN_TOKENS,
     Background,
+    SampleMaker,
     TokenCounter,
+    cut_to,
     filler_background,
     filler_sentences,
     folder_background,
+    size_tokens,
     split_sentences,
+    target_tokens,
 )
-from verl_ext.commands.babilong.samples import SampleMaker, cut_to, size_tokens, target_tokens
-from verl_ext.commands.babilong.stories import TASKS, StoryOptions
-from verl_ext.commands.babilong.world import GIVERS, OBJECTS, PLACES, STARTS
+from verl_ext.commands.babilong.stories import GIVERS, OBJECTS, PLACES, STARTS, TASKS, StoryOptions
 from verl_ext.values import UsageError
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.commands.babilong.stories import TASKS, Story, StoryOptions, make_story
-from verl_ext.commands.babilong.world import STARTS, Event, World
+from verl_ext.commands.babilong.stories import STARTS, TASKS, Event, Story, StoryOptions, World, make_story
 from verl_ext.data.babilong import TASK_LABELS
 
 MOVE = r"(?P<move>\w+) (?:moved|went|journeyed|travelled|went back) to the (?P<to>\w+)\."

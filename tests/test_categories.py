@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import CategoryTable, SFTDataSet
 from verl_ext.data.categories import CategoryNumbers
 
@@ -107,7 +107,7 @@ def test_numbers_of_any_size_are_looked_up(tmp_path):
 )
 def test_a_number_that_only_another_folder_names_is_refused_where_it_is_read(tmp_path, files, of_data, refused):
     folders = [
-        write_tokenised(
+        write_tokenized(
             tmp_path / str(n),
             [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "category_ids": [category] * 3}],
             file,
@@ -130,7 +130,7 @@ def test_folders_that_were_numbered_on_their_own_are_read_by_name(tmp_path):
     for name, categories in (("a", {1: "math", 2: "code"}), ("b", {1: "code", 2: "chat"})):
         documents = random_documents(rng, [5, 9, 7], vocab=50, categories=1)
         documents[1]["category_ids"] = 2 * documents[1]["category_ids"]
-        folders.append(write_tokenised(tmp_path / name, documents, categories))
+        folders.append(write_tokenized(tmp_path / name, documents, categories))
     dataset = SFTDataSet(folders, max_tokens=8, strategy="none", over_length="truncate")
     assert dataset.categories.names == ("math", "code", "chat")
     assert dataset.scan.category_ids == (1, 2, 3)

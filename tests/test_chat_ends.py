@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.test_tokenize_run import tokenise, write_jsonl
+from tests.test_tokenize_run import tokenize_files, write_jsonl
 from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
-from verl_ext.commands.tokenize_report import Report
+from verl_ext.commands.report import Report
 from verl_ext.text.chat_spans import RenderedChat, locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.records import parse_record
@@ -172,13 +172,13 @@ def test_a_stop_token_ends_the_turns_that_calls_close_otherwise_than_words() -> 
     assert ends_and_turns(template, record, stop_tokens=["<|end|>"]) == (["<|im_end|>"], turns)
 
 
-def tokenised(tmp_path: Path, template: str, records: list[Any], *options: str, **generation: Any) -> Report:
+def tokenized(tmp_path: Path, template: str, records: list[Any], *options: str, **generation: Any) -> Report:
     """The report of a run over records, with the tokenizer's folder having a generation_config.json of those fields."""
     tiny_tokenizer(template, eos_token="</s>", special_tokens=TOKENS).save_pretrained(tmp_path / "model")
     if generation:
         (tmp_path / "model/generation_config.json").write_text(json.dumps(generation))
     source = write_jsonl(tmp_path / "in.jsonl", records)
-    return tokenise({"chat": source}, tmp_path / "out", tmp_path / "model", *options)
+    return tokenize_files({"chat": source}, tmp_path / "out", tmp_path / "model", *options)
 
 
 def learnt(tmp_path: Path) -> list[list[str]]:
@@ -190,7 +190,7 @@ def learnt(tmp_path: Path) -> list[list[str]]:
 @pytest.mark.parametrize("as_list", [False, True])
 def test_the_stop_tokens_of_generation_config_end_turns(tmp_path: Path, as_list: bool) -> None:
     user = tiny_tokenizer(HEADERS_ONLY, eos_token="</s>", special_tokens=TOKENS).convert_tokens_to_ids("<|user|>")
-    report = tokenised(tmp_path, HEADERS_ONLY, [TWO_TURNS], eos_token_id=[0, user] if as_list else user)
+    report = tokenized(tmp_path, HEADERS_ONLY, [TWO_TURNS], eos_token_id=[0, user] if as_list else user)
     assert learnt(tmp_path) == [["the cat<|user|>", "sat"]]
     assert report.sources["chat"].end_of_turn == {"<|user|>": 1, "": 1}
 
@@ -199,7 +199,7 @@ def test_the_stop_tokens_of_generation_config_end_turns(tmp_path: Path, as_list:
 def test_a_generation_config_without_another_stop_token_changes_nothing(
     tmp_path: Path, generation: dict[str, Any]
 ) -> None:
-    tokenised(tmp_path, HEADERS_ONLY, [TWO_TURNS], **generation, max_length=20)
+    tokenized(tmp_path, HEADERS_ONLY, [TWO_TURNS], **generation, max_length=20)
     assert learnt(tmp_path) == [["the cat", "sat"]]
 
 
@@ -224,16 +224,16 @@ def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/generation_config.json").write_text("{")
     with pytest.raises(UsageError, match=r"generation_config\.json must be a generation config in JSON"):
-        tokenised(tmp_path, CHATML, [TWO_TURNS])
+        tokenized(tmp_path, CHATML, [TWO_TURNS])
 
 
 def test_an_end_of_turn_that_the_template_never_writes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="end_of_turn must be"):
-        tokenised(tmp_path, CHATML, [TWO_TURNS], "end_of_turn='<|eot|>'")
+        tokenized(tmp_path, CHATML, [TWO_TURNS], "end_of_turn='<|eot|>'")
 
 
 def test_report_and_table_say_what_ends_the_turns(tmp_path: Path) -> None:
-    report = tokenised(tmp_path, OTHER_LAST_END, [TWO_TURNS, chat("hello", "the cat")])
+    report = tokenized(tmp_path, OTHER_LAST_END, [TWO_TURNS, chat("hello", "the cat")])
     counts = {"<|endoftext|>": 2, "<|im_end|>": 1}
     assert json.loads((tmp_path / "out/report.json").read_text())["categories"]["chat"]["end_of_turn"] == counts
     assert report.table().splitlines()[-1] == "chat: end of turn: <|endoftext|> (2 turns), <|im_end|> (1 turns)"
@@ -241,11 +241,11 @@ def test_report_and_table_say_what_ends_the_turns(tmp_path: Path) -> None:
 
 
 def test_turns_that_nothing_ends_are_warned_of_unless_end_of_turn_is_given(tmp_path: Path) -> None:
-    report = tokenised(tmp_path, ONLY_TEXT, [TWO_TURNS])
+    report = tokenized(tmp_path, ONLY_TEXT, [TWO_TURNS])
     assert report.as_dict()["categories"]["chat"]["end_of_turn"] == {"": 2}
     assert report.table().splitlines()[-1].startswith("chat: warning: 2 turns have no end-of-turn token")
     assert learnt(tmp_path) == [["the cat", "sat"]]
-    report = tokenised(tmp_path, ONLY_TEXT.replace("\n\n", " ~\n\n"), [TWO_TURNS], "end_of_turn=' ~'", "overwrite=true")
+    report = tokenized(tmp_path, ONLY_TEXT.replace("\n\n", " ~\n\n"), [TWO_TURNS], "end_of_turn=' ~'", "overwrite=true")
     assert report.as_dict()["categories"]["chat"]["end_of_turn"] == {" ~": 2}
     assert "warning" not in report.table()
     told = "chat: no token of the tokenizer, but learnt as text, is the end of turn  ~ (2 turns)"

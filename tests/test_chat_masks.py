@@ -51,7 +51,7 @@ def chunk_tokenizer(folder: Path, template: str) -> ChatEncoder:
     return ChatEncoder(replace(read_options(TokenizeOptions, options), chat_template=template))
 
 
-def tokenised(folder: Path, template: str, record: dict[str, Any]) -> Documents:
+def tokenized(folder: Path, template: str, record: dict[str, Any]) -> Documents:
     return chunk_tokenizer(folder, template).encode(Chunk(1, "in.jsonl", [(1, record)], 1))
 
 
@@ -172,7 +172,7 @@ def check_against_reference(folder: Path, template: str, messages: list[Message]
     # A token of which a part is to be learnt is a target; the first of a document has nothing before it.
     expected = [int(any(learnt[a:b])) for a, b in encoded["offset_mapping"]]
     expected[0] = 0
-    result = tokenised(folder, template, {"messages": messages})
+    result = tokenized(folder, template, {"messages": messages})
     assert result.input_ids.tolist() == encoded["input_ids"]
     assert result.loss_mask.tolist() == expected
 
@@ -241,7 +241,7 @@ def test_a_token_of_the_template_and_of_the_content_is_learnt(
     joining_folder: Path, template: str, contents: tuple[str, ...], learnt: str
 ) -> None:
     record, tokenizer = chat(*contents), chunk_tokenizer(joining_folder, template).tokenizer
-    result = tokenised(joining_folder, template, record)
+    result = tokenized(joining_folder, template, record)
     assert tokenizer.decode(result.input_ids[result.loss_mask == 1].tolist()) == learnt
     whole = tokenizer.apply_chat_template(record["messages"], chat_template=template, return_dict=True)
     assert result.input_ids.tolist() == whole["input_ids"]
@@ -251,7 +251,7 @@ def test_a_token_of_the_template_and_of_the_content_is_learnt(
 def test_tokens_of_the_template_and_of_the_content_are_counted(
     joining_folder: Path, template: str, contents: tuple[str, ...], border_tokens: int
 ) -> None:
-    assert tokenised(joining_folder, template, chat(*contents)).counts.border_tokens == border_tokens
+    assert tokenized(joining_folder, template, chat(*contents)).counts.border_tokens == border_tokens
 
 
 def turns(number: int) -> dict[str, Any]:

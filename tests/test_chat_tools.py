@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.test_tokenize_run import tokenise, write_jsonl
+from tests.test_tokenize_run import tokenize_files, write_jsonl
 from tests.test_tokenize_templates import CHATML, STRIPS_THINKING, chat, tiny_tokenizer
-from verl_ext.commands.tokenize_report import Report
+from verl_ext.commands.report import Report
 from verl_ext.text.chat_spans import RenderedChat, locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.json_records import BadRecord
@@ -295,14 +295,14 @@ def test_words_before_reasoning_that_a_template_takes_out_with_it_are_told() -> 
     assert rendered(STRIPS_THINKING, record).unprinted == ["assistant content", "reasoning in content"]
 
 
-def tokenised(tmp_path: Path, template: str, records: list[Any], *options: str) -> Report:
+def tokenized(tmp_path: Path, template: str, records: list[Any], *options: str) -> Report:
     tiny_tokenizer(template, special_tokens=TOKENS).save_pretrained(tmp_path / "model")
     source = write_jsonl(tmp_path / "in.jsonl", records)
-    return tokenise({"agent": source}, tmp_path / "out", tmp_path / "model", *options)
+    return tokenize_files({"agent": source}, tmp_path / "out", tmp_path / "model", *options)
 
 
 def test_chats_of_which_something_is_left_out_are_used_and_counted_by_kind(tmp_path: Path) -> None:
-    report = tokenised(tmp_path, HEADERS, [with_everything(), agent_chat(SIT), with_everything()])
+    report = tokenized(tmp_path, HEADERS, [with_everything(), agent_chat(SIT), with_everything()])
     counts = {"reasoning_content": 2, "tools": 2}
     assert json.loads((tmp_path / "out/report.json").read_text())["categories"]["agent"]["unprinted"] == counts
     assert report.sources["agent"].documents == 3
@@ -314,7 +314,7 @@ def test_chats_of_which_something_is_left_out_are_used_and_counted_by_kind(tmp_p
 def test_on_unprinted_drop_leaves_such_chats_out_and_never_ends_the_run(tmp_path: Path, on_bad_record: str) -> None:
     records = [with_everything(), agent_chat(SIT)]
     options = ("on_unprinted=drop", f"on_bad_record={on_bad_record}")
-    tally = tokenised(tmp_path, HEADERS, records, *options).sources["agent"]
+    tally = tokenized(tmp_path, HEADERS, records, *options).sources["agent"]
     assert (tally.documents, tally.bad, tally.unprinted) == (1, {"unprinted": 1}, {})
     assert "leaves out: reasoning_content, tools" in tally.examples["unprinted"][0]
 
@@ -322,9 +322,9 @@ def test_on_unprinted_drop_leaves_such_chats_out_and_never_ends_the_run(tmp_path
 def test_on_unprinted_error_makes_such_chats_bad_records(tmp_path: Path) -> None:
     records = [agent_chat(SIT), with_everything()]
     with pytest.raises(DataError, match=r"in\.jsonl:2: the chat template leaves out: reasoning_content, tools"):
-        tokenised(tmp_path, HEADERS, records, "on_unprinted=error")
+        tokenized(tmp_path, HEADERS, records, "on_unprinted=error")
     assert not (tmp_path / "out").exists()
-    tally = tokenised(tmp_path, HEADERS, records, "on_unprinted=error", "on_bad_record=skip").sources["agent"]
+    tally = tokenized(tmp_path, HEADERS, records, "on_unprinted=error", "on_bad_record=skip").sources["agent"]
     assert (tally.documents, tally.bad) == (1, {"unprinted": 1})
 
 
@@ -335,17 +335,17 @@ def test_a_chat_of_which_nothing_is_printed_that_could_be_learnt_is_no_document(
     only_calls = agent_chat(SIT)
     del only_calls["messages"][2:]
     options = (f"on_unprinted={on_unprinted}", "on_bad_record=skip")
-    tally = tokenised(tmp_path, CHATML, [only_calls, agent_chat()], *options).sources["agent"]
+    tally = tokenized(tmp_path, CHATML, [only_calls, agent_chat()], *options).sources["agent"]
     assert tally.documents == 1
     assert tally.bad == {"no_target" if on_unprinted == "warn" else "unprinted": 1}
 
 
 def test_reasoning_of_earlier_turns_is_not_missed_where_each_turn_is_learnt_with_its_own(tmp_path: Path) -> None:
     record = chat("hello", "<think>\nfirst\n</think>\n\nthe cat", "more", "<think>\nsecond\n</think>\n\nsat")
-    tally = tokenised(tmp_path, STRIPS_THINKING, [record], "turns=each", "on_unprinted=error").sources["agent"]
+    tally = tokenized(tmp_path, STRIPS_THINKING, [record], "turns=each", "on_unprinted=error").sources["agent"]
     assert (tally.documents, tally.unprinted) == (2, {})
 
 
 def test_a_record_of_several_documents_is_counted_once_as_not_printed(tmp_path: Path) -> None:
-    tally = tokenised(tmp_path, HEADERS, [with_everything()], "turns=each").sources["agent"]
+    tally = tokenized(tmp_path, HEADERS, [with_everything()], "turns=each").sources["agent"]
     assert (tally.documents, tally.unprinted) == (2, {"reasoning_content": 1, "tools": 1})

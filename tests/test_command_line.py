@@ -10,7 +10,7 @@ import pytest
 
 import verl_ext
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +40,7 @@ PYTHONUNBUFFERED=1 torchrun --nnodes=$nnodes --nproc_per_node=$nproc_per_node --
 @pytest.fixture
 def folder(tmp_path):
     documents = random_documents(np.random.default_rng(0), [9, 17, 30, 4], VOCABULARY, 2)
-    return write_tokenised(tmp_path / "data", documents, {1: "maths", 2: "code"})
+    return write_tokenized(tmp_path / "data", documents, {1: "maths", 2: "code"})
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.test_command_line import environment
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.packing import TOKENS
 from verl_ext.trainer.report import data_facts, report_lines, step_facts, write_report
@@ -26,7 +26,7 @@ def folder(tmp_path):
     documents[4]["loss_mask"][:19] = 0
     for document in documents:
         document["category_ids"] = document["loss_mask"] * np.int32(2)
-    return write_tokenised(tmp_path / "data", documents, {1: "maths", 2: "code"})
+    return write_tokenized(tmp_path / "data", documents, {1: "maths", 2: "code"})
 
 
 def rows_of(facts):
@@ -78,7 +78,7 @@ def test_tokens_of_no_pack_are_removed_once_in_the_report(folder, budget, policy
 
 def test_documents_that_all_stand_as_they_are_make_no_table(tmp_path):
     documents = random_documents(np.random.default_rng(0), [3, 9], VOCABULARY, 1)
-    dataset = SFTDataSet(write_tokenised(tmp_path / "data", documents), max_tokens=16)
+    dataset = SFTDataSet(write_tokenized(tmp_path / "data", documents), max_tokens=16)
     facts = data_facts(dataset)
     assert facts["not_as_they_stand"] == []
     assert list(report_lines({"train": facts})) == [

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train
 
 SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -21,7 +21,7 @@ DROPOUT = {"embd_pdrop": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2}
 def data(tmp_path_factory):
     """Four packs of one document each, all four the same: two steps an epoch."""
     document = random_documents(np.random.default_rng(0), [40], VOCABULARY, 1)
-    return write_tokenised(tmp_path_factory.mktemp("data") / "train", document * 4)
+    return write_tokenized(tmp_path_factory.mktemp("data") / "train", document * 4)
 
 
 @pytest.fixture(scope="module")

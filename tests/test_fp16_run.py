@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.test_fp16 import FP16
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, metrics, train_alone
 from verl_ext.config import compose
 from verl_ext.config.output import TRACKER
@@ -28,7 +28,7 @@ def options(tiny_model, tmp_path_factory):
     """The overrides of a run into a folder; an epoch has 6 steps."""
     rng = np.random.default_rng(0)
     documents = random_documents(rng, rng.integers(5, 60, 40), VOCABULARY, 1)
-    data = write_tokenised(tmp_path_factory.mktemp("data") / "data", documents)
+    data = write_tokenized(tmp_path_factory.mktemp("data") / "data", documents)
     common = (f"data.train_dir={data}", f"model.path={tiny_model}")
     return lambda folder, *more: [*common, f"trainer.default_local_dir={folder}", *more]
 

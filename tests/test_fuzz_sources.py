@@ -109,7 +109,7 @@ def record(draw: random.Random) -> Any:
     return made
 
 
-def test_a_random_record_is_tokenised_or_counted_as_bad(tmp_path: Path) -> None:
+def test_a_random_record_is_tokenized_or_counted_as_bad(tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     base = ["sources.a=a.jsonl", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "on_bad_record=skip"]
     tokenizer = ChatEncoder(read_options(TokenizeOptions, base))

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.ranks import run_ranks
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import metrics, plain_losses, train_alone
 
 
@@ -25,7 +25,7 @@ def gpt2(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (2, 2)])
 def test_it_trains_as_plain_transformers_and_is_exported_as_itself(ranks, sequence_parallel, gpt2, tmp_path):
     documents = random_documents(np.random.default_rng(0), [64, 9, 30, 2, 17, 40], vocab=128, categories=2)
-    data = write_tokenised(tmp_path / "data", documents)
+    data = write_tokenized(tmp_path / "data", documents)
     run_ranks(
         train_alone,
         ranks,

@@ -14,7 +14,8 @@ from tokenizers import normalizers
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
-from verl_ext.text.counts import Counts
+from verl_ext.data.multidoc import MultiDocOptions
+from verl_ext.text.documents import Counts
 from verl_ext.text.plain_text import BadText, PlainDocuments, TextOptions, TextTokenizer, vocabulary_size
 from verl_ext.text.readers import Batch, Chunk, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files
@@ -36,8 +37,8 @@ def documents(result: PlainDocuments) -> list[list[int]]:
     return [part.tolist() for part in np.split(result.tokens, np.cumsum(result.lengths))[:-1]]
 
 
-def tokenise(*records: Any, **options: Any) -> PlainDocuments:
-    return TextTokenizer(TOKENIZER, TextOptions(**options)).tokenize(batch(*records))
+def tokenized_from(*records: Any, add_bos: bool = False, **options: Any) -> PlainDocuments:
+    return TextTokenizer(TOKENIZER, TextOptions(**options), add_bos).tokenize(batch(*records))
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -45,20 +46,20 @@ def tokenise(*records: Any, **options: Any) -> PlainDocuments:
 def test_a_document_is_its_tokens_between_the_tokens_asked_for(add_bos: bool, add_eos: bool) -> None:
     texts = ["the cat", "sat on the mat", "a<|im_end|>"]
     options = {"add_bos": add_bos, "add_eos": add_eos, "special_tokens_in_text": "keep"}
-    result = tokenise(*({"text": text} for text in texts), **options)
+    result = tokenized_from(*({"text": text} for text in texts), **options)
     assert documents(result) == [[BOS] * add_bos + ids(text) + [EOS] * add_eos for text in texts]
     assert (result.tokens.dtype, result.lengths.dtype) == (np.uint16, np.int64)
 
 
 def test_fields_of_a_record_are_joined_by_newlines() -> None:
     record = {"question": "the cat?", "answer": "sat", "text": "other"}
-    result = tokenise(record, b'{"answer": "b", "question": "a"}', text_key=["question", "answer"], add_eos=False)
+    result = tokenized_from(record, b'{"answer": "b", "question": "a"}', text_key=["question", "answer"], add_eos=False)
     assert documents(result) == [ids("the cat?\nsat"), ids("a\nb")]
 
 
 def test_text_key_is_of_records_and_not_of_text_files() -> None:
     given = Batch(1, [Chunk(1, "a.txt", [(1, {"text": "the cat"})], 7, whole_file=True)])
-    result = TextTokenizer(TOKENIZER, TextOptions("question", add_eos=False)).tokenize(given)
+    result = TextTokenizer(TOKENIZER, TextOptions(text_key="question", add_eos=False)).tokenize(given)
     assert documents(result) == [ids("the cat")]
 
 
@@ -77,13 +78,13 @@ BAD = [
 @pytest.mark.parametrize(("record", "reason", "line"), BAD)
 def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, line: str) -> None:
     good = {"text": "the cat"}
-    skipped = tokenise(good, record, good, on_bad_record="skip")
+    skipped = tokenized_from(good, record, good, on_bad_record="skip")
     assert (len(skipped.lengths), skipped.failure) == (2, None)
     ((after, found, told),) = [(bad.after, bad.reason, bad.line) for bad in skipped.bad]
     assert (after, found) == (1, reason)
     assert told.startswith(line)
     assert "\n" not in told
-    stopped = tokenise(good, record, good)
+    stopped = tokenized_from(good, record, good)
     assert len(stopped.lengths) == 1
     assert stopped.failure == f"{told} ({reason}; on_bad_record=skip leaves such records out)"
 
@@ -100,8 +101,8 @@ def test_a_token_that_the_tokenizer_lacks_cannot_be_added(name: str) -> None:
     tokenizer = deepcopy(TOKENIZER)
     setattr(tokenizer, f"{name}_token", None)
     with pytest.raises(UsageError, match=f"^data.add_{name} must be false for a tokenizer that has no {name}_token"):
-        TextTokenizer(tokenizer, TextOptions(add_bos=True, key_prefix="data."))
-    TextTokenizer(tokenizer, TextOptions(add_bos=name != "bos", add_eos=name != "eos"))
+        TextTokenizer(tokenizer, MultiDocOptions(), add_bos=True)
+    TextTokenizer(tokenizer, TextOptions(add_eos=name != "eos"), add_bos=name != "bos")
 
 
 class Numbers:
@@ -144,7 +145,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
 
 def write_index(files: list[SourceFile], prefix: Path, progress: bool = False, **options: Any) -> Counts:
     """What is counted of one source that this process tokenizes."""
-    tokenizer = TextTokenizer(TOKENIZER, TextOptions(**options))
+    tokenizer = TextTokenizer(TOKENIZER, MultiDocOptions(**options))
     return write_text_indices(files, tokenizer, {"data.train_dir": prefix}, progress=progress)["data.train_dir"]
 
 
@@ -217,13 +218,14 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
             )
         )
     results[-1].failure = "broken" if fails else None
-    if fails and number < max_tokens:
-        with pytest.raises(DataError, match=r"^broken$"):
-            [index.add(result) for result in results]
-    else:
-        written = [index.add(result) for result in results]
-        assert sum(w.tokens for w in written) == min(number, max_tokens)
-        assert sum(w.num_bytes for w in written) == 9 * len(stream)
+    with index:
+        if fails and number < max_tokens:
+            with pytest.raises(DataError, match=r"^broken$"):
+                [index.add(result) for result in results]
+        else:
+            written = [index.add(result) for result in results]
+            assert sum(w.tokens for w in written) == min(number, max_tokens)
+            assert sum(w.num_bytes for w in written) == 9 * len(stream)
     # The same, record by record.
     kept, bad, tokens_left = [], 0, max_tokens
     for length in (length for records in stream for length in records):
@@ -232,7 +234,6 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
         bad += not length
         kept += [min(length, tokens_left)] if length else []
         tokens_left -= min(length, tokens_left)
-    index.close()
     found = TokenIndex(prefix)
     assert [token for place in range(found.num_documents) for token in found.tokens(place)] == [*range(sum(kept))]
     assert found.lengths.tolist() == kept
@@ -248,14 +249,14 @@ def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "", "sat")))
     (tmp_path / "b.txt").write_text("on the mat\n")
     files = find_source_files({"a": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]})
-    counts = write_index(files, tmp_path / "out", on_bad_record="skip", key_prefix="data.")
+    counts = write_index(files, tmp_path / "out", on_bad_record="skip")
     index = TokenIndex(tmp_path / "out")
     expected = [[*ids(text), EOS] for text in ("the cat", "sat", "on the mat\n")]
     assert [index.tokens(number).tolist() for number in range(index.num_documents)] == expected
     assert (counts.documents, counts.tokens, dict(counts.bad)) == (3, sum(map(len, expected)), {"empty": 1})
     assert capfd.readouterr().err == ""
     with pytest.raises(DataError, match=r"a\.jsonl:2: the text is empty \(empty; data\.on_bad_record=skip leaves"):
-        write_index(files, tmp_path / "none", key_prefix="data.")
+        write_index(files, tmp_path / "none")
     with pytest.raises(DataError, match=r"^data\.train_dir must hold at least one document; got none \(no_text: 3\)"):
         write_index(files[:1], tmp_path / "none", text_key="body", on_bad_record="skip")
     assert not list(tmp_path.glob("none*"))

@@ -86,7 +86,7 @@ def test_each_source_has_an_index_and_the_report_accounts_for_it(tmp_path: Path,
         "bos_token_id": None,
     }
     assert written["options"]["add_eos"] is True
-    assert table[0].split() == ["source", "records", "bad", "documents", "tokens", "median", "longest"]
+    assert table[0].split() == ["source", "records", "bad", "documents", "tokens", "median", "p95", "max"]
     assert table[2].split()[:4] == ["web", "2", "1", "1"]
     assert table[-3].split()[:3] == ["web", "empty", "1"]
     assert table[-1] == f"written to {tmp_path / 'out'}"
@@ -174,17 +174,17 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["sources={}"], "sources is required: source: file, folder"),
+        (["sources={}"], "sources is required: name: file, folder"),
         (["sources={a/b:in.txt}"], "sources.a/b must be a file's name"),
         (["sources={.a:in.txt}"], "sources..a must be a file's name"),
         (["sources={a:[]}"], "sources.a must be a path, a glob or a list of them; got []"),
         (["sources={a:x.txt, b:y.txt, a:z.txt}"], "sources must have each name once, several values of it as a list;"),
-        (["text_key=[]"], "text_key must be a field or a list of fields; got []"),
+        (["text_key=[]"], "text_key must name a field of a record, or several; got []"),
         (["max_corpus_tokens=0"], "max_corpus_tokens must be at least 1; got 0"),
         (["num_workers=0"], "num_workers must be at least 1; got 0"),
         (["on_bad_record=skp"], "on_bad_record must be one of error, skip; got skp (nearest: skip)"),
         (["text_keys=a"], "unknown key text_keys; nearest: text_key"),
-        (["output_dir="], "output_dir is required: folder of the indices; it appears only when complete; got ''"),
+        (["output_dir="], "output_dir is required: folder that is written; it appears only when complete; got ''"),
         (["model.path=nowhere"], "model.path must be a folder that exists; got nowhere"),
     ],
 )
@@ -218,7 +218,7 @@ def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) 
     index({"b": source}, output, model, "overwrite=true")
     assert names(output) == ["b.bin", "b.idx", "report.json"]
     assert documents(output / "b") == expected(["sat"])
-    (output / "b.idx").unlink()  # now like a tokenised dataset, whose report has the same name
+    (output / "b.idx").unlink()  # now like a tokenized dataset, whose report has the same name
     with pytest.raises(UsageError, match="output_dir must be of this command to be replaced"):
         index({"a": source}, output, model, "overwrite=true")
 

@@ -1,4 +1,4 @@
-"""Text files as sources: which are found, what their one record is, and what `verl_ext.tokenize` makes of them."""
+"""Text files as sources: which are found, what their one record is, and what `verl-ext tokenize` makes of them."""
 
 import bz2
 import gzip
@@ -89,7 +89,7 @@ def test_text_files_beside_records_are_notes_unless_named(tmp_path: Path) -> Non
     assert [file.kind for file in find_source_files({"a": [folder, licence]})] == ["jsonl", "text"]
 
 
-def test_the_tokenise_command_takes_a_text_file_as_a_plain_text(tmp_path: Path) -> None:
+def test_the_tokenize_command_takes_a_text_file_as_a_plain_text(tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "a.txt").write_text("the cat\nsat\n")
     (tmp_path / "a.jsonl").write_text('{"text": "the cat\\nsat\\n"}\n')

@@ -1,4 +1,4 @@
-"""The presets of `verl_ext.init_model`, built without memory for their weights."""
+"""The presets of `verl-ext init-model`, built without memory for their weights."""
 
 import pytest
 

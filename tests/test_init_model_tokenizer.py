@@ -1,4 +1,4 @@
-"""Tokenizers that `verl_ext.init_model` trains: from which text, with which tokens, and what it refuses."""
+"""Tokenizers that `verl-ext init-model` trains: from which text, with which tokens, and what it refuses."""
 
 import gzip
 import json

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import LossSpec
 from verl_ext.trainer import loader as loader_module
@@ -44,7 +44,7 @@ class Broken(SFTDataSet):
 @pytest.fixture
 def folder(tmp_path):
     documents = random_documents(np.random.default_rng(0), range(10, 30), VOCABULARY, 2)
-    return write_tokenised(tmp_path / "data", documents, {1: "maths", 2: "code"})
+    return write_tokenized(tmp_path / "data", documents, {1: "maths", 2: "code"})
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Samples of a stream of documents: Megatron's indices, windows at random and in order. Pure functions."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,12 +9,17 @@ from hypothesis import strategies as st
 
 from tests.corpora import LONGEST, corpora
 from verl_ext.data.megatron.samples import build_sample_indices, epochs_needed
-from verl_ext.data.multidoc_plan import TokenStream, Windows, random_starts
+from verl_ext.data.multidoc_plan import TokenStream, WindowPlan, random_starts
 
 
 def tokens_of(lengths, documents):
     """(document, offset) of every token, one after the other."""
     return [(int(document), offset) for document in documents for offset in range(lengths[document])]
+
+
+def source_of(lengths, documents=None):
+    """What a plan asks of a source."""
+    return SimpleNamespace(index=SimpleNamespace(lengths=lengths), documents=documents, key="data.train_dir")
 
 
 def tokens_in(pieces):
@@ -105,14 +112,20 @@ def test_a_stream_is_exact_beyond_2_to_the_40():
 @given(corpora())
 def test_windows_in_order_hold_every_token_once_and_the_last_is_partial(corpus):
     lengths, documents, seq_len = corpus
-    stream = TokenStream(lengths, documents)
-    windows = Windows(stream, np.arange(0, stream.num_tokens, seq_len), seq_len)
-    pieces = [windows.pieces(k) for k in range(len(windows))]
     expected = tokens_of(lengths, np.arange(len(lengths)) if documents is None else documents)
-    assert [token for part in pieces for token in tokens_in(part)] == expected
-    assert windows.token_counts().tolist() == [len(tokens_in(part)) for part in pieces]
-    assert (windows.token_counts()[:-1] == seq_len).all()
-    assert windows.piece_counts().tolist() == [len(part[0]) for part in pieces]
+    if len(expected) < 2:
+        return
+    plan = WindowPlan("in_order", [source_of(lengths, documents)] * 2, seq_len, seed=0)
+    assert plan.source_counts(len(plan)).tolist() == [len(plan) // 2] * 2
+    counts, pieces = plan.token_counts().tolist(), [plan.pieces(k) for k in range(len(plan))]
+    assert plan.piece_counts().tolist() == [len(part[0]) for _, part in pieces]
+    for source in range(2):
+        samples = [tokens_in(part) for of, part in pieces if of == source]
+        assert samples[0][:1] + [token for sample in samples for token in sample[1:]] == expected
+        assert [sample[-1:] for sample in samples[:-1]] == [sample[:1] for sample in samples[1:]]
+        read = counts[source * len(samples) : (source + 1) * len(samples)]
+        assert read == [len(sample) - 1 for sample in samples]
+        assert set(read[:-1]) <= {seq_len}
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 5))
@@ -147,6 +160,6 @@ def test_random_starts_cost_memory_by_their_number():
     starts = random_starts(10**17, 10**13, seed=0)
     assert len(set(starts.tolist())) == 10**4
     assert starts.max() > 2**56
-    windows = Windows(TokenStream(np.full(10**4, LONGEST, np.int32)), random_starts(10**4 * LONGEST, 2**30, 1), 2**30)
-    assert (windows.token_counts() == 2**30).all()
-    assert set(windows.piece_counts().tolist()) == {1, 2}
+    plan = WindowPlan("random_starts", [source_of(np.full(10**4, LONGEST, np.int32))], 2**30, seed=1)
+    assert (plan.token_counts() == 2**30).all()
+    assert set(plan.piece_counts().tolist()) == {1, 2}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.packing import STRATEGIES, plan_packs
@@ -21,7 +21,7 @@ def folders(tmp_path):
         documents = random_documents(rng, sizes, vocab=50, categories=2)
         for number, document in enumerate(documents):
             document["input_ids"][:] = number + first_token
-        paths.append(write_tokenised(tmp_path / str(first_token), documents, {1: "one", 2: "two"}))
+        paths.append(write_tokenized(tmp_path / str(first_token), documents, {1: "one", 2: "two"}))
     return paths
 
 
@@ -111,7 +111,7 @@ def test_the_lengths_of_a_mixture_are_those_after_over_length_handling(folders):
 
 
 def test_what_hinders_is_named_by_row_and_folder(folders, tmp_path):
-    own = write_tokenised(tmp_path / "own", random_documents(np.random.default_rng(0), [5, 45], 50, 1))
+    own = write_tokenized(tmp_path / "own", random_documents(np.random.default_rng(0), [5, 45], 50, 1))
     mixture = {"sources": {"short": {"tokens": 30}, "own": {"tokens": 30, "intervals": [20, 64], "train_dir": own}}}
     dataset = SFTDataSet(folders[0], 50, mixture=mixture)
     row = dataset.mixture_report[-1]
@@ -122,7 +122,7 @@ def test_what_hinders_is_named_by_row_and_folder(folders, tmp_path):
 
 
 def test_a_split_document_that_hinders_is_named_by_where_its_piece_begins(tmp_path):
-    own = write_tokenised(tmp_path / "own", random_documents(np.random.default_rng(0), [25], 50, 1))
+    own = write_tokenized(tmp_path / "own", random_documents(np.random.default_rng(0), [25], 50, 1))
     sources = {"own": {"tokens": 4, "intervals": [0, 8]}}
     dataset = SFTDataSet(own, 10, over_length="split", mixture={"sources": sources})
     assert dataset.mixture_report[0].hinders.startswith(f"row 0 of {own} (5 tokens from 20) drawn once less")

@@ -342,7 +342,7 @@ def test_it_pickles_with_what_it_maps(opened):
         assert [ids(copy[k]) for k in range(len(copy))] == [ids(dataset[k]) for k in range(len(dataset))]
 
 
-def test_texts_are_tokenised_once_and_again_when_they_change(tokenizer, tmp_path):
+def test_texts_are_tokenized_once_and_again_when_they_change(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
 
     def folders():

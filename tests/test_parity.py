@@ -14,7 +14,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.reference import Document, Expected, Reference, load_eager, pack_row
-from tests.tokenised_data import write_tokenised
+from tests.tokenized_data import write_tokenized
 from verl_ext.data import CategoryTable, SFTDataSet
 from verl_ext.losses import MODES, LossSpec, category_weight_table
 from verl_ext.trainer.batch import StepCollator
@@ -206,7 +206,7 @@ def test_the_cases_hold_what_they_are_meant_to():
 @pytest.mark.parametrize("pad_mode", ["no_padding", "right"])
 def test_a_dataset_yields_the_rows_that_are_trained_on_here(pad_mode, tmp_path):
     columns = [vars(document) for document in DOCUMENTS]
-    folder = write_tokenised(tmp_path / "data", columns, categories=CATEGORIES, loss_weight=True)
+    folder = write_tokenized(tmp_path / "data", columns, categories=CATEGORIES, loss_weight=True)
     dataset = SFTDataSet(train_dir=folder, max_tokens=MAX_TOKENS, pad_mode=pad_mode)
     rows, offsets = dataset.spans.row[dataset.plan.document_index], dataset.plan.pack_offsets
     assert sorted(rows) == list(range(len(DOCUMENTS)))

@@ -5,7 +5,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
 
 LENGTHS = (9, 30, 4, 17, 12, 22, 7, 26, 14, 5)
@@ -16,7 +16,7 @@ def options(tmp_path, tiny_model):
     """A run of two documents a step, five steps an epoch."""
     documents = random_documents(np.random.default_rng(0), LENGTHS, VOCABULARY, 1)
     return [
-        f"data.train_dir={write_tokenised(tmp_path / 'data', documents)}",
+        f"data.train_dir={write_tokenized(tmp_path / 'data', documents)}",
         *(f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"),
         *("data.strategy=none", "data.train_batch_size=2"),
     ]

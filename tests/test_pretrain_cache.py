@@ -1,4 +1,4 @@
-"""The cache of tokenised pretraining text: reused, made anew, shared by ranks; and verl's own trainer on the rows."""
+"""The cache of tokenized pretraining text: reused, made anew, shared by ranks; and verl's own trainer on the rows."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from verl_ext.text.tokenized import tokenized
 
 @pytest.fixture
 def built(monkeypatch):
-    """One entry for each time that something is tokenised."""
+    """One entry for each time that something is tokenized."""
     calls = []
     original = PreTrainEncoder.encode
     monkeypatch.setattr(PreTrainEncoder, "encode", lambda *arguments: (calls.append(1), original(*arguments))[1])
@@ -45,7 +45,7 @@ def test_a_full_disk_is_one_line_with_the_key_and_leaves_no_folder(tmp_path, fil
     assert len(open_files(path)) > 0
 
 
-def test_files_are_tokenised_once_for_every_split_limit_padding_and_packing(path, built):
+def test_files_are_tokenized_once_for_every_split_limit_padding_and_packing(path, built):
     first = open_files(path)
     tokenizer = word_tokenizer(pad=None)
     tokenizer("w1 w2 w3 w4", truncation=True, max_length=3)  # a call leaves its limits in the tokenizer
@@ -58,7 +58,7 @@ def test_files_are_tokenised_once_for_every_split_limit_padding_and_packing(path
     assert len(built) == 1
 
 
-def test_other_options_tokenizers_or_files_are_tokenised_anew(path, built):
+def test_other_options_tokenizers_or_files_are_tokenized_anew(path, built):
     open_files(path)
     open_files(path, max_length=9)
     open_files(path, on_bad_record="skip")
@@ -149,7 +149,7 @@ def test_files_of_several_batches_are_one_dataset(path):
 
 
 def _open_on_a_rank(path):
-    """(times that this rank tokenised, the labels of its rows, the targets by the shared scan)"""
+    """(times that this rank tokenized, the labels of its rows, the targets by the shared scan)"""
     from verl_ext.trainer.distributed import RunRanks
 
     built = []
@@ -161,7 +161,7 @@ def _open_on_a_rank(path):
     return len(built), [row["labels"].tolist() for row in dataset], dataset.pack_targets().tolist()
 
 
-def test_of_two_ranks_one_tokenises_and_both_have_the_rows_and_the_scan(tmp_path):
+def test_of_two_ranks_one_tokenizes_and_both_have_the_rows_and_the_scan(tmp_path):
     path = write_jsonl(tmp_path / "data/web.jsonl", texts_of(range(1, 51)))
     (first, rows, targets), (second, *others) = run_ranks(_open_on_a_rank, 2, path)
     assert first + second == 1

@@ -233,7 +233,7 @@ def test_documents_over_the_budget_are_counted_among_those_in_use(opened):
         opened(texts_of([9, 2, 6, 6]), max_tokens=6)
 
 
-def test_the_scan_needs_no_token_and_is_that_of_a_tokenised_folder(opened):
+def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(opened):
     dataset = opened(texts_of([3, 9, 1, 5, 2]), split="train", train_ratio=0.8, max_tokens=20)
     (folder,) = dataset.folders
     read = SFTDataSet(folder, max_tokens=20)

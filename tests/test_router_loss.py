@@ -16,13 +16,12 @@ from tests.ranks import run_ranks
 from tests.reference import Reference, load_eager, pack_row
 from tests.test_parity import CATEGORIES, DOCUMENTS, GROUPS, MAX_TOKENS
 from tests.tiny_model import VOCABULARY, write_tiny_model
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
 from verl_ext.config.check import check_run
 from verl_ext.config.support import model_support_problems
-from verl_ext.engines.router import RouterLoss
-from verl_ext.losses.router import RoutingSums, router_loss
+from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
 
 COEFFICIENT = 0.7
 MOE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
@@ -156,7 +155,7 @@ def run(tmp_path):
     model = write_tiny_model(tmp_path / "model", 0, config_class, **{**MOE, "output_router_logits": False}, **fields)
     documents = random_documents(np.random.default_rng(0), [20] * 12, VOCABULARY, 1)
     return [
-        *(f"data.train_dir={write_tokenised(tmp_path / 'data', documents)}", f"model.path={model}", "optim.lr=1e-6"),
+        *(f"data.train_dir={write_tokenized(tmp_path / 'data', documents)}", f"model.path={model}", "optim.lr=1e-6"),
         *(f"trainer.default_local_dir={tmp_path / 'run'}", "data.strategy=none", "trainer.log_freq=1"),
     ]
 

@@ -20,7 +20,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL
 from verl_ext.config import compose
 from verl_ext.config.output import RUN_LOCK
@@ -37,7 +37,7 @@ SECONDS = 120  # in which what is waited for must come about
 def options(tiny_model, tmp_path_factory):
     """A run of two packs a step, but for its folder."""
     documents = random_documents(np.random.default_rng(0), [20] * 4, VOCABULARY, 1)
-    folder = write_tokenised(tmp_path_factory.mktemp("data") / "train", documents)
+    folder = write_tokenized(tmp_path_factory.mktemp("data") / "train", documents)
     return [f"data.train_dir={folder}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
 
 
@@ -108,7 +108,7 @@ def starts(runs: list[list[str]]) -> list[tuple[object, str]]:
 
 def test_a_start_in_a_folder_in_use_is_refused_and_a_measurement_or_a_plan_is_not(other_run, options, tmp_path):
     folder, process = other_run
-    val = write_tokenised(tmp_path / "val", random_documents(np.random.default_rng(1), [20], VOCABULARY, 1))
+    val = write_tokenized(tmp_path / "val", random_documents(np.random.default_rng(1), [20], VOCABULARY, 1))
     run = [*options, f"trainer.default_local_dir={folder}"]
     changes = [(), ("trainer.overwrite=true",), ("trainer.plan_only=true",)]
     changes += [("trainer.eval_only=true", f"data.val_dir={val}")]

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.data.scan import FILE_NAME, shares
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
+from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.tokenized import DatasetWriter
 
 LENGTHS = (5, 1, 9, 16, 3, 7, 2, 12, 30, 4)
@@ -28,7 +27,7 @@ def documents():
 
 @pytest.fixture
 def folder(tmp_path, documents):
-    return write_tokenised(tmp_path / "data", documents, num_shards=3)
+    return write_tokenized(tmp_path / "data", documents, num_shards=3)
 
 
 def shared_scan(folder, **options):
@@ -71,7 +70,7 @@ def run_shared(folder, options):
 
 
 def test_more_ranks_than_documents_is_no_problem(tmp_path, documents):
-    folder = write_tokenised(tmp_path / "one", documents[2:3])
+    folder = write_tokenized(tmp_path / "one", documents[2:3])
     results = run_ranks(run_shared, 2, folder, {})
     assert [scan for scan, _, _ in results] == [as_tuple(SFTDataSet(folder, 100).scan)] * 2
 
@@ -95,7 +94,7 @@ def test_a_second_start_reads_no_token(folder, options):
 
 def test_a_mistake_in_any_share_is_told_once_and_leaves_no_memo(tmp_path, documents):
     documents[-1]["loss_mask"][2] = 7
-    folder = write_tokenised(tmp_path / "data", documents)
+    folder = write_tokenized(tmp_path / "data", documents)
     results = run_ranks(run_shared, 2, folder, {})
     told = f"error: data.train_dir must have loss_mask 0 or 1; got 7 in row {len(documents) - 1}\n"
     assert [left for _, _, left in results] == [(2, told), (2, "")]
@@ -105,7 +104,7 @@ def test_a_mistake_in_any_share_is_told_once_and_leaves_no_memo(tmp_path, docume
 def test_data_without_a_target_in_any_share_is_refused_and_leaves_no_memo(tmp_path, documents):
     for document in documents:
         document["loss_mask"][1:] = 0
-    folder = write_tokenised(tmp_path / "data", documents)
+    folder = write_tokenized(tmp_path / "data", documents)
     results = run_ranks(run_shared, 2, folder, {})
     assert [left[0] for _, _, left in results] == [2, 2]
     assert "must have target tokens; loss_mask is 0 everywhere" in results[0][2][1]
@@ -115,7 +114,7 @@ def test_data_without_a_target_in_any_share_is_refused_and_leaves_no_memo(tmp_pa
 def test_a_share_without_a_target_is_no_mistake(tmp_path, documents):
     for document in documents[5:]:
         document["loss_mask"][:] = 0
-    folder = write_tokenised(tmp_path / "data", documents)
+    folder = write_tokenized(tmp_path / "data", documents)
     results = run_ranks(run_shared, 2, folder, {})
     assert [scan for scan, _, _ in results] == [as_tuple(SFTDataSet(folder, 100).scan)] * 2
 
@@ -144,7 +143,7 @@ def test_a_kept_scan_of_other_spans_or_folders_is_not_taken(tmp_path, folder, do
     assert start(folder, max_tokens=6, over_length="drop")[1] > 0
     start(folder, max_tokens=29, over_length="drop")
     assert start(folder, max_tokens=28, over_length="drop")[1] > 0  # the same spans, counted differently
-    other = write_tokenised(tmp_path / "other", documents[:2])
+    other = write_tokenized(tmp_path / "other", documents[:2])
     assert start([folder, other])[1] > 0
 
 
@@ -244,7 +243,7 @@ def ours(tmp_path, documents):
         ids, mask = document["input_ids"].astype(np.int32), document["loss_mask"].astype(np.int8)
         writer.add(Documents(category, 0, ids, mask, lengths, None, Counts()))
     writer.close()
-    return str(ours), write_tokenised(other, documents)
+    return str(ours), write_tokenized(other, documents)
 
 
 @pytest.mark.parametrize("policy", ["error", "drop", "truncate", "split"])

@@ -13,7 +13,7 @@ import pytest
 from tests.packed_engine import build_worker
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import metrics, train_alone
 from verl_ext.config import compose
 
@@ -48,7 +48,7 @@ def test_verls_cosine_is_the_schedule_from_the_first_step_to_the_last(tiny_model
 
 def test_step_s_of_a_run_trains_at_the_formula_for_s_minus_1(tiny_model, tmp_path):
     documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
-    folder = write_tokenised(tmp_path / "data", documents)
+    folder = write_tokenized(tmp_path / "data", documents)
     overrides = [
         f"data.train_dir={folder}",
         f"model.path={tiny_model}",

@@ -10,7 +10,7 @@ from datasets import load_from_disk
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.packing import plan_packs
 
@@ -24,18 +24,18 @@ class Tokenizer:
 @pytest.fixture
 def folder(tmp_path):
     documents = random_documents(np.random.default_rng(0), [5, 1, 9, 16, 3, 7, 2, 12, 8, 8], vocab=50, categories=3)
-    return write_tokenised(tmp_path / "data", documents, {1: "gsm8k", 2: "code", 3: "chat"}, loss_weight=True)
+    return write_tokenized(tmp_path / "data", documents, {1: "gsm8k", 2: "code", 3: "chat"}, loss_weight=True)
 
 
 @pytest.fixture
 def drawn(tmp_path):
-    """The two documents of the picture in pack_row.py; A marks its first token and a context token in vain."""
+    """The two documents of the picture in sft.py; A marks its first token and a context token in vain."""
     documents = [
         {"input_ids": [10, 11, 12], "loss_mask": [1, 0, 1], "category_ids": [1, 1, 1], "loss_weight": [1, 1, 0.5]},
         {"input_ids": [20, 21, 22, 23], "loss_mask": [0, 1, 1, 1], "category_ids": [0, 2, 2, 2]},
     ]
     documents[1]["loss_weight"] = [1, 2, 0, 1]
-    return lambda loss_weight=False: write_tokenised(tmp_path / "drawn", documents, loss_weight=loss_weight)
+    return lambda loss_weight=False: write_tokenized(tmp_path / "drawn", documents, loss_weight=loss_weight)
 
 
 def assert_rows(row, expected):
@@ -85,7 +85,7 @@ def test_one_token_documents_hold_no_target(tmp_path):
         {"input_ids": [7], "loss_mask": [1], "category_ids": [1]},
         {"input_ids": [8, 9], "loss_mask": [1, 1], "category_ids": [1, 1]},
     ]
-    dataset = SFTDataSet(write_tokenised(tmp_path / "data", documents), max_tokens=3, strategy="next_fit")
+    dataset = SFTDataSet(write_tokenized(tmp_path / "data", documents), max_tokens=3, strategy="next_fit")
     assert dataset[0]["position_ids"].tolist() == [0, 0, 1]
     assert dataset[0]["loss_mask"].tolist() == [0, 0, 1]
     assert dataset.pack_targets().tolist() == [1]
@@ -93,7 +93,7 @@ def test_one_token_documents_hold_no_target(tmp_path):
 
 def test_two_categories_in_one_document_keep_their_tokens(tmp_path):
     documents = [{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1], "category_ids": [0, 5, 5, 3]}]
-    dataset = SFTDataSet(write_tokenised(tmp_path / "data", documents), max_tokens=4)
+    dataset = SFTDataSet(write_tokenized(tmp_path / "data", documents), max_tokens=4)
     assert dataset[0]["category_ids"].tolist() == [0, 5, 0, 3]
     assert dataset.categories.ids == (3, 5)
 
@@ -202,7 +202,7 @@ def over_length(tmp_path):
         }
         for row, (mask, category) in enumerate(zip(masks, categories, strict=True))
     ]
-    return write_tokenised(tmp_path / "over", documents, {1: "short", 2: "long"})
+    return write_tokenized(tmp_path / "over", documents, {1: "short", 2: "long"})
 
 
 def report_of(dataset):
@@ -302,7 +302,7 @@ def test_loader_workers_give_the_same_packs(folder, start):
 
 def test_a_dataset_pickles_without_its_tokens(tmp_path):
     documents = random_documents(np.random.default_rng(0), [5000] * 20, vocab=50, categories=1)
-    dataset = SFTDataSet(write_tokenised(tmp_path / "data", documents), max_tokens=20_000)
+    dataset = SFTDataSet(write_tokenized(tmp_path / "data", documents), max_tokens=20_000)
     assert dataset.scan is not None
     text = pickle.dumps(dataset)
     assert len(text) < 10_000

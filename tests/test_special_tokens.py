@@ -23,7 +23,7 @@ from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.json_records import BadRecord, RecordOptions
 from verl_ext.text.records import parse_record
 from verl_ext.values import DataError, UsageError
 
@@ -50,7 +50,7 @@ def encoded_chat(
     windows: Windows = Windows(),  # noqa: B008
 ) -> tuple[list[int], list[int], int]:
     """(ids, mask, names of special tokens encoded as text) of a chat."""
-    encoder = TextEncoder(tokenizer, on_found, windows=windows)
+    encoder = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows)
     chats = ProvenChats(ChatTemplate(tokenizer, None, {}))
     chat = encoder.special.chat_text(chats, parse_record(record).content, on_found)
     (encoded,) = encoder.encode_chats([chat])
@@ -93,14 +93,14 @@ def test_in_a_chat_the_templates_special_tokens_are_tokens_and_the_messages_are_
 @settings(max_examples=100, deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=8).map("".join))
 def test_a_plain_text_has_no_special_token_of_its_own(text: str) -> None:
-    (encoded,) = TextEncoder(TOKENIZER, "encode").encode([text])
+    (encoded,) = TextEncoder(TOKENIZER, RecordOptions("encode")).encode([text])
     assert encoded.ids.tolist() == PLAIN.encode(text).ids
-    (kept,) = TextEncoder(TOKENIZER, "keep").encode([text])
+    (kept,) = TextEncoder(TOKENIZER, RecordOptions("keep")).encode([text])
     assert kept.ids.tolist() == TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert (encoded.special_tokens > 0) == any(name in text for name in SPECIAL_TOKENS)
 
 
-def test_a_chat_without_names_of_special_tokens_is_tokenised_as_it_always_was() -> None:
+def test_a_chat_without_names_of_special_tokens_is_tokenized_as_it_always_was() -> None:
     record = chat_of("the cat", "<think>\nsat\n</think> on")
     at_once = TOKENIZER.apply_chat_template(record["messages"], return_dict=True)["input_ids"]
     assert encoded_chat(TOKENIZER, record)[::2] == (at_once, 0)
@@ -179,7 +179,7 @@ def test_a_name_that_only_normalisation_makes_is_text_as_well() -> None:
     stop = tokenizer.convert_tokens_to_ids("<stop>")
     assert stop in tokenizer("a ＜stop＞")["input_ids"]
     assert stop not in encoded_chat(tokenizer, chat_of("a ＜stop＞", "b"))[0]
-    assert stop not in TextEncoder(tokenizer, "encode").encode(["a ＜stop＞"])[0].ids
+    assert stop not in TextEncoder(tokenizer, RecordOptions("encode")).encode(["a ＜stop＞"])[0].ids
     assert encoded_chat(tokenizer, chat_of("a ＜stop＞", "b"))[0].count(END) == 2
 
 
@@ -188,7 +188,7 @@ def test_a_tokenizer_that_cannot_split_a_name_makes_a_bad_record() -> None:
     backend = Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    good, bad, unknown = TextEncoder(tokenizer, "encode").encode(["a b", "a </s>b", "a Z"])
+    good, bad, unknown = TextEncoder(tokenizer, RecordOptions("encode")).encode(["a b", "a </s>b", "a Z"])
     assert isinstance(good, Encoded)
     assert isinstance(unknown, Encoded)
     assert (bad.reason, str(bad)) == (
@@ -201,7 +201,7 @@ def test_a_tokenizer_that_cannot_split_a_name_makes_a_bad_record() -> None:
 def test_a_slow_tokenizer_refuses_names_and_encodes_all_else() -> None:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "</s>")
-    encoder = TextEncoder(tokenizer, "encode")
+    encoder = TextEncoder(tokenizer, RecordOptions("encode"))
     good, bad = encoder.encode(["a b", "a</s>b"], add_special_tokens=True)
     assert good.ids.tolist() == tokenizer("a b")["input_ids"]
     assert "only a fast tokenizer can encode it as text" in str(bad)

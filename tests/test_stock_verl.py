@@ -8,7 +8,7 @@ from tests.document_texts import random_words, write_texts
 from tests.ranks import run_ranks
 from tests.stock_verl import train_with_stock_verl
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def output(tmp_path):
 
 def test_verls_own_trainer_trains_on_our_packs(tiny_model, tmp_path, output):
     rng = np.random.default_rng(0)
-    folder = write_tokenised(tmp_path / "data", random_documents(rng, [20] * 30, VOCABULARY, 2))
+    folder = write_tokenized(tmp_path / "data", random_documents(rng, [20] * 30, VOCABULARY, 2))
     overrides = [f"data.train_files={folder}", "+data.max_tokens=64", "data.micro_batch_size_per_gpu=1"]
     overrides.append("trainer.total_epochs=3")
     losses, _ = run_ranks(train_with_stock_verl, 2, "SFTDataSet", str(tiny_model), output, overrides)

@@ -1,4 +1,4 @@
-"""Long texts: tokenised in pieces, with the tokens that they have as one piece, for every kind of tokenizer."""
+"""Long texts: tokenized in pieces, with the tokens that they have as one piece, for every kind of tokenizer."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,8 +19,8 @@ from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.data.megatron.text_index import write_text_indices
 from verl_ext.text import readers as chunks
 from verl_ext.text.chat_spans import RenderedChat
-from verl_ext.text.encoders import ListedCharacters, TextEncoder, Windows
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.encoders import TextEncoder, TokenCharacters, Windows
+from verl_ext.text.json_records import BadRecord, RecordOptions
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import TextFile, read_chunks
 from verl_ext.text.sources import find_source_files
@@ -192,8 +192,10 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
         split_special_tokens=on_found == "encode",
     )
     windows = Windows(window, 40, 1 << 20)
-    (encoded,) = TextEncoder(tokenizer, on_found, windows=windows).encode([text])
-    (chat,) = TextEncoder(tokenizer, "keep", windows=windows).encode_chats([ChatText(RenderedChat(text, []))])
+    (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])
+    (chat,) = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats(
+        [ChatText(RenderedChat(text, []))]
+    )
     if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
         assert encoded.ids.tolist() == whole["input_ids"]
     if on_found == "keep":
@@ -201,18 +203,18 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
         assert np.array_equal(
             np.reshape(list(chat.offsets), (-1, 2))[:, 1], np.reshape(whole["offset_mapping"], (-1, 2))[:, 1]
         )
-        own = ListedCharacters(whole["offset_mapping"])
+        own = TokenCharacters(whole["offset_mapping"])
         for place in range(len(text)):
             assert chat.offsets.first_after(place) == own.first_after(place)
             assert chat.offsets.first_from(place) == own.first_from(place)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"strip"}))
-def test_a_window_is_all_that_is_tokenised_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_is_all_that_is_tokenized_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_of(kind)
     text = " ".join(f"the cat said {number}, and it'll say more" for number in range(1000))
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    encoder = TextEncoder(tokenizer, "encode", windows=Windows(2000, 400, 4000))
+    encoder = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(2000, 400, 4000))
     lengths: list[int] = []
     call = type(tokenizer).__call__
 
@@ -233,7 +235,9 @@ def test_a_tokenizer_whose_tokens_span_spaces_takes_a_text_whole_or_refuses_it()
     text = "the cat " * 100
     for tokenizer in (PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"), ByT5Tokenizer()):
         whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        short, long = TextEncoder(tokenizer, "encode", windows=Windows(64, 16, 1024)).encode([text, text * 2])
+        short, long = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16, 1024)).encode(
+            [text, text * 2]
+        )
         assert short.ids.tolist() == whole
         assert long.reason == "too_long"
         assert str(long).startswith("a text of more than 1,024 characters must have places where it can be cut")
@@ -246,7 +250,7 @@ def test_the_tokenizers_own_tokens_stand_at_the_ends_of_the_whole_text(adds: boo
         "<s> $A </s>", special_tokens=[("<s>", 3), ("</s>", 4)]
     )
     text = "the cat sat on the mat\n" * 20
-    encoder = TextEncoder(tokenizer, "encode", windows=Windows(64, 16))
+    encoder = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16))
     (encoded,) = encoder.encode([text], add_special_tokens=adds)
     assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=adds)["input_ids"]
     assert (encoded.ids[0] == 3) == adds
@@ -257,7 +261,8 @@ def test_names_of_special_tokens_are_counted_across_blocks_and_cuts() -> None:
     for shift in range(24):
         text = "x" * shift + ("the cat <|im_end|> sat " * 40)
         encoded, refused = (
-            TextEncoder(tokenizer, how, windows=Windows(64, 16)).encode([text])[0] for how in ("encode", "error")
+            TextEncoder(tokenizer, RecordOptions(how), windows=Windows(64, 16)).encode([text])[0]
+            for how in ("encode", "error")
         )
         assert encoded.special_tokens == 40
         assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -291,13 +296,17 @@ def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
     text = "the " + text
-    expected = TextEncoder(tiny_tokenizer(), "encode").encode([text.replace("\r\n", "\n")])[0].ids.tolist()
+    expected = (
+        TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([text.replace("\r\n", "\n")])[0].ids.tolist()
+    )
     (folder / "a.txt").write_bytes(("\ufeff" + text).encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "BLOCK", block)
         (chunk,) = read_chunks(find_source_files({"a": [str(folder / "a.txt")]})[0])
         ((_, record),) = chunk.records
-        (encoded,) = TextEncoder(tiny_tokenizer(), "encode", windows=Windows(64, 30)).encode([record["text"]])
+        (encoded,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode"), windows=Windows(64, 30)).encode(
+            [record["text"]]
+        )
     assert encoded.ids.tolist() == expected
 
 
@@ -314,5 +323,5 @@ def test_a_stream_that_cannot_be_used_is_told_as_a_short_file_is(
     (tmp_path / "a.txt").write_bytes(b"the cat\n" * 100)
     file = TextFile(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").unlink()
-    (gone,) = TextEncoder(tiny_tokenizer(), "encode").encode([file])
+    (gone,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([file])
     assert str(gone) == f"{tmp_path}/a.txt: cannot be read: No such file or directory"

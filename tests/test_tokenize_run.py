@@ -15,9 +15,9 @@ from datasets import Dataset, load_from_disk
 
 from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
+from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.commands.tokenize_report import Report
-from verl_ext.text.counts import Counts
+from verl_ext.text.documents import Counts
 from verl_ext.text.json_records import JsonList
 from verl_ext.text.readers import ChunkSize
 from verl_ext.text.tokenized import DOCUMENT_COLUMNS
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tokenise(sources: dict[str, Any], output: Path, model: Path, *overrides: str, **sizes: Any) -> Report:
+def tokenize_files(sources: dict[str, Any], output: Path, model: Path, *overrides: str, **sizes: Any) -> Report:
     items = ",".join(f"{name}:'{path}'" for name, path in sources.items())
     base = [f"sources={{{items}}}", f"output_dir={output}", f"model.path={model}", "num_workers=1"]
     return tokenize(read_options(TokenizeOptions, [*base, *overrides]), **sizes)
@@ -51,7 +51,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: Path, model: Path) -> None:
     qa, text = write_jsonl(tmp_path / "qa.jsonl", QA), write_jsonl(tmp_path / "t.jsonl", [{"text": "the cat sat"}])
-    report = tokenise({"qa": qa, "prose": text}, tmp_path / "out", model)
+    report = tokenize_files({"qa": qa, "prose": text}, tmp_path / "out", model)
     dataset = load_from_disk(str(tmp_path / "out"))
     schema = dataset.data.schema
     assert {name: schema.field(name).type for name in schema.names} == {
@@ -85,7 +85,7 @@ def test_columns_categories_and_report_are_those_of_the_data_contract(tmp_path: 
     "kind", ["jsonl", "jsonl.gz", "json", "json of lines", "parquet", "csv", "arrow", "folder", "glob"]
 )
 def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind: str) -> None:
-    tokenise({"qa": write_jsonl(tmp_path / "plain.jsonl", QA)}, tmp_path / "expected", model)
+    tokenize_files({"qa": write_jsonl(tmp_path / "plain.jsonl", QA)}, tmp_path / "expected", model)
     source = tmp_path / f"in.{kind.split()[0]}"
     if kind == "jsonl":
         source.write_text("\ufeff\n" + "\n\n".join(json.dumps(record) for record in QA))
@@ -110,7 +110,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind
         write_jsonl(source / "a.jsonl", QA[:7])
         (source / "b.json").write_text(json.dumps(QA[7:]))
         source = source / "*" if kind == "glob" else source
-    tokenise({"qa": source}, tmp_path / "out", model)
+    tokenize_files({"qa": source}, tmp_path / "out", model)
     assert rows(tmp_path / "out") == rows(tmp_path / "expected")
 
 
@@ -126,7 +126,7 @@ def test_broken_json_list_names_its_line(tmp_path: Path, model: Path, content: s
     source = tmp_path / "in.json"
     source.write_text(content)
     with pytest.raises(DataError, match=r"in\.json:2: malformed JSON"):
-        tokenise({"qa": source}, tmp_path / "out", model, "on_bad_record=skip")
+        tokenize_files({"qa": source}, tmp_path / "out", model, "on_bad_record=skip")
 
 
 def test_nulls_that_arrow_fills_in_are_not_seen(tmp_path: Path, model: Path) -> None:
@@ -135,8 +135,8 @@ def test_nulls_that_arrow_fills_in_are_not_seen(tmp_path: Path, model: Path) -> 
     with_calls = [messages[0], {"role": "assistant", "content": "a", "tool_calls": calls}]
     pq.write_table(pa.Table.from_pylist([{"messages": messages}, {"messages": with_calls}]), tmp_path / "in.parquet")
     write_jsonl(tmp_path / "in.jsonl", [{"messages": messages}, {"messages": with_calls}])
-    tokenise({"a": tmp_path / "in.parquet"}, tmp_path / "out", model)
-    tokenise({"a": tmp_path / "in.jsonl"}, tmp_path / "same", model)
+    tokenize_files({"a": tmp_path / "in.parquet"}, tmp_path / "out", model)
+    tokenize_files({"a": tmp_path / "in.jsonl"}, tmp_path / "same", model)
     assert rows(tmp_path / "out") == rows(tmp_path / "same")
 
 
@@ -145,7 +145,7 @@ def test_malformed_line_is_named_and_nothing_is_left(tmp_path: Path, model: Path
     source.write_text('{"text": "the cat"}\n\n{"text": \n')
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"in\.jsonl:3: malformed JSON"):
-        tokenise({"a": source}, tmp_path / "out", model)
+        tokenize_files({"a": source}, tmp_path / "out", model)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -153,7 +153,7 @@ def test_skipped_records_are_counted_by_reason_and_category(tmp_path: Path, mode
     bad = [3, {"title": "x"}, {"text": ""}, {"text": "\ud800"}, {"messages": [{"role": "user", "content": "q"}]}]
     first = write_jsonl(tmp_path / "a.jsonl", [*bad, {"text": "the cat"}])
     second = write_jsonl(tmp_path / "b.jsonl", [{"text": ""}, *QA])
-    report = tokenise({"a": first, "b": second}, tmp_path / "out", model, "on_bad_record=skip")
+    report = tokenize_files({"a": first, "b": second}, tmp_path / "out", model, "on_bad_record=skip")
     counts = json.loads((tmp_path / "out/report.json").read_text())["categories"]
     reasons = ("not_an_object", "unknown_fields", "empty", "invalid_text", "no_target")
     assert counts["a"]["bad_records"] == dict.fromkeys(reasons, 1)
@@ -166,15 +166,15 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path: Path, model: Path
     source = write_jsonl(tmp_path / "t.jsonl", [{"text": "the cat " * 20_000}])
     told = f"^output_dir must be a folder that can be written; got {tmp_path}/out: .*File too large$"
     with files_end_at(1 << 16), pytest.raises(DataError, match=told):
-        tokenise({"a": source}, tmp_path / "out", model)
+        tokenize_files({"a": source}, tmp_path / "out", model)
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
 def test_nothing_usable_is_an_error(tmp_path: Path, model: Path) -> None:
     with pytest.raises(DataError, match="no record could be used"):
-        tokenise({"a": write_jsonl(tmp_path / "a.jsonl", [{}])}, tmp_path / "out", model, "on_bad_record=skip")
+        tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", [{}])}, tmp_path / "out", model, "on_bad_record=skip")
     with pytest.raises(DataError, match=r"sources\.a must hold at least one record"):
-        tokenise({"a": write_jsonl(tmp_path / "b.jsonl", [])}, tmp_path / "out", model)
+        tokenize_files({"a": write_jsonl(tmp_path / "b.jsonl", [])}, tmp_path / "out", model)
     assert not (tmp_path / "out").exists()
 
 
@@ -182,7 +182,7 @@ def test_nothing_usable_is_an_error(tmp_path: Path, model: Path) -> None:
 def test_weights_are_a_column_only_when_some_record_has_one(tmp_path: Path, model: Path, shard_bytes: int) -> None:
     sizes = {"chunk_size": ChunkSize(records=4), "shard_bytes": shard_bytes}
     records = [*QA, {"text": "the cat", "loss_weight": 0.5}, {"text": "sat"}]
-    tokenise({"a": write_jsonl(tmp_path / "a.jsonl", records)}, tmp_path / "out", model, **sizes)
+    tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", records)}, tmp_path / "out", model, **sizes)
     data = rows(tmp_path / "out")
     assert load_from_disk(str(tmp_path / "out")).data.schema.field("loss_weight").type == pa.list_(pa.float32())
     weights = [set(row["loss_weight"]) for row in data]
@@ -200,8 +200,8 @@ def test_each_turn_weighs_what_its_record_and_message_say(tmp_path: Path, templa
         for message in ({"role": "user", "content": "q"}, {"role": "assistant", "content": text, "weight": weight})
     ]
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages, "loss_weight": 4}, *QA[:1]])
-    tokenise({"a": source}, tmp_path / "out", tmp_path / "model")
-    tokenise({"a": source}, tmp_path / "cut", tmp_path / "model", "max_tokens=8", "over_length=split")
+    tokenize_files({"a": source}, tmp_path / "out", tmp_path / "model")
+    tokenize_files({"a": source}, tmp_path / "cut", tmp_path / "model", "max_tokens=8", "over_length=split")
     weighted, plain = rows(tmp_path / "out")
     found = {weight: [] for weight in (2.0, 4.0)}
     for token, target, weight in zip(*(weighted[k] for k in ("input_ids", "loss_mask", "loss_weight")), strict=True):
@@ -217,7 +217,7 @@ def test_each_turn_weighs_what_its_record_and_message_say(tmp_path: Path, templa
 def test_last_turn_only_leaves_one_target_turn(tmp_path: Path, model: Path) -> None:
     turns = [("user", "a"), ("assistant", "the cat"), ("user", "b"), ("assistant", "sat")]
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    tokenise({"a": write_jsonl(tmp_path / "a.jsonl", [record])}, tmp_path / "out", model, "last_turn_only=true")
+    tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", [record])}, tmp_path / "out", model, "last_turn_only=true")
     (row,) = rows(tmp_path / "out")
     targets = [token for token, target in zip(row["input_ids"], row["loss_mask"], strict=True) if target]
     assert tiny_tokenizer(CHATML).decode(targets) == "sat<|im_end|>"
@@ -226,16 +226,16 @@ def test_last_turn_only_leaves_one_target_turn(tmp_path: Path, model: Path) -> N
 def test_over_length_documents_are_refused_with_their_place(tmp_path: Path, model: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the"}, {"text": "the cat sat on the mat " * 9}])
     with pytest.raises(DataError, match=r"a\.jsonl:2: a document must have at most max_tokens=8"):
-        tokenise({"a": source}, tmp_path / "out", model, "max_tokens=8")
+        tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8")
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
 def test_over_length_policies_count_what_they_do(tmp_path: Path, model: Path, policy: str) -> None:
     records = [{"text": "the"}, {"text": "the cat sat on the mat " * 4}, {"question": "cat " * 30, "answer": "a"}]
     source = write_jsonl(tmp_path / "a.jsonl", records)
-    tokenise({"a": source}, tmp_path / "whole", model)
+    tokenize_files({"a": source}, tmp_path / "whole", model)
     whole = rows(tmp_path / "whole")
-    tokenise({"a": source}, tmp_path / "out", model, "max_tokens=8", f"over_length={policy}")
+    tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8", f"over_length={policy}")
     data = rows(tmp_path / "out")
     assert all(row["length"] <= 8 and row["loss_mask"][0] == row["category_ids"][0] == 0 for row in data)
     report = json.loads((tmp_path / "out/report.json").read_text())["categories"]["a"]
@@ -264,7 +264,7 @@ def test_over_length_policies_count_what_they_do(tmp_path: Path, model: Path, po
 
 def test_the_table_says_what_was_cut_and_whether_a_last_target_was_lost(tmp_path: Path, model: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the"}, {"text": "the cat sat on the mat " * 4}])
-    report = tokenise({"a": source}, tmp_path / "out", model, "max_tokens=8", "over_length=truncate")
+    report = tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8", "over_length=truncate")
     header, row = report.table().split("\n\n")[1].splitlines()
     tally = report.total
     removed = tally.over_length["truncated_tokens"]
@@ -280,7 +280,7 @@ def test_records_give_their_category_numbered_as_they_appear_in_the_output(tmp_p
     records[-1] = {"text": "", "meta": {"source": "never"}}
     source, other = write_jsonl(tmp_path / "a.jsonl", records), write_jsonl(tmp_path / "b.jsonl", QA[:1])
     sources, options = {"a": source, "b": other}, ("category_field=meta.source", "on_bad_record=skip")
-    report = tokenise(sources, tmp_path / "out", model, *options, chunk_size=ChunkSize(records=2))
+    report = tokenize_files(sources, tmp_path / "out", model, *options, chunk_size=ChunkSize(records=2))
     names = json.loads((tmp_path / "out/categories.json").read_text())
     assert names == {"1": "code", "2": "web", "3": "a", "4": "7", "5": "b"}
     data = rows(tmp_path / "out")
@@ -296,7 +296,7 @@ def test_records_give_their_category_numbered_as_they_appear_in_the_output(tmp_p
     assert "a: no meta.source: 1 records, which have the source's name as their category" in report.table()
     many = write_jsonl(tmp_path / "many.jsonl", [{"text": "cat", "id": number} for number in range(1001)])
     with pytest.raises(DataError, match=r"category_field=id must give at most 1,000 categories"):
-        tokenise({"a": many}, tmp_path / "many", model, "category_field=id")
+        tokenize_files({"a": many}, tmp_path / "many", model, "category_field=id")
 
 
 def test_columns_of_every_format_may_be_null_in_a_record(tmp_path: Path, model: Path) -> None:
@@ -305,14 +305,14 @@ def test_columns_of_every_format_may_be_null_in_a_record(tmp_path: Path, model: 
         {"problem": "q", "hint": "mat", "solution": "a"},
     ]
     options = ("columns={instruction:problem,input:hint,output:solution}",)
-    tokenise({"a": write_jsonl(tmp_path / "a.jsonl", records)}, tmp_path / "jsonl", model, *options)
+    tokenize_files({"a": write_jsonl(tmp_path / "a.jsonl", records)}, tmp_path / "jsonl", model, *options)
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
-    tokenise({"a": tmp_path / "a.parquet"}, tmp_path / "parquet", model, *options)
+    tokenize_files({"a": tmp_path / "a.parquet"}, tmp_path / "parquet", model, *options)
     (tmp_path / "a.csv").write_text("problem,hint,solution\nthe cat,,sat\nq,mat,a\n")
-    tokenise({"a": tmp_path / "a.csv"}, tmp_path / "csv", model, *options)
+    tokenize_files({"a": tmp_path / "a.csv"}, tmp_path / "csv", model, *options)
     assert rows(tmp_path / "jsonl") == rows(tmp_path / "parquet") == rows(tmp_path / "csv")
     with pytest.raises(DataError, match=r"a\.csv:2: columns\.input must name a field of the record; got hints"):
-        tokenise({"a": tmp_path / "a.csv"}, tmp_path / "out", model, "columns={instruction:problem,input:hints}")
+        tokenize_files({"a": tmp_path / "a.csv"}, tmp_path / "out", model, "columns={instruction:problem,input:hints}")
 
 
 def sampled(output: Path) -> list[int]:
@@ -322,7 +322,7 @@ def sampled(output: Path) -> list[int]:
 def test_a_sample_depends_on_seed_source_and_place_alone(tmp_path: Path, model: Path) -> None:
     records = [{"text": "cat " * (number + 1)} for number in range(200)]
     sources = {"a": write_jsonl(tmp_path / "a.jsonl", records), "b": write_jsonl(tmp_path / "b.jsonl", QA)}
-    report = tokenise(sources, tmp_path / "fraction", model, "sample={a:0.25}")
+    report = tokenize_files(sources, tmp_path / "fraction", model, "sample={a:0.25}")
     read = json.loads((tmp_path / "fraction/report.json").read_text())["sources"]
     drawn = sampled(tmp_path / "fraction")[:-20]
     assert read["a"]["records_read"] == 200
@@ -330,17 +330,17 @@ def test_a_sample_depends_on_seed_source_and_place_alone(tmp_path: Path, model: 
     assert (read["b"]["records_read"], read["b"]["records_sampled"]) == (20, 20)
     assert f"a: sampled: {len(drawn)} of 200 records" in report.table()
     options, small = (f"sample={len(drawn)}", "num_workers=2"), ChunkSize(records=7)
-    tokenise({"a": sources["a"]}, tmp_path / "count", model, *options, chunk_size=small)
+    tokenize_files({"a": sources["a"]}, tmp_path / "count", model, *options, chunk_size=small)
     assert sampled(tmp_path / "count") == drawn  # the lowest numbers, which are those below the fraction
-    tokenise({"a": sources["a"]}, tmp_path / "more", model, "sample=100")
+    tokenize_files({"a": sources["a"]}, tmp_path / "more", model, "sample=100")
     assert set(drawn) < set(sampled(tmp_path / "more"))
     assert len(rows(tmp_path / "more")) == 100
-    tokenise({"a": sources["a"]}, tmp_path / "seed", model, "sample=0.25", "seed=1", chunk_size=small)
+    tokenize_files({"a": sources["a"]}, tmp_path / "seed", model, "sample=0.25", "seed=1", chunk_size=small)
     assert sampled(tmp_path / "seed") != drawn
-    tokenise({"a": sources["a"]}, tmp_path / "all", model, "sample=1.0")
+    tokenize_files({"a": sources["a"]}, tmp_path / "all", model, "sample=1.0")
     assert len(rows(tmp_path / "all")) == 200
     with pytest.raises(DataError, match=r"sample must leave a record of sources\.b, which has 20; it left none"):
-        tokenise(sources, tmp_path / "none", model, "sample={b:1e-9}")
+        tokenize_files(sources, tmp_path / "none", model, "sample={b:1e-9}")
 
 
 def test_fields_that_nothing_reads_and_media_are_counted_and_told(tmp_path: Path, model: Path) -> None:
@@ -348,8 +348,8 @@ def test_fields_that_nothing_reads_and_media_are_counted_and_told(tmp_path: Path
     records = [{"messages": named, "title": "t", "\x1b[1m\ud800": 1}, {**QA[0], "title": "u", "images": ["x", "y"]}]
     source = write_jsonl(tmp_path / "a.jsonl", records)
     with pytest.raises(DataError, match=r"a\.jsonl:2: the record has images, and only text is tokenized; media=drop"):
-        tokenise({"a": source}, tmp_path / "out", model)
-    report = tokenise({"a": source}, tmp_path / "out", model, "media=drop")
+        tokenize_files({"a": source}, tmp_path / "out", model)
+    report = tokenize_files({"a": source}, tmp_path / "out", model, "media=drop")
     counts = json.loads((tmp_path / "out/report.json").read_text())["categories"]["a"]
     assert counts["unused_fields"] == {"\\x1b[1m\\ud800": 1, "messages.lang": 2, "title": 2}
     assert counts["dropped_media"] == {"image": 2}
@@ -358,13 +358,13 @@ def test_fields_that_nothing_reads_and_media_are_counted_and_told(tmp_path: Path
     prints_lang = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ m.lang }}")
     (tmp_path / "lang.jinja").write_text(prints_lang)
     options = ("media=drop", f"chat_template={tmp_path / 'lang.jinja'}")
-    assert "messages.lang" not in tokenise({"a": source}, tmp_path / "lang", model, *options).table()
+    assert "messages.lang" not in tokenize_files({"a": source}, tmp_path / "lang", model, *options).table()
 
 
 def test_a_run_shows_the_first_documents_of_every_source_as_they_were_written(tmp_path: Path, model: Path) -> None:
     qa = write_jsonl(tmp_path / "qa.jsonl", [{"text": " "}, *QA])
     prose = write_jsonl(tmp_path / "t.jsonl", [{"text": "the cat"}])
-    report = tokenise({"qa": qa, "prose": prose}, tmp_path / "out", model, "on_bad_record=skip")
+    report = tokenize_files({"qa": qa, "prose": prose}, tmp_path / "out", model, "on_bad_record=skip")
     written = json.loads((tmp_path / "out/report.json").read_text())["sources"]
     first = [[False, "<|im_start|>user\nthe cat 0<|im_end|>\n<|im_start|>assistant\n"]]
     first += [[True, "sat on the mat <|im_end|>"], [False, "\n"]]
@@ -372,7 +372,7 @@ def test_a_run_shows_the_first_documents_of_every_source_as_they_were_written(tm
     assert len(written["qa"]["preview"]) == 2
     assert ["".join(text for _, text in runs) for runs in written["prose"]["preview"]] == ["the cat<|im_end|>"]
     assert [len(documents) for documents in report.previews.values()] == [2, 1]
-    assert tokenise({"prose": prose}, tmp_path / "none", model, "preview=0").previews == {"prose": []}
+    assert tokenize_files({"prose": prose}, tmp_path / "none", model, "preview=0").previews == {"prose": []}
 
 
 def test_the_table_says_how_turns_end_and_what_the_template_does_not_print(tmp_path: Path, model: Path) -> None:
@@ -396,32 +396,32 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path) -> None:
     sources = {"a": write_jsonl(tmp_path / "a.jsonl", records), "b": write_jsonl(tmp_path / "b.jsonl", bad)}
     for workers in (1, 2):
         options = (f"num_workers={workers}", "on_bad_record=skip", "category_field=kind", "sample={a:11}")
-        tokenise(sources, tmp_path / "out", model, *options, chunk_size=ChunkSize(3, 100))
+        tokenize_files(sources, tmp_path / "out", model, *options, chunk_size=ChunkSize(3, 100))
         (tmp_path / "out").rename(tmp_path / str(workers))
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "2").iterdir())
     assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in names)
     with pytest.raises(DataError, match=r"b\.jsonl:2: a record must be an object"):
-        tokenise(sources, tmp_path / "out", model, "num_workers=2")
+        tokenize_files(sources, tmp_path / "out", model, "num_workers=2")
 
 
 def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Path) -> None:
     source, output = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}]), tmp_path / "out"
     output.mkdir()
-    tokenise({"a": source}, output, model)
+    tokenize_files({"a": source}, output, model)
     before = rows(output)
     with pytest.raises(UsageError, match="output_dir must be empty or new, or overwrite=true"):
-        tokenise({"a": source}, output, model)
+        tokenize_files({"a": source}, output, model)
     bad = write_jsonl(tmp_path / "bad.jsonl", [{}])
     with pytest.raises(DataError):
-        tokenise({"a": bad}, output, model, "overwrite=true")
+        tokenize_files({"a": bad}, output, model, "overwrite=true")
     assert rows(output) == before
-    tokenise({"b": write_jsonl(source, [{"text": "sat"}])}, output, model, "overwrite=true")
+    tokenize_files({"b": write_jsonl(source, [{"text": "sat"}])}, output, model, "overwrite=true")
     assert rows(output) != before
     assert json.loads((output / "categories.json").read_text()) == {"1": "b"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "out"]
     with pytest.raises(UsageError, match="must not hold a source"):
-        tokenise({"a": source}, tmp_path, model, "overwrite=true")
+        tokenize_files({"a": source}, tmp_path, model, "overwrite=true")
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
     [
         (["max_tokns=3"], "unknown key max_tokns; nearest: max_tokens"),
         (["model.pat=x"], "nearest: model.path"),
-        (["+zzzzzz=1"], "known keys: sources"),
+        (["+zzzzzz=1"], "known keys: output_dir"),
         (["max_tokens=1"], "max_tokens must be at least 2; got 1"),
         (["max_tokens=many"], "max_tokens"),
         (["over_length=cut"], "over_length must be one of error, drop, truncate, split; got cut"),
@@ -443,7 +443,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
         ),
         (["sources={b:'x{c:1,c:2}.jsonl',c:[{d:1,d:2}]}"], "got d more than once"),
         (["sources.a=3"], "sources.a must be a path"),
-        (["sources={}"], "sources must name at least one category"),
+        (["sources={}"], "sources is required: name: file, folder"),
         (["sources=ok.jsonl"], "sources must map a category to files, e.g. 'sources={ok:ok.jsonl}'; got ok.jsonl"),
         (["sources=[a.jsonl]"], "sources must map a category to files"),
         (
@@ -477,18 +477,18 @@ def test_mistakes_are_one_line_that_names_the_key(
 def test_missing_sources_and_unknown_formats_are_refused(tmp_path: Path, model: Path) -> None:
     for name, message in (("no.jsonl", "does not exist"), ("no*.jsonl", "matches no file"), (".", "has none")):
         with pytest.raises(UsageError, match=rf"sources\.a must .*{message}"):
-            tokenise({"a": tmp_path / name}, tmp_path / "x/out", model)
+            tokenize_files({"a": tmp_path / name}, tmp_path / "x/out", model)
     (tmp_path / "a.md").write_text("x")
     with pytest.raises(UsageError, match=r"sources\.a must be jsonl"):
-        tokenise({"a": tmp_path / "a.md"}, tmp_path / "out", model)
+        tokenize_files({"a": tmp_path / "a.md"}, tmp_path / "out", model)
 
 
 def test_chat_without_a_template_is_refused_and_an_override_is_used(tmp_path: Path, model: Path) -> None:
     tiny_tokenizer(None).save_pretrained(tmp_path / "bare")
     source = write_jsonl(tmp_path / "a.jsonl", QA)
     with pytest.raises(UsageError, match="chat_template must be given for chat records"):
-        tokenise({"a": source}, tmp_path / "out", tmp_path / "bare")
+        tokenize_files({"a": source}, tmp_path / "out", tmp_path / "bare")
     (tmp_path / "chatml.jinja").write_text(CHATML)
-    tokenise({"a": source}, tmp_path / "out", tmp_path / "bare", f"chat_template={tmp_path / 'chatml.jinja'}")
-    tokenise({"a": source}, tmp_path / "same", model)
+    tokenize_files({"a": source}, tmp_path / "out", tmp_path / "bare", f"chat_template={tmp_path / 'chatml.jinja'}")
+    tokenize_files({"a": source}, tmp_path / "same", model)
     assert rows(tmp_path / "out") == rows(tmp_path / "same")

@@ -16,7 +16,7 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.text.chat_spans import locate
 from verl_ext.text.chat_template import ChatTemplate
-from verl_ext.text.encoders import ListedCharacters, mask_from_offsets, mask_from_prefixes
+from verl_ext.text.encoders import TokenCharacters, mask_from_offsets, mask_from_prefixes
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.records import parse_record
 from verl_ext.values import DataError
@@ -124,7 +124,7 @@ def target_texts(
     at_once = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, return_dict=True, **template_kwargs)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     assert encoded["input_ids"] == at_once["input_ids"]
-    mask, _ = mask_from_offsets(text, ListedCharacters(encoded["offset_mapping"]), spans)
+    mask, _ = mask_from_offsets(text, TokenCharacters(encoded["offset_mapping"]), spans)
     without_offsets = mask_from_prefixes(
         encoded["input_ids"], text, spans, lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]
     )
@@ -346,6 +346,6 @@ def target_texts_or_straddled(template: str, record: dict[str, Any]) -> list[str
     rendered = locate(ChatTemplate(tokenizer, None, {}), parse_record(record).content)
     text, spans = rendered.text, rendered.spans
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask, _ = mask_from_offsets(text, ListedCharacters(encoded["offset_mapping"]), spans)
+    mask, _ = mask_from_offsets(text, TokenCharacters(encoded["offset_mapping"]), spans)
     targets = [token for token, target in zip(encoded["input_ids"], mask, strict=True) if target]
     return [turn + "<|im_end|>" for turn in tokenizer.decode(targets).split("<|im_end|>")[:-1]]

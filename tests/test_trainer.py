@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, build, metrics, plain_losses, train, train_alone
 from verl_ext.config import compose
 from verl_ext.trainer.distributed import limit_collectives
@@ -30,8 +30,8 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     validation = random_documents(rng, LENGTHS[:13], VOCABULARY, 2)
-    write_tokenised(folder / "train", random_documents(rng, LENGTHS, VOCABULARY, 2), NAMES)
-    write_tokenised(folder / "val", validation, NAMES)
+    write_tokenized(folder / "train", random_documents(rng, LENGTHS, VOCABULARY, 2), NAMES)
+    write_tokenized(folder / "val", validation, NAMES)
     return folder, validation
 
 
@@ -234,7 +234,7 @@ def poisoned_data(folder: Path, poisoned: set[int], count: int = 6) -> str:
         document["input_ids"][document["input_ids"] == 5] = 6
         if index in poisoned:
             document["input_ids"][2] = 5
-    return write_tokenised(folder, documents, {1: "maths"})
+    return write_tokenized(folder, documents, {1: "maths"})
 
 
 ONE_DOCUMENT_A_STEP = ("data.strategy=none", "data.train_batch_size=1", "trainer.max_skipped_steps=2")
@@ -256,7 +256,7 @@ def test_a_step_whose_targets_all_weigh_0_moves_nothing_and_is_counted(tiny_mode
     documents = random_documents(np.random.default_rng(3), [10] * 6, VOCABULARY, 1)
     for index, document in enumerate(documents):
         document["category_ids"] = document["loss_mask"].astype(np.int32) * (1 + index % 2)
-    folder = write_tokenised(tmp_path / "data", documents, NAMES)
+    folder = write_tokenized(tmp_path / "data", documents, NAMES)
     overrides = [
         f"data.train_dir={folder}",
         f"model.path={tiny_model}",
@@ -378,7 +378,7 @@ def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
 def test_a_logged_step_costs_one_reduction_and_one_read_whatever_the_categories(data, tiny_model, tmp_path):
     few = run_of(data, tiny_model, tmp_path / "few", "trainer.logger=[console]")
     rng = np.random.default_rng(0)
-    folder = write_tokenised(tmp_path / "many", random_documents(rng, LENGTHS, VOCABULARY, 20))
+    folder = write_tokenized(tmp_path / "many", random_documents(rng, LENGTHS, VOCABULARY, 20))
     many = [
         f"data.train_dir={folder}",
         f"model.path={tiny_model}",
@@ -397,7 +397,7 @@ def test_a_step_without_a_target_is_refused_before_the_model_loads(tiny_model, t
     documents = random_documents(np.random.default_rng(0), [10] * 4, VOCABULARY, 1)
     for document in documents[1:]:
         document["loss_mask"][:] = document["category_ids"][:] = 0
-    folder = write_tokenised(tmp_path / "data", documents)
+    folder = write_tokenized(tmp_path / "data", documents)
     overrides = [
         f"data.train_dir={folder}",
         f"model.path={tiny_model}",

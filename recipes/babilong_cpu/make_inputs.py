@@ -17,8 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.babilong.stories import VERBS
-from verl_ext.commands.babilong.world import PLACES, STARTS
+from verl_ext.commands.babilong.stories import PLACES, STARTS, VERBS
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.init_model.command import InitModelOptions, init_model
 

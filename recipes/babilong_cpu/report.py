@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 from statistics import mean
 
-from verl_ext.commands.babilong.stories import VERBS
-from verl_ext.commands.babilong.world import PLACES
+from verl_ext.commands.babilong.stories import PLACES, VERBS
 
 MOVE = re.compile(rf"(\w+) (?:{'|'.join(VERBS['move'])}) the ({'|'.join(PLACES)})\.")
 

@@ -11,15 +11,3 @@ from verl_ext.attention.kernels import (
     gpu_capability,
     has_flash_attn,
 )
-
-__all__ = [
-    "BACKENDS",
-    "PACKED_ATTENTION",
-    "AttentionOptions",
-    "DocumentLayout",
-    "choose_backend",
-    "document_layout",
-    "flash_limit",
-    "gpu_capability",
-    "has_flash_attn",
-]

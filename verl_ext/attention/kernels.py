@@ -33,18 +33,13 @@ PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_
 class DocumentLayout:
     """Document boundaries of one flattened micro-batch, computed once on the host and handed to every layer.
 
-    verl's own patched attention gathers ``position_ids`` over the sequence-parallel ranks and searches them for zeros
-    in every layer: one collective and one device synchronisation each, of which there are none here.
-
-    Attributes:
-        offsets: D + 1 host integers from 0 to T; document d is ``[offsets[d], offsets[d + 1])``.
-        cu_seqlens: int32[D + 1], the same on the device of the attention.
-        max_length: tokens of the longest document.
+    verl's own patched attention gathers and searches ``position_ids`` in every layer, with a collective and a device
+    synchronisation each.
     """
 
-    offsets: tuple[int, ...]
-    cu_seqlens: torch.Tensor
-    max_length: int
+    offsets: tuple[int, ...]  # D + 1 host integers from 0 to T; document d is [offsets[d], offsets[d + 1])
+    cu_seqlens: torch.Tensor  # int32[D + 1], the same on the device of the attention
+    max_length: int  # tokens of the longest document
 
     def padded(self, pad: int) -> "DocumentLayout":
         """Append ``pad`` tokens as one last pseudo-document, as Ulysses needs where T is no multiple of the ranks."""
@@ -92,10 +87,7 @@ class KernelOptions(NamedTuple):
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Causal attention of ``query[T, H, E]`` to ``key, value[T, K, E]``, one document at a time.
-
-    No document's result depends on another, to the last bit: each is its own kernel call.
-    """
+    """Causal attention of ``query[T, H, E]`` to ``key, value[T, K, E]``, a kernel call for each document."""
     outputs = []
     for start, end in zip(layout.offsets[:-1], layout.offsets[1:], strict=True):
         q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -211,9 +203,7 @@ def choose_backend(
     """The backend that `attention.backend` stands for: ``auto`` takes the fastest that runs what is asked.
 
     limit: what :func:`flash_limit` says; dropout: of attention weights; flash_attn_installed: None to look.
-
-    Raises:
-        ValueError: the name is none of them, or the kernel cannot run here.
+    Raises ValueError where the name is none of them, or the kernel cannot run here.
     """
     check_choice("attention.backend", requested, ("auto", *BACKENDS))
     installed = has_flash_attn() if flash_attn_installed is None else flash_attn_installed
@@ -239,10 +229,7 @@ def choose_backend(
 
 @lru_cache
 def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
-    """Compute capability of the CUDA device, by default the current one; None without CUDA.
-
-    It initialises CUDA in this process, as joining a process group on a GPU does, which also chooses the rank's device.
-    """
+    """Compute capability of the CUDA device, by default the current one; None without CUDA. It initialises CUDA."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 

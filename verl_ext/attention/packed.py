@@ -60,8 +60,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]`` inside documents; gives ``[1, T/n, H, E]``.
 
-    n is the sequence-parallel size; ``document_layout`` covers all T tokens. Without one each row of the batch is one
-    document, as in generation and plain evaluation.
+    n is the sequence-parallel size; ``document_layout`` covers all T tokens, None: each row is one document.
     """
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]

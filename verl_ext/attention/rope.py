@@ -50,10 +50,8 @@ def restore_rope_precision(model: Any) -> None:
 def choose_rope_by_document(model: Any, sequence_parallel_rank: int = 0) -> None:
     """Replace, in place, rotary embeddings of ``model`` whose frequencies depend on the length of a document.
 
-    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are.
-
-    Raises:
-        ValueError: the config has such frequencies, and no module is a rotary embedding as transformers writes them.
+    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. Raises
+    ValueError where the config has such frequencies, and no module is a rotary embedding as transformers writes them.
     """
     found = False
     for parent in list(model.modules()):
@@ -101,8 +99,7 @@ class DocumentRope(torch.nn.Module):
         return tuple(torch.cat([part[:, :-1] for part in column], dim=1) for column in zip(*parts, strict=True))
 
     def _rotary_copy(self) -> Any:
-        """A copy that shares the tensors: transformers keeps the frequencies that it chose in the module, where a later
-        forward may use them."""
+        """A copy that shares the tensors: transformers keeps the frequencies that it chose in the module."""
         rotary = copy.copy(self.rotary)
         rotary._buffers = dict(self.rotary._buffers)
         return rotary

@@ -1,22 +1,19 @@
-"""The command line of one command: options from `key=value` words, help, errors of one line, exit codes.
+"""The command line of a command: options from `key=value` words, help, errors of one line, exit codes.
 
-A command is a module with an options dataclass and what it does with them:
+A command is a module with an options dataclass, `run(options)`, which returns what is printed at the end and raises
+UsageError and DataError, and its `main`:
 
     @dataclass(frozen=True)
-    class IndexOptions(Options):
+    class IndexOptions(SourceOptions):
         '''Text tokenized once into Megatron's indexed form.'''      the first lines of --help
 
-        maps: ClassVar[Mapping[str, str]] = {"sources": "a source to its files"}      words for an error, see below
-        sources: dict[str, Any] = option({}, "source: file, folder, glob, URL or list of them", required=True)
-        num_workers: int | None = option(None, "processes; null: one for every CPU", least=1)
+        add_eos: bool = option(True, "one EOS token after each document")
         model: ModelOptions = option(ModelOptions, "the tokenizer")      its fields are model.path, model.tokenizer_path
 
-    def run(options: IndexOptions) -> str:      what is printed at the end; raises UsageError and DataError
-    def main(arguments: Sequence[str]) -> int:
-        return run_command(arguments, "index", IndexOptions, run, example="'sources={books:books/}' output_dir=DIR")
+    main = command("index", IndexOptions, run, example="'sources={books:books/}' output_dir=DIR")
 
-A field annotated `dict`, `Any` or a union of types is open: the keys below it are the user's own, sources.books=books/;
-`maps` says of a dict what it maps to what. `read_options(IndexOptions, ["output_dir=DIR", ...])` gives the options.
+A field annotated `dict` or `Any` is open: the keys below it are the user's own, sources.books=books/.
+`maps` says of a dict what it maps to what.
 """
 
 import inspect
@@ -25,8 +22,9 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, ClassVar, TypeVar, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -34,37 +32,109 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.overrides import repeated_keys
-from verl_ext.values import DataError, Option, Options, UsageError, first_line, nearest_key, options_of, show
+from verl_ext.files import output_problems
+from verl_ext.text.sources import local_path
+from verl_ext.text.tokenizer import ModelOptions, leave_out_torch
+from verl_ext.values import (
+    REQUIRED,
+    DataError,
+    Option,
+    Options,
+    UsageError,
+    first_line,
+    nearest_key,
+    option,
+    options_of,
+    repeated_keys,
+    show,
+)
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def run_command(
-    arguments: Sequence[str],
-    name: str,
-    options_class: type[OptionsT],
-    run: Callable[[OptionsT], str],
-    example: str = "[key=value ...]",
-) -> int:
-    """Do `run(options)`, print what it returns, and return the exit code.
+@dataclass(frozen=True)
+class OutputOptions(Options):
+    """The options of every command.
+
+    marker: file by which an output folder of the command is known. maps: what an option that is a dict maps to what.
+    """
+
+    marker: ClassVar[str] = "report.json"
+    maps: ClassVar[Mapping[str, str]] = {}
+
+    output_dir: str = option(REQUIRED, "folder that is written; it appears only when complete", required=True)
+    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+
+    def output_problems(self, kept: str, *paths: str | None) -> list[str]:
+        """A line where output_dir must not be written. `paths` are input that it must not hold, `kept` in words."""
+        return output_problems(self.output_dir, self.overwrite, self.marker, paths, kept)
+
+
+@dataclass(frozen=True)
+class SourceOptions(OutputOptions):
+    """The options of a command that reads named sources with a tokenizer."""
+
+    maps: ClassVar[Mapping[str, str]] = {"sources": "a source to its files"}
+
+    sources: dict[str, Any] = option({}, "name: file, folder, glob, URL, Hub dataset or list of them", required=True)
+    num_workers: int | None = option(
+        None, "processes; null: by CPUs and size. The output is the same for any number", least=1
+    )
+
+    @property
+    def patterns(self) -> dict[str, list[str]]:
+        """Every source's paths and globs, in the order of `sources`."""
+        return {name: as_list(value) for name, value in self.sources.items()}
+
+    def source_problems(self, model: ModelOptions) -> list[str]:
+        """A line for each source that names no files, and where output_dir must not be written."""
+        problems = [
+            f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
+            for name, value in self.sources.items()
+            if not is_names(value)
+        ]
+        files = [local_path(path) for values in self.patterns.values() if is_names(values) for path in values]
+        return problems + self.output_problems("a source, the tokenizer", model.path, model.tokenizer_path, *files)
+
+
+def as_list(value: Any) -> Any:
+    """A text as a list of it; anything else as it is."""
+    return [value] if isinstance(value, str) else value
+
+
+def is_names(value: Any) -> bool:
+    """Whether a value is a text, or a list of at least one, none of them empty."""
+    names = as_list(value)
+    return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name for name in names)
+
+
+def command(
+    name: str, options_class: type[OptionsT], run: Callable[[OptionsT], str], example: str
+) -> Callable[[Sequence[str]], int]:
+    """A command's `main`: does `run(options)`, prints what it returns, and returns the exit code.
 
     0: done, or --help; 1: DataError or OSError; 2: UsageError or no arguments; 130: Ctrl-C or SIGTERM.
     """
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(help_text(name, options_class, example))
-        return 0 if arguments else 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
-    try:
-        closing = run(read_options(options_class, arguments))
-    except (UsageError, DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(closing)
-    return 0
+
+    def main(arguments: Sequence[str]) -> int:
+        if not arguments or {"-h", "--help"} & set(arguments):
+            print(help_text(name, options_class, example))
+            return 0 if arguments else 2
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
+        try:
+            options = read_options(options_class, arguments)
+            if isinstance(model := getattr(options, "model", None), ModelOptions):
+                leave_out_torch(model)
+            print(run(options))
+        except (UsageError, DataError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UsageError) else 1
+        except KeyboardInterrupt:
+            print("error: interrupted; nothing was written", file=sys.stderr)
+            return 130
+        return 0
+
+    return main
 
 
 def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> OptionsT:

@@ -13,40 +13,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import chain, count, islice
 from typing import Any, ClassVar
 
-from verl_ext.commands.command_line import run_command
-from verl_ext.commands.tokenize_report import REPORT, Report
-from verl_ext.files import OutputFolder, output_problems
+from verl_ext.commands.command_line import SourceOptions, command
+from verl_ext.commands.report import Report
+from verl_ext.files import OutputFolder
 from verl_ext.progress import Progress
 from verl_ext.text.chat import ChatEncoder, ChatOptions
-from verl_ext.text.counts import previews_text
+from verl_ext.text.documents import previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
-from verl_ext.text.sources import SourceFile, find_source_files, local_path, total_bytes
+from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenized import SHARD_BYTES, DatasetWriter
-from verl_ext.text.tokenizer import leave_out_torch, tokenizer_module
+from verl_ext.text.tokenizer import tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import REQUIRED, DataError, Options, option
+from verl_ext.values import DataError, option
 
-EXAMPLE = "'sources={gsm8k:train.jsonl,code:code.json}' output_dir=DIR model.path=MODEL_OR_TOKENIZER"
 BITS = 128
 
 
 @dataclass(frozen=True)
-class _InputAndOutput(Options):
-    """The options that `--help` shows first."""
-
-    sources: dict[str, Any] = option({}, "category: file, folder, glob, URL, Hub dataset or list of them")
-    output_dir: str = option(REQUIRED, "the dataset's folder; it appears only when complete", required=True)
-    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
-
-
-@dataclass(frozen=True)
-class TokenizeOptions(ChatOptions, _InputAndOutput):
+class TokenizeOptions(ChatOptions, SourceOptions):
     """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
 
     Sources are jsonl, json, csv, tsv, txt (also as .gz, .bz2, .xz, .zst), parquet or Arrow folders, of this machine,
     behind a URL or on the Hub; the fields of a record say which shape it has (verl_ext/text/records.py lists them).
+    A source's name is the category of its records.
     """
 
     maps: ClassVar[Mapping[str, str]] = {
@@ -60,31 +52,11 @@ class TokenizeOptions(ChatOptions, _InputAndOutput):
     )
     seed: int = option(42, "of the sample")
     preview: int = option(2, "documents of each source that the end shows with their targets marked", least=0)
-    num_workers: int | None = option(
-        None, "processes; null: one for every CPU. The output is the same for any number", least=1
-    )
-
-    def source_patterns(self) -> dict[str, list[str]]:
-        """Every category's paths and globs, in the order of `sources`."""
-        return {name: [value] if isinstance(value, str) else list(value) for name, value in self.sources.items()}
 
     def problems(self) -> Iterable[str | None]:
         """A line for each mistake that can be seen without opening a source."""
-        if not self.sources:
-            yield "sources must name at least one category, e.g. 'sources={chat:train.jsonl}'; got {}"
-        patterns: list[str] = []
-        for name, value in self.sources.items():
-            values = [value] if isinstance(value, str) else value
-            if isinstance(values, list) and values and all(isinstance(path, str) and path for path in values):
-                patterns += values
-            else:
-                yield f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
-        keep = [self.model.path, self.model.tokenizer_path, *map(local_path, patterns)]
-        yield from output_problems(self.output_dir, self.overwrite, REPORT, keep, kept="a source, the tokenizer")
+        yield from self.source_problems(self.model)
         yield from super().problems()
-        yield from self._sample_problems()
-
-    def _sample_problems(self) -> Iterator[str]:
         parts = {"sample": self.sample}
         if isinstance(self.sample, dict):
             parts = {f"sample.{name}": part for name, part in self.sample.items()}
@@ -92,22 +64,15 @@ class TokenizeOptions(ChatOptions, _InputAndOutput):
                 if name not in self.sources:
                     yield f"sample.{name} must be one of sources ({', '.join(self.sources)}); got {name}"
         for key, part in parts.items():
-            is_fraction = isinstance(part, float) and 0 < part <= 1
             is_number = isinstance(part, int) and not isinstance(part, bool) and part >= 1
-            if part is not None and not is_fraction and not is_number:
+            if part is not None and not is_number and not (isinstance(part, float) and 0 < part <= 1):
                 yield f"{key} must be a fraction above 0 and at most 1.0, or a number of records from 1; got {part}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code: 0, 1 for unusable data, 2 for a mistake in the command."""
-    return run_command(arguments, "tokenize", TokenizeOptions, run, example=EXAMPLE)
 
 
 def run(options: TokenizeOptions) -> str:
     """Tokenize; return the closing tables and previews."""
     from rich.console import Console  # not for a command with a mistake in it
 
-    leave_out_torch(options.model)
     report = tokenize(options)
     parts = [report.table(), previews_text(report.previews, Console()), f"written to {options.output_dir}"]
     return "\n\n".join(part.strip("\n") for part in parts if part)
@@ -116,9 +81,9 @@ def run(options: TokenizeOptions) -> str:
 def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_bytes: int = SHARD_BYTES) -> Report:
     """Tokenize the sources into a dataset at `output_dir`; return what was counted.
 
-    Raises `UsageError` and `DataError`, each one line, and leaves nothing at `output_dir` then.
+    Raises `UsageError` and `DataError`, each one line.
     """
-    files = find_source_files(options.source_patterns())
+    files = find_source_files(options.patterns)
     num_bytes = total_bytes(files)
     num_workers = options.num_workers or available_cpus()
     if num_bytes is not None:
@@ -140,24 +105,20 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
                     report.add(documents)
                     writer.add(documents)
                     progress.add(documents)
-            _check_sources(options, report)
+            for name, counts in report.sources.items():
+                if not counts.records and (read := report.read[name]):
+                    raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
+                if not counts.records:
+                    given = options.sources[name]
+                    raise DataError(f"sources.{name} must hold at least one record; got none in {given}")
+            if not report.total.documents:
+                raise DataError(f"no record could be used, so that nothing was written:\n{report.table()}")
             report.write(folder.path)
             writer.close()
         finally:
             writer.abandon()
         folder.publish()
     return report
-
-
-def _check_sources(options: TokenizeOptions, report: Report) -> None:
-    for name, counts in report.sources.items():
-        if not counts.records and report.read[name]:
-            left = f"sources.{name}, which has {report.read[name]}; it left none"
-            raise DataError(f"sample must leave a record of {left}")
-        if not counts.records:
-            raise DataError(f"sources.{name} must hold at least one record; got none in {options.sources[name]}")
-    if not report.total.documents:
-        raise DataError(f"no record could be used, so that nothing was written:\n{report.table()}")
 
 
 def sampled_chunks(
@@ -171,30 +132,31 @@ def sampled_chunks(
         if isinstance(part, float):
             limit = round(part * (1 << BITS))
         elif part is not None:  # reads the source once more
-            lowest = heapq.nsmallest(part, _all_numbers(own, options.seed, name, size))
+            per_file = (sum(len(chunk.records) for chunk in read_chunks(file, size)) for file in own)
+            drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(per_file))
+            lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
             limit = lowest[-1] + 1 if lowest else 0
         for place, file in enumerate(own):
-            drawn = _numbers(options.seed, name, place)
+            numbers = _numbers(options.seed, name, place)
             for chunk in read_chunks(file, size):
                 read[name] += len(chunk.records)
                 if limit is not None:
-                    chunk = replace(chunk, records=[record for record in chunk.records if next(drawn) < limit])
+                    chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
                 yield chunk
-
-
-def _all_numbers(files: list[SourceFile], seed: int, name: str, size: ChunkSize) -> Iterator[int]:
-    for place, file in enumerate(files):
-        drawn = _numbers(seed, name, place)
-        for chunk in read_chunks(file, size):
-            yield from (next(drawn) for _ in chunk.records)
 
 
 def _numbers(seed: int, name: str, place: int) -> Iterator[int]:
     """The numbers that a file's records draw, in order."""
     start = blake2b(f"{seed}\0{name}\0{place}".encode(errors="surrogateescape"), digest_size=BITS // 8)
-    record = 0
-    while True:
+    for record in count():
         drawn = start.copy()
         drawn.update(record.to_bytes(8, "little"))
         yield int.from_bytes(drawn.digest(), "little")
-        record += 1
+
+
+main = command(
+    "tokenize",
+    TokenizeOptions,
+    run,
+    example="'sources={gsm8k:train.jsonl,code:code.json}' output_dir=DIR model.path=MODEL_OR_TOKENIZER",
+)

@@ -13,8 +13,7 @@ from omegaconf import DictConfig
 from verl_ext.config import schema
 from verl_ext.config.legacy import Item, translate
 from verl_ext.config.resolve import resolve_config
-from verl_ext.overrides import repeated_keys
-from verl_ext.values import show
+from verl_ext.values import repeated_keys, show
 
 PRIMARY = "sft"
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"

@@ -20,15 +20,15 @@ RENAMED = {
 }
 RENAMED_NODES = {"model.fsdp_config": "engine", "trainer.checkpoint": "checkpoint"}
 
-_TOKENISED = "the data is tokenised beforehand by `verl-ext tokenize`"
+_TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`"
 # Gone from verl: the key is dropped.
 GONE = {
-    "data.prompt_key": _TOKENISED,
-    "data.response_key": _TOKENISED,
-    "data.prompt_dict_keys": _TOKENISED,
-    "data.response_dict_keys": _TOKENISED,
-    "data.system_prompt_key": _TOKENISED,
-    "data.multiturn": _TOKENISED,
+    "data.prompt_key": _TOKENIZED,
+    "data.response_key": _TOKENIZED,
+    "data.prompt_dict_keys": _TOKENIZED,
+    "data.response_dict_keys": _TOKENIZED,
+    "data.system_prompt_key": _TOKENIZED,
+    "data.multiturn": _TOKENIZED,
     "data.chat_template": "the chat template is the tokenizer's, applied by `verl-ext tokenize`",
     "model.fsdp_config.offload_params": "engine.offload_policy offloads parameters, gradients and optimizer together",
     "trainer.val_freq": "trainer.test_freq says when to validate: a number of steps or after_each_epoch",
@@ -36,19 +36,19 @@ GONE = {
 }
 # Still verl's keys, read by its own datasets alone: kept, for a class of the user's that reads them.
 WITHOUT_EFFECT = {
-    "data.train_files": "data.train_dir names the folder of the tokenised dataset",
-    "data.val_files": "data.val_dir names the folder of the tokenised dataset",
+    "data.train_files": "data.train_dir names the folder of the tokenized dataset",
+    "data.val_files": "data.val_dir names the folder of the tokenized dataset",
     "data.max_length": "data.max_tokens is the budget of a pack",
     "data.truncation": "data.over_length says what happens to documents longer than data.max_tokens",
     "data.balance_dp_token": "packs are cut to data.max_tokens",
     "data.use_dynamic_bsz": "packs are cut to data.max_tokens",
     "data.max_token_len_per_gpu": "data.max_tokens is the budget of a pack",
-    "data.messages_key": _TOKENISED,
-    "data.tools_key": _TOKENISED,
-    "data.enable_thinking_key": _TOKENISED,
-    "data.enable_thinking_default": _TOKENISED,
-    "data.apply_chat_template_kwargs": _TOKENISED,
-    "data.ignore_input_ids_mismatch": _TOKENISED,
+    "data.messages_key": _TOKENIZED,
+    "data.tools_key": _TOKENIZED,
+    "data.enable_thinking_key": _TOKENIZED,
+    "data.enable_thinking_default": _TOKENIZED,
+    "data.apply_chat_template_kwargs": _TOKENIZED,
+    "data.ignore_input_ids_mismatch": _TOKENIZED,
 }
 
 

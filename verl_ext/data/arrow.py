@@ -58,10 +58,7 @@ def _folder_problem(path: Path) -> str | None:
     if not any(path.iterdir()):
         return f"{wanted}; {path} is empty"
     if (path / "dataset_dict.json").exists():
-        try:
-            names = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        except (OSError, ValueError, KeyError):
-            names = [entry.name for entry in path.iterdir() if entry.is_dir()]
+        names = [entry.name for entry in path.iterdir() if entry.is_dir()]
         splits = sorted(names, key=lambda name: (name != "train", name))
         example = path / (splits[0] if splits else "train")
         return f"one split; {path} is a DatasetDict of {', '.join(splits) or 'no splits'}: give {example}"
@@ -89,9 +86,13 @@ class ListColumn:
         """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: what the values of each
         chunk are read as, None: as they are. ValueError names `key`."""
         self._chunks = [chunk for chunk in chunks if len(chunk)]
-        self._lookups = [lookup for chunk, lookup in zip(chunks, lookups, strict=True) if len(chunk)] if lookups else []
-        for kind in {chunk.type: None for chunk in self._chunks}:
-            _check_type(kind, name, kinds, key)
+        given = lookups or [None] * len(chunks)
+        self._lookups = [lookup for chunk, lookup in zip(chunks, given, strict=True) if len(chunk)]
+        for kind in {chunk.type for chunk in self._chunks}:
+            is_list = any(is_kind(kind) for is_kind in LIST_KINDS)
+            if not is_list or not any(getattr(pa.types, f"is_{wanted}")(kind.value_type) for wanted in kinds):
+                wanted = " or ".join(kinds)
+                raise ValueError(f"{key} must have column {name} as a list of {wanted} values; got {kind}")
         self.first_row = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)])
         for first, chunk in zip(self.first_row, self._chunks, strict=False):
             if chunk.null_count or chunk.values.null_count:
@@ -102,10 +103,9 @@ class ListColumn:
     def __len__(self) -> int:
         return int(self.first_row[-1])
 
-    def row_lengths(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(first row, values in each of the rows from there on), chunk by chunk."""
-        for number, chunk in enumerate(self._chunks):
-            yield int(self.first_row[number]), np.diff(_offsets(chunk))
+    def row_lengths(self) -> NDArray[np.integer]:
+        """integer[N]: values in each row."""
+        return np.concatenate([np.diff(_offsets(chunk)) for chunk in self._chunks])
 
     def block(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Rows first..last-1, all in one chunk: (offsets int64[last-first+1] from 0, values[offsets[-1]])."""
@@ -117,10 +117,6 @@ class ListColumn:
         begin = int(ends[0]) - int(offsets[0])
         ends -= ends[0]
         return ends, values[begin : begin + int(ends[-1])]
-
-    def row(self, row: int) -> NDArray[Any]:
-        """The values of one row."""
-        return self.block(row, row + 1)[1]
 
     def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
         """Where tokens start..start+length of each row lie."""
@@ -154,7 +150,7 @@ class ListColumn:
                 flat: Any = _Converted(values, lambda bits: bits.to_numpy(zero_copy_only=False))
             else:
                 flat = values.to_numpy(zero_copy_only=True)
-            if self._lookups and (lookup := self._lookups[number]) is not None:
+            if (lookup := self._lookups[number]) is not None:
                 flat = _Converted(flat, lookup)
             view = self._views[number] = (offsets, flat)
         return view
@@ -174,12 +170,6 @@ def _offsets(chunk: pa.Array) -> NDArray[Any]:
     if pa.types.is_fixed_size_list(chunk.type):
         return (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
     return chunk.offsets.to_numpy()
-
-
-def _check_type(kind: pa.DataType, name: str, kinds: tuple[str, ...], key: str) -> None:
-    is_list = any(is_kind(kind) for is_kind in LIST_KINDS)
-    if not is_list or not any(getattr(pa.types, f"is_{wanted}")(kind.value_type) for wanted in kinds):
-        raise ValueError(f"{key} must have column {name} as a list of {' or '.join(kinds)} values; got {kind}")
 
 
 VALUE_KINDS = {
@@ -224,21 +214,16 @@ class TokenizedData:
             lacking = self.folders[with_weight.index(False)]
             raise ValueError(f"{key} must have loss_weight in all of its folders or in none; {lacking} lacks it")
         self._lookups = CategoryNumbers.read(self.folders).lookups  # of each folder
-        lookups = [
-            lookup
-            for table, lookup in zip(self._tables, self._lookups, strict=True)
-            for _ in table.column("category_ids").chunks
-        ]
-        self.columns = {
-            name: ListColumn(
-                self._chunks(name), name, VALUE_KINDS[name], key, lookups if name == "category_ids" else ()
-            )
-            for name in names
-        }
+        self.columns = {}
+        for name in names:
+            lookups = []
+            if name == "category_ids":
+                for table, lookup in zip(self._tables, self._lookups, strict=True):
+                    lookups += [lookup] * table.column(name).num_chunks
+            self.columns[name] = ListColumn(self._chunks(name), name, VALUE_KINDS[name], key, lookups)
         first_row = self.columns["input_ids"].first_row
-        assert all(np.array_equal(column.first_row, first_row) for column in self.columns.values()), (
-            "Arrow files keep all columns in the same record batches"
-        )
+        same = all(np.array_equal(column.first_row, first_row) for column in self.columns.values())
+        assert same, "Arrow files keep all columns in the same record batches"
         if check:
             self._check_lengths()
 
@@ -248,22 +233,17 @@ class TokenizedData:
     def __reduce__(self) -> tuple[type, tuple[Sequence[str], str, bool]]:
         return type(self), (self.folders, self.key, False)
 
-    @property
-    def has_loss_weight(self) -> bool:
-        return "loss_weight" in self.columns
-
-    def lengths(self) -> NDArray[np.int64]:
-        """int64[N]: the `length` column."""
-        lengths = np.empty(len(self), np.int64)
-        row = 0
-        for chunk in self._chunks("length"):
+    @cached_property
+    def lengths(self) -> NDArray[np.integer]:
+        """int32[N], int64 where one needs it: the `length` column."""
+        chunks = self._chunks("length")
+        for chunk in chunks:
             if not pa.types.is_integer(chunk.type):
                 raise ValueError(f"{self.key} must have column length as integer; got {chunk.type}")
             if chunk.null_count:
                 raise ValueError(f"{self.key} must have no null in column length")
-            lengths[row : row + len(chunk)] = chunk.to_numpy()
-            row += len(chunk)
-        return lengths
+        lengths = np.concatenate([chunk.to_numpy() for chunk in chunks])
+        return lengths.astype(np.int32 if lengths.max() <= np.iinfo(np.int32).max else np.int64, copy=False)
 
     @cached_property
     def document_columns(self) -> DocumentColumns | None:
@@ -288,10 +268,6 @@ class TokenizedData:
         """int64[F+1]: the first row of every folder, and the number of rows."""
         return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
 
-    def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
-        """Where tokens start..start+length of each row lie, in every column."""
-        return self.columns["input_ids"].pieces(row, start, length)
-
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows that cover first..last-1 in order; each lies in one chunk of every column and has at most
         `max_tokens` tokens or one row."""
@@ -310,18 +286,12 @@ class TokenizedData:
         return [chunk for table in self._tables for chunk in table.column(name).chunks]
 
     def _check_lengths(self) -> None:
-        lengths = self.lengths()
         for name, column in self.columns.items():
-            wrong, first_wrong = 0, (0, 0)
-            for first, counts in column.row_lengths():
-                differs = counts != lengths[first : first + len(counts)]
-                if differs.any():
-                    at = int(differs.argmax())
-                    first_wrong = first_wrong if wrong else (first + at, int(counts[at]))
-                    wrong += int(differs.sum())
-            if wrong:
-                row, count = first_wrong
+            counts = column.row_lengths()
+            wrong = np.flatnonzero(counts != self.lengths)
+            if len(wrong):
+                row = wrong[0]
                 raise ValueError(
                     f"{self.key} must have as many {name} as length says in every row; row {row} has length "
-                    f"{lengths[row]} and {count} {name} ({wrong} such rows)"
+                    f"{self.lengths[row]} and {counts[row]} {name} ({len(wrong)} such rows)"
                 )

@@ -23,13 +23,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.dataset import DatasetOptions, missing_paths, named_paths
+from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
+from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import read_batches
-from verl_ext.text.sources import SourceFile
+from verl_ext.text.sources import SourceFile, absolute_path
 from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.text.tokenized import number_categories
 from verl_ext.values import option, plain
@@ -77,10 +77,6 @@ class BABILongOptions(TextSetOptions):
         return missing_paths(key, paths, os.path.exists, "file or folder")
 
     @property
-    def row_tokens(self) -> int | None:
-        return self.max_length
-
-    @property
     def packing(self) -> SFTOptions:
         return replace(self, max_tokens=self.max_length)
 
@@ -111,11 +107,6 @@ def prompt_text(context: str, question: str) -> str:
     return f"{context}\n\nQuestion: {question}\nAnswer:"
 
 
-def answer_text(target: str) -> str:
-    """What the model is to say."""
-    return f" {target}"
-
-
 @dataclass(frozen=True)
 class BABILongEncoder:
     """Records as documents of prompt and answer, cut to max_length tokens; a file's category is its task and size."""
@@ -135,12 +126,7 @@ class BABILongEncoder:
         return self.max_length - self.answer_reserve_tokens
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """The files' documents.
-
-        Raises:
-            ValueError: no JSON list, not UTF-8, no record in a file; a record without a field, or with one that is no
-                text; and as `samples`.
-        """
+        """The files' documents. ValueError for a file that is no list of such records or has none, and as `samples`."""
         records_of: Counter[str] = Counter()
         for batch in read_batches(files, lambda source: False, batch_bytes):
             records = []
@@ -153,17 +139,12 @@ class BABILongEncoder:
             if not records:
                 continue
             samples = self.samples(records)
-            lengths = np.array([len(sample.input_ids) for sample in samples], np.int32)
-            ends = np.cumsum(lengths)
-            mask = np.zeros(ends[-1], np.int8)
-            for sample, end in zip(samples, ends.tolist(), strict=True):
-                mask[end - sample.targets : end] = 1
             yield Documents(
                 batch.source,
                 batch.num_bytes,
                 np.concatenate([sample.input_ids for sample in samples]),
-                mask,
-                lengths,
+                np.concatenate([np.arange(-len(s.input_ids), 0) >= -s.targets for s in samples]).astype(np.int8),
+                np.array([len(sample.input_ids) for sample in samples], np.int32),
                 None,
                 Counts(records=len(records)),
                 np.array([sample.full_tokens for sample in samples], np.int32),
@@ -186,18 +167,19 @@ class BABILongEncoder:
             raise ValueError(f"{self.key} must hold JSON lists of records; {path} is no list")
         where = f"record {number} of {path}"
         fields = f"{self.key} must hold records of {', '.join(FIELDS)}; {where}"
-        if isinstance(raw, Exception):  # a BadRecord
+        if isinstance(raw, BadRecord):
             raise ValueError(f"{fields}: {raw}")
         if not isinstance(raw, dict):
             raise ValueError(f"{fields} is no object")
         for name in FIELDS:
-            text = f"{self.key} must hold records of text; {name} of {where}"
             if name not in raw:
                 raise ValueError(f"{fields} has no {name}")
-            if not isinstance(raw[name], str):
-                raise ValueError(f"{text} is {_json_kind(raw[name])}")
+            text, value = f"{self.key} must hold records of text; {name} of {where}", raw[name]
+            if not isinstance(value, str):
+                kinds = {list: "a list", dict: "an object", int: "a number", float: "a number"}
+                raise ValueError(f"{text} is {kinds.get(type(value)) or json.dumps(value)}")
             try:
-                raw[name].encode()
+                value.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"{text} has half of a surrogate pair") from error
         return Record(path, number, *(raw[name] for name in FIELDS))
@@ -212,17 +194,15 @@ class BABILongEncoder:
         if self.append_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
         prompts = self._encoded([prompt_text(record.input, record.question) for record in records], special=True)
-        answers = self._encoded([answer_text(record.target) for record in records], special=False)
+        answers = self._encoded([f" {record.target}" for record in records], special=False)
         samples = []
         for number, record in enumerate(records):
             answer = self._checked_answer(answers["input_ids"][number], record)
-            prompt = np.asarray(prompts["input_ids"][number], np.int32)
-            cut = prompt
-            if len(prompt) > self.prompt_tokens:
-                encoding = prompts.encodings[number] if prompts.encodings is not None else None
-                cut = self._cut(prompt, encoding, record)
-            ids = np.concatenate([cut, np.asarray(answer, np.int32)])
-            samples.append(SampleTokens(ids, len(answer), len(prompt) + len(answer)))
+            prompt = whole = np.asarray(prompts["input_ids"][number], np.int32)
+            if len(whole) > self.prompt_tokens:
+                prompt = self._cut(whole, prompts.encodings and prompts.encodings[number], record)
+            ids = np.concatenate([prompt, np.asarray(answer, np.int32)])
+            samples.append(SampleTokens(ids, len(answer), len(whole) + len(answer)))
         return samples
 
     def _encoded(self, texts: list[str], special: bool) -> Any:
@@ -243,11 +223,8 @@ class BABILongEncoder:
         end = [self.tokenizer.eos_token_id] if self.append_eos else []
         answer, reserve = [*tokens, *end], self.answer_reserve_tokens
         if len(answer) > reserve:
-            eos = ", EOS included" if end else ""
-            raise ValueError(
-                f"data.answer_reserve_tokens must hold every answer; got {reserve}, but {record} has an answer of "
-                f"{len(answer)} tokens{eos}"
-            )
+            got = f"{reserve}, but {record} has an answer of {len(answer)} tokens{', EOS included' * len(end)}"
+            raise ValueError(f"data.answer_reserve_tokens must hold every answer; got {got}")
         return answer
 
     def _cut(self, prompt: NDArray[np.int32], encoding: Any, record: Record) -> NDArray[np.int32]:
@@ -275,25 +252,14 @@ class BABILongEncoder:
     def _question_begins(self, encoding: Any, record: Record, first: int, end: int) -> int:
         """The first token of what follows the input; first..end-1 are the tokens that are not special."""
         context = len(record.input)
-        text = len(prompt_text(record.input, record.question))
-        for character in range(context, text):
-            token = encoding.char_to_token(character)
-            if token is not None:
-                break
-        else:
-            return end
+        characters = range(context, len(prompt_text(record.input, record.question)))
+        found = ((at, encoding.char_to_token(at)) for at in characters)
+        character, token = next((pair for pair in found if pair[1] is not None), (context, end))
         if character > context:  # offsets leave white space out; a tokenizer may still have tokens for it
             for _ in range(LINE_BREAKS):
                 if token > first and self.tokenizer.decode([encoding.ids[token - 1]]).endswith("\n"):
                     token -= 1
         return token
-
-
-def _json_kind(value: Any) -> str:
-    """What a value that is no text is in JSON."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else "a number"
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
@@ -307,30 +273,25 @@ def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[i
         path = Path(file.path)
         return f"{path.parent.name}_{path.stem}" if re.fullmatch(r"qa\d+", path.parent.name) else path.stem
 
-    found = [file for path in paths for file in _expand(Path(os.path.abspath(os.path.expanduser(path))), key)]
+    found = [file for path in paths for file in _json_files(Path(absolute_path(path)), key)]
     return number_categories([SourceFile(0, str(file), "json", file.stat().st_size) for file in found], category_of)
 
 
-def _expand(path: Path, key: str) -> Sequence[Path]:
+def _json_files(path: Path, key: str) -> list[Path]:
     if path.is_file():
         return [path]
+    wanted = f"{key} must name a BABILong JSON file, or a folder of them; {path}"
     if not path.exists():
-        raise ValueError(f"{key} must name a BABILong JSON file, or a folder of them; {path} does not exist")
-    found = [
-        file
-        for pattern in ("*.json", "*/*.json")
-        for file in path.glob(pattern)
-        if file.is_file() and not file.name.startswith(".")
-    ]
+        raise ValueError(f"{wanted} does not exist")
+    found = [file for file in (*path.glob("*.json"), *path.glob("*/*.json")) if file.is_file()]
+    found = [file for file in found if not file.name.startswith(".")]
     if not found:
-        raise ValueError(f"{key} must name a BABILong JSON file, or a folder of them; {path} has no *.json or */*.json")
-    return sorted(found, key=_natural)
+        raise ValueError(f"{wanted} has no *.json or */*.json")
+    return sorted(found, key=_numbers_by_value)  # 2k before 10k
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts 2k before 10k."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+def _numbers_by_value(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 # A generated answer is right: in qa1 to qa5 by the benchmark's rule (BABILong, `compare_answers`), where it says the
@@ -378,7 +339,7 @@ def is_right_answer(output: str, target: str, question: str, category: str) -> b
 
 
 class BABILongQuestion(NamedTuple):
-    """What a sample asks and what is right, as the file has them; category: its file's."""
+    """What a sample asks and the right answer; category: its file's."""
 
     category: str
     question: str
@@ -396,6 +357,11 @@ class BABILongDataset(TextSet):
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
     options: BABILongOptions
+    encoder, paths_are, find_files = (
+        BABILongEncoder,
+        "a BABILong JSON file, or a folder of them",
+        staticmethod(find_files),
+    )
     has_questions = True
 
     def __init__(
@@ -425,16 +391,9 @@ class BABILongDataset(TextSet):
         elif node.get("max_length") is None:
             raise ValueError("data.max_length must be given (tokens of a row); got nothing")
         chosen = BABILongOptions.read(node, max_length=max_length, **options)
-        if tokenizer is None:
-            raise ValueError("BABILongDataset must be given a tokenizer (model.path's); got nothing")
-        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        if tokenizer is not None and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have a pad_token or an eos_token to pad with; it has neither")
-        what = "a BABILong JSON file, or a folder of them"
-        files, names = find_files(named_paths(key, what, path=path, parquet_files=parquet_files), key)
-        encoder = BABILongEncoder(
-            tokenizer, chosen.max_length, chosen.answer_reserve_tokens, chosen.truncate, chosen.append_eos, key
-        )
-        self._open_texts(chosen, files, names, encoder, split, max_samples)
+        self._open_texts(chosen, tokenizer, split, max_samples, key, path=path, parquet_files=parquet_files)
 
     @property
     def cut_reason(self) -> str:  # type: ignore[override]

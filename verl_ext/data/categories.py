@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.text.tokenized import CATEGORIES
+from verl_ext.values import first_line
 
 SMALL = 1 << 16  # numbers below it are looked up in a table, which is many times faster than searching
 _HIGHEST = (1 << 62) - 1
@@ -29,8 +30,7 @@ class _Lookup:
 
     def __init__(self, mapping: Mapping[int, int], missing: int | None = None) -> None:
         self.missing = missing
-        self.known = np.array(sorted(mapping), np.int64)
-        self.numbers = np.array([mapping[number] for number in sorted(mapping)], np.int64)
+        self.known, self.numbers = np.array(sorted(mapping.items()), np.int64).T
         small = self.known < SMALL
         size = int(max(self.known[small], default=0)) + 1
         self.table = np.arange(size) if missing is None else np.full(size, missing)
@@ -65,11 +65,6 @@ class FolderNumbers:
                 name = self.ambiguous[number]
                 raise ValueError(f"{self.path} must name category {number}, which is {name!r} in another folder")
         return found
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether every value is read as it is."""
-        return not self.ambiguous and all(number == here for number, here in self.here.items())
 
     @cached_property
     def _lookup(self) -> _Lookup:
@@ -109,8 +104,8 @@ class CategoryNumbers:
         lookups = []
         for path, here in zip(paths, by_folder, strict=True):
             ambiguous = {number: name for number, name in named.items() if number not in here}
-            numbers = FolderNumbers(path, here, ambiguous)
-            lookups.append(None if numbers.changes_nothing else numbers)
+            is_plain = not ambiguous and all(number == other for number, other in here.items())
+            lookups.append(None if is_plain else FolderNumbers(path, here, ambiguous))
         return cls(names, tuple(lookups))
 
 
@@ -120,11 +115,10 @@ def _read_file(path: Path) -> dict[int, str]:
     try:
         pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=list)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be JSON; {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} must be JSON; {first_line(error)}") from error
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         raise ValueError(f'{path} must be an object like {{"1": "gsm8k"}}; got {str(pairs)[:60]}')
     names: dict[int, str] = {}
-    numbers: dict[str, int] = {}
     for text, name in pairs:
         if not (text.isascii() and text.isdigit() and int(text) > 0):
             raise ValueError(f"{path} must have category numbers above 0 as its keys; got {text!r}")
@@ -135,12 +129,19 @@ def _read_file(path: Path) -> dict[int, str]:
             raise ValueError(f"{path} must name each category once; got {text!r} twice")
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"{path} must give category {text} a name; got {name!r}")
-        if numbers.setdefault(name, number) != number:
-            raise ValueError(
-                f"{path} must give every category its own name; got {name!r} for {numbers[name]} and {number}"
-            )
         names[number] = name
+    _check_names(path, names)
     return names
+
+
+def _check_names(file: object, names: Mapping[int, str]) -> None:
+    """ValueError where two numbers have one name."""
+    first: dict[str, int] = {}
+    for number, name in names.items():
+        if first.setdefault(name, number) != number:
+            raise ValueError(
+                f"{file} must give every category its own name; got {name!r} for {first[name]} and {number}"
+            )
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,5 @@ class CategoryTable:
         """
         names = CategoryNumbers.read([folders] if isinstance(folders, str) else folders).names
         named = {number: names.get(number, str(number)) for number in sorted({*names, *category_ids})}
-        first: dict[str, int] = {}
-        for number, name in named.items():
-            if first.setdefault(name, number) != number:
-                raise ValueError(
-                    f"{CATEGORIES} must give every category its own name; got {name!r} for {first[name]} and {number}"
-                )
+        _check_names(CATEGORIES, named)
         return cls(tuple(named), tuple(named.values()))

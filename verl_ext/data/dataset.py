@@ -9,11 +9,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from omegaconf import OmegaConf
 
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import OverLengthRow
@@ -21,50 +22,29 @@ from verl_ext.data.mixture import MixtureRow
 from verl_ext.packing import CostModel
 from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
 
-SPLITS = ("train", "val")
-BALANCES = ("sorted", "none")
-COSTS = ("flops", "tokens")
 
+class Ranks:
+    """The ranks of a run that read their data together; of this class itself, a process that runs alone."""
 
-class Ranks(Protocol):
-    """The ranks of a run, as a dataset sees them that reads its data together with the others."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    rank, size = 0, 1
 
     def guard(self) -> AbstractContextManager[None]:
         """Around work that may fail on one rank: a ValueError or OSError inside ends the run on all, told once."""
+        return nullcontext()
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
+        return value
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
+        return [value]
 
     def all_reduce(self, values: NDArray[Any]) -> None:
         """The sum over the ranks, in place."""
 
 
-class OneRank:
-    """The ranks of a process that runs alone."""
-
-    rank, size = 0, 1
-
-    def guard(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def all_reduce(self, values: NDArray[Any]) -> None: ...
-
-
-ONE_RANK = OneRank()
+ONE_RANK = Ranks()
 
 
 class RunLength(NamedTuple):
@@ -90,10 +70,10 @@ class DataOptions(Options):
     micro_batch_size_per_gpu: int = option(1, "packs per forward", least=1)
     shuffle: bool = option(True, "false: packs in the order of the plan, the same in every epoch")
     balance: str = option(
-        "sorted", "sorted: packs of like cost share a micro-step; none: a plain shuffle", choices=BALANCES
+        "sorted", "sorted: packs of like cost share a micro-step; none: a plain shuffle", choices=("sorted", "none")
     )
     balance_group: int | None = option(None, "packs of like cost; null: one for each data-parallel rank", least=1)
-    cost: str = option("flops", "flops: of the model on each document; tokens", choices=COSTS)
+    cost: str = option("flops", "flops: of the model on each document; tokens", choices=("flops", "tokens"))
     drop_last: bool = option(False, "true: the packs that do not fill the last step are left out")
     num_workers: int = option(2, "loader processes per rank", least=0)
     prefetch_factor: int = option(2, "steps that each of them makes ahead", least=1)
@@ -111,12 +91,12 @@ class DataOptions(Options):
 class DatasetOptions(Options):
     """Base of the options of a dataset family: the keys of the data node that its class reads.
 
-    reads: what data.train_dir names, in words. Every family has max_tokens, strategy, over_length, pad_mode and mixture
-    too.
+    reads: what data.train_dir names, in words; data_keys: the keys that name what is trained on.
     """
 
     prefix: ClassVar[str] = "data"
-    reads: ClassVar[str]
+    reads: ClassVar[str] = "what the dataset class reads"
+    data_keys: ClassVar[tuple[str, ...]] = ("train_dir",)
 
     seed: int = option(42, "of the split, of the plan of packs and of their order", least=0)
 
@@ -131,11 +111,6 @@ class DatasetOptions(Options):
     def splits_validation(self) -> bool:
         """Whether a part of the training data is kept for validation where data.val_dir is null."""
         return getattr(self, "train_ratio", 1.0) < 1
-
-    @property
-    def row_tokens(self) -> int | None:
-        """Tokens of every row where each is one document, filled up to one length; else None."""
-        return None
 
     @property
     def needs_train_dir(self) -> bool:
@@ -198,15 +173,15 @@ def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -
     """
     if split is None:
         return np.arange(samples)
-    check_choice("split", split, SPLITS)
+    check_choice("split", split, ("train", "val"))
     shuffled = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).numpy()
     train = int(train_ratio * samples)
-    rows = shuffled[:train] if split == "train" else shuffled[train:]
+    rows = np.sort(shuffled[:train] if split == "train" else shuffled[train:])
     if len(rows) == 0:
         raise ValueError(
             f"data.train_ratio must leave samples for training and for validation; got {train_ratio} of {samples}"
         )
-    return np.sort(rows)
+    return rows
 
 
 class PackDataset(torch.utils.data.Dataset):
@@ -220,7 +195,7 @@ class PackDataset(torch.utils.data.Dataset):
     epochs: how often they hold the data together.
     """
 
-    Options: ClassVar[type[DatasetOptions]]
+    Options: ClassVar[type[DatasetOptions]] = DatasetOptions
     key: str
     max_tokens: int
     needs_tokenizer: bool = False
@@ -236,8 +211,8 @@ class PackDataset(torch.utils.data.Dataset):
     ) -> tuple["PackDataset", "PackDataset | None"]:
         """The training and the validation set of a run, packs planned; None where there is no validation.
 
-        node: the whole data node as a plain mapping, a user's own keys included. only_validation: nothing is trained
-        on, and the validation set stands in for the training set.
+        node: the whole data node as a plain mapping, a user's own keys included; a class is given it as the DictConfig
+        that verl gives. only_validation: nothing is trained on, and the validation set stands in for the training set.
 
         Raises:
             ValueError: data or options that cannot be used; the key is named.
@@ -247,19 +222,25 @@ class PackDataset(torch.utils.data.Dataset):
         def opened(which: str, paths: Any, limit: int, **more: Any) -> "PackDataset":
             given = {**node, "mixture": None} if which == "val_dir" else node  # a validation set is measured as it is
             return cls(  # type: ignore[call-arg]
-                parquet_files=paths, tokenizer=tokenizer, config=given, max_samples=limit, key=f"data.{which}", **more
+                parquet_files=paths,
+                tokenizer=tokenizer,
+                config=OmegaConf.create(dict(given)),
+                max_samples=limit,
+                key=f"data.{which}",
+                **more,
             )
 
         training, measuring = cls.run_arguments(node, length)
-        train, val = data.train_dir, data.val_dir
+        train, val, most = data.train_dir, data.val_dir, data.val_max_samples
         if only_validation and val is not None and train in (None, val):
-            measured = opened("val_dir", val, data.val_max_samples, **measuring)
+            measured = opened("val_dir", val, most, **measuring)
             return measured, measured
-        if val is None and options.splits_validation:
-            part = opened("train_dir", train, data.train_max_samples, split="train", **training)
-            return part, opened("train_dir", train, data.val_max_samples, split="val", **measuring)
-        train_set = opened("train_dir", train, data.train_max_samples, **training)
-        return train_set, None if val is None else opened("val_dir", val, data.val_max_samples, **measuring)
+        splits = val is None and options.splits_validation
+        part = {"split": "train"} if splits else {}
+        train_set = opened("train_dir", train, data.train_max_samples, **part, **training)
+        if splits:
+            return train_set, opened("train_dir", train, most, split="val", **measuring)
+        return train_set, None if val is None else opened("val_dir", val, most, **measuring)
 
     @classmethod
     def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -274,6 +255,10 @@ class PackDataset(torch.utils.data.Dataset):
 
     @abstractmethod
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]: ...
+
+    def place_of(self, pack: int) -> int:
+        """The number of a pack, from the end where it is negative; IndexError where there is none."""
+        return range(len(self))[pack]
 
     @property
     @abstractmethod

@@ -30,41 +30,23 @@ class OverLengthRow:
     out), `beyond max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), or
     `no target` (in the packs, and nothing to learn from; those that were cut included).
 
-    Of documents of other reasons than length, the category is known where verl-ext has tokenized them. Of a BABILong
-    prompt that was cut, `context truncated` or `question truncated`, of a pretraining text `truncated to max_length`,
-    with the tokens from before the cut; `bad record: …` of a record that gave no document, and
-    `special tokens encoded as text` of one that holds their names.
-    share is of the tokens of all documents of the set. tokens = tokens_kept + tokens_removed; over all rows,
-    tokens_removed are the tokens that no pack holds, each counted once. targets_removed counts target tokens of
-    documents longer than a pack that are trained on no longer (under `split`, those that became the first token of a
-    piece). Of these documents, lost_last_target had their last target removed, without_target had targets and have none
-    left, drawn or not.
+    Of a BABILong prompt that was cut, `context truncated` or `question truncated`, of a pretraining text `truncated to
+    max_length`, with the tokens from before the cut; `bad record: …` of a record that gave no document, `special tokens
+    encoded as text` of one that holds their names. Of reasons other than length, the category is known where verl-ext
+    has tokenized the documents.
     """
 
     category: str
     reason: str
     documents: int = 0
     tokens: int = 0
-    share: float = 0.0
+    share: float = 0.0  # of the tokens of all documents of the set
     tokens_kept: int = 0
-    tokens_removed: int = 0
-    targets_removed: int = 0
-    lost_last_target: int = 0
-    without_target: int = 0
-
-
-def over_length_report(
-    counts: Iterable[OverLengthCount], policy: str, names: Mapping[int, str], lengths: NDArray[np.int64], total: int
-) -> list[OverLengthRow]:
-    """Rows by category, then the empty documents; names: category number -> name, `lengths` int64[N] of the rows in
-    use, total: tokens of all documents of the set."""
-    report = []
-    for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
-        _, documents, tokens, kept, *targets = count
-        name = _name(count.category, names)
-        report.append(OverLengthRow(name, policy, documents, tokens, tokens / total, kept, tokens - kept, *targets))
-    empty = int((lengths == 0).sum())
-    return [*report, OverLengthRow(NO_CATEGORY, "empty", documents=empty)] if empty else report
+    tokens_removed: int = 0  # over all rows: the tokens that no pack holds, each counted once
+    # Of documents longer than a pack, drawn or not:
+    targets_removed: int = 0  # under `split`, those that became the first token of a piece
+    lost_last_target: int = 0  # documents whose last target was removed
+    without_target: int = 0  # documents that had targets and have none left
 
 
 @dataclass(frozen=True)
@@ -75,6 +57,18 @@ class CategoryRows:
     categories: NDArray[Any] | None
     names: Mapping[int, str]
     total: int
+
+    def over_length(
+        self, counts: Iterable[OverLengthCount], policy: str, lengths: NDArray[np.integer]
+    ) -> list[OverLengthRow]:
+        """The documents longer than a pack by category, then the empty ones; `lengths` of the documents in use."""
+        report = []
+        for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
+            category, documents, tokens, kept, *targets = count
+            numbers = documents, tokens, tokens / self.total, kept, tokens - kept
+            report.append(OverLengthRow(self._name(category), policy, *numbers, *targets))
+        empty = int((lengths == 0).sum())
+        return [*report, OverLengthRow(NO_CATEGORY, "empty", documents=empty)] if empty else report
 
     def of(
         self, reason: str, rows: NDArray[np.int64], tokens: NDArray[Any], kept: NDArray[Any] | None = None
@@ -87,15 +81,20 @@ class CategoryRows:
             chosen = category == number
             before, after = int(tokens[chosen].sum(dtype=np.int64)), int(kept[chosen].sum(dtype=np.int64))
             documents = len(np.unique(rows[chosen]))
-            name = _name(number, self.names)
-            report.append(OverLengthRow(name, reason, documents, before, before / self.total, after, before - after))
+            numbers = documents, before, before / self.total, after, before - after
+            report.append(OverLengthRow(self._name(number), reason, *numbers))
         return report
 
     def left_out(
-        self, beyond: NDArray[np.int64], lengths: NDArray[np.int64], spans: Spans, plan: PackPlan, targets: NDArray[Any]
+        self,
+        beyond: NDArray[np.int64],
+        lengths: NDArray[np.integer],
+        spans: Spans,
+        plan: PackPlan,
+        targets: NDArray[Any],
     ) -> list[OverLengthRow]:
         """The documents `beyond` max_samples, those that `plan` does not hold, and those that it holds without a
-        target, where there are any; `lengths` int64[N] of all rows of the folders, targets int32[S]."""
+        target; `lengths` of all rows of the folders, targets int32[S]."""
         held = np.zeros(len(spans), bool)
         held[plan.document_index] = True
         row, length = spans.row[held], spans.length[held]
@@ -108,6 +107,5 @@ class CategoryRows:
             *self.of("no target", row[begins][none], tokens[none], tokens[none]),
         ]
 
-
-def _name(category: int, names: Mapping[int, str]) -> str:
-    return names.get(category, str(category)) if category > 0 else NO_CATEGORY
+    def _name(self, category: int) -> str:
+        return self.names.get(category, str(category)) if category > 0 else NO_CATEGORY

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
+from verl_ext.text.sources import absolute_path
 from verl_ext.values import MISSING, Options, nearest_name, option, options_of, plain, refuse, show
 
 MOST = 2**53  # of a number of tokens, and of a weight or scale
@@ -46,7 +47,10 @@ class MixtureOptions(Options):
     sources: dict[str, Any] = option({}, "NAME: {tokens or weight, intervals, train_dir}")
     scale: float | None = option(None, "one factor on every budget; null: 1", above=0, most=MOST)
     total_tokens: float | None = option(
-        None, "what the sources with a weight share; null: every document once", above=0, most=MOST
+        None,
+        "what the sources with a weight share; null: the tokens that these sources hold",
+        above=0,
+        most=MOST,
     )
 
     @classmethod
@@ -68,11 +72,9 @@ class MixtureOptions(Options):
     @property
     def folders(self) -> tuple[tuple[str, ...] | None, ...]:
         """For each source the absolute folders that it draws from, None where those are data.train_dir's."""
-        given = [source.train_dir for source in self.sources.values()]
-        listed = [[paths] if isinstance(paths, (str, os.PathLike)) else paths for paths in given]
         return tuple(
-            None if paths is None else tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
-            for paths in listed
+            None if source.train_dir is None else tuple(absolute_path(path) for path in _as_list(source.train_dir))
+            for source in self.sources.values()
         )
 
     @property
@@ -89,59 +91,61 @@ class MixtureOptions(Options):
         return tuple(dict.fromkeys([*train_dir, *(folder for own in self.folders for folder in own or ())]))
 
 
+def _as_list(paths: Any) -> Sequence[Any]:
+    return paths if isinstance(paths, (list, tuple)) else [paths]
+
+
 def _problems(node: Any) -> Iterator[str | None]:
     if not isinstance(node, Mapping):
         yield f"{KEY} must be a mapping with sources; got {show(node)}"
         return
+    problems = _node_problems(MixtureOptions, KEY, {**node, "sources": {}})
+    yield from problems
     sources = node.get("sources")
-    unknown = [line for line in _node_problems(MixtureOptions, KEY, {**node, "sources": {}}) if line]
-    yield from unknown
-    if sources is None and any(line.startswith("unknown key") for line in unknown):
+    if sources is None and any(line.startswith("unknown key") for line in problems):
         return  # a mistyped sources
     if not isinstance(sources, Mapping) or not sources:
         yield f"{KEY}.sources must name at least one source, e.g. {{original: {{tokens: 4.0e9}}}}; got {show(sources)}"
         return
     for name, source in sources.items():
         yield from _source_problems(f"{KEY}.sources.{name}", source)
-    weighted = [name for name, source in sources.items() if isinstance(source, Mapping) and source.get("weight")]
+    weighted = any(isinstance(source, Mapping) and source.get("weight") for source in sources.values())
     if node.get("total_tokens") is not None and not weighted:
         yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(node['total_tokens'])}"
 
 
-def _source_problems(key: str, source: Any) -> Iterator[str | None]:
+def _source_problems(key: str, source: Any) -> Iterator[str]:
     if not isinstance(source, Mapping):
         yield f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}"
         return
-    problems = list(filter(None, _node_problems(SourceOptions, key, source)))
-    given = {name: source[name] for name in ("tokens", "weight") if source.get(name) is not None}
-    if len(given) != 1 and not (problems and not given):
-        got = ", ".join(f"{name}={show(value)}" for name, value in given.items()) or "none of them"
-        yield f"{key} must have either tokens or weight; got {got}"
+    problems = _node_problems(SourceOptions, key, source)
+    given = [f"{name}={show(source[name])}" for name in ("tokens", "weight") if source.get(name) is not None]
+    if len(given) == 2 or not (given or problems):
+        yield f"{key} must have either tokens or weight; got {', '.join(given) or 'none of them'}"
     yield from problems
     edges, train_dir = source.get("intervals"), source.get("train_dir")
-    if isinstance(edges, (list, tuple)) and not (
-        len(edges) > 1
-        and all(type(edge) is int and edge >= 0 for edge in edges)
-        and all(low < high for low, high in pairwise(edges))
-    ):
-        wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
-        yield f"{key}.intervals must be {wanted}; got {show(edges)}"
-    paths = train_dir if isinstance(train_dir, (list, tuple)) else [train_dir]
+    if isinstance(edges, (list, tuple)):
+        whole = all(type(edge) is int and edge >= 0 for edge in edges)
+        if len(edges) < 2 or not whole or any(low >= high for low, high in pairwise(edges)):
+            wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
+            yield f"{key}.intervals must be {wanted}; got {show(edges)}"
+    paths = _as_list(train_dir)
     named = all(isinstance(path, (str, os.PathLike)) and os.fspath(path) not in ("", MISSING) for path in paths)
     if train_dir is not None and not (named and paths):
         got = "nothing" if train_dir == MISSING else show(train_dir)
         yield f"{key}.train_dir must name a tokenized dataset folder; got {got}"
 
 
-def _node_problems(cls: type[Options], key: str, node: Mapping[Any, Any]) -> Iterator[str | None]:
+def _node_problems(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
     """A line for each unknown key of a node and each value that its options do not allow."""
-    known = options_of(cls)
+    known, found = options_of(cls), []
     for name, value in node.items():
         if name in known:
-            yield known[name].problem(f"{key}.{name}", value)
+            found.append(known[name].problem(f"{key}.{name}", value))
         else:
             nearest = nearest_name(str(name), known)
-            yield f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else "")
+            found.append(f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else ""))
+    return list(filter(None, found))
 
 
 @dataclass
@@ -172,7 +176,17 @@ def mixture_report(
     report = []
     for draw in draws:
         counts = len(draw.documents), draw.distinct, draw.wanted, draw.given, draw.given / draw.pool
-        off, reason = _off(draw.given, draw.wanted), _reason(draw, spans, folders, first_rows)
+        reason = None
+        if draw.alternative is not None:
+            span, otherwise = draw.alternative.document, draw.alternative.tokens
+            row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
+            folder = int(np.searchsorted(first_rows, row, side="right")) - 1
+            reason = (
+                f"row {row - int(first_rows[folder])} of {folders[folder]} ({length:,} tokens"
+                f"{f' from {start:,}' if start else ''}) drawn once {'more' if otherwise > draw.given else 'less'} "
+                f"would make it {_off(otherwise, draw.wanted):+.2%}"
+            )
+        off = _off(draw.given, draw.wanted)
         report.append(MixtureRow(draw.source, draw.low, draw.high, *counts, off, reason))
     return report
 
@@ -196,18 +210,6 @@ def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
                 f"data.mixture: source {row.source}{interval} gives {row.tokens_given:,} of {row.tokens_wanted:,} "
                 f"tokens ({row.off:+.2%}); {row.hinders}"
             )
-
-
-def _reason(draw: IntervalDraw, spans: Spans, folders: Sequence[str], first_rows: NDArray[np.int64]) -> str | None:
-    if draw.alternative is None:
-        return None
-    span, otherwise = draw.alternative.document, draw.alternative.tokens
-    row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
-    folder = int(np.searchsorted(first_rows, row, side="right")) - 1
-    where = f"row {row - int(first_rows[folder])} of {folders[folder]} ({length:,} tokens"
-    where += f" from {start:,})" if start else ")"
-    times = "once more" if otherwise > draw.given else "once less"
-    return f"{where} drawn {times} would make it {_off(otherwise, draw.wanted):+.2%}"
 
 
 def _off(given: int, wanted: int) -> float:

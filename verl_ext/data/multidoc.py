@@ -12,10 +12,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,26 +25,24 @@ from verl_ext.data.categories import CategoryTable
 from verl_ext.data.dataset import ONE_RANK, DatasetOptions, PackDataset, Ranks, RunLength
 from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.megatron.blend import BLEND_RULES
-from verl_ext.data.multidoc_plan import LABEL_TOKENS, StreamPlan, WindowPlan
-from verl_ext.data.multidoc_sources import SourceFinder, is_path, read_blend
-from verl_ext.files import cached_folder, default_root, write_json
+from verl_ext.data.multidoc_plan import LABEL_TOKENS, SourceFinder, StreamPlan, WindowPlan, is_path, read_blend
+from verl_ext.files import cached_folder, damage, default_root, write_json
 from verl_ext.packing import CostModel
 from verl_ext.packing.strategies import MOST_TOKENS
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
 from verl_ext.text.plain_text import TextOptions
 from verl_ext.text.tokenized import digest, file_facts
 from verl_ext.values import option, plain
 
 CACHE = "verl_ext_multidoc"
 RANGE = "token_range.json"
-Number = TypeVar("Number", np.int64, np.float64)
 
 
 @dataclass(frozen=True)
-class MultiDocOptions(DatasetOptions):
+class MultiDocOptions(DatasetOptions, TextOptions):
     """How documents become samples."""
 
     reads: ClassVar[str] = "texts or an index, or data.blend in its place"
+    data_keys: ClassVar[tuple[str, ...]] = ("train_dir", "blend")
 
     blend: Any = option(None, "[[0.7,PATH],[0.3,PATH]] in place of train_dir: a source each, its share of the samples")
     blend_rule: str = option(
@@ -68,17 +66,7 @@ class MultiDocOptions(DatasetOptions):
     val_sampling: str = option("in_order", "the same, for validation", choices=("in_order", "random_starts"))
     attend_across_documents: bool = option(True, "false: attention, and prediction, stay inside a document")
     num_samples: int | None = option(None, "of document_stream; null: what the run needs", least=1)
-    add_eos: bool = option(True, "an EOS token after each document of a text")
-    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
     max_corpus_tokens: int | None = option(None, "each text is cut after so many tokens; null: none is", least=1)
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in texts: encode: as any text; keep: as the tokens; error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
-    on_bad_record: str = option(
-        "error", "error: a record that cannot be used ends the run; skip: left out and counted", choices=ON_BAD_RECORD
-    )
     cache_dir: str | os.PathLike[str] | None = option(
         None, "where tokenized texts and indices are kept; null: the cache of datasets"
     )
@@ -105,9 +93,7 @@ class MultiDocOptions(DatasetOptions):
             yield f"data.max_tokens must be data.seq_len={self.seq_len} for samples of it; got {self.max_tokens}"
         if self.mixture is not None:
             yield f"data.mixture must be null for samples of a stream; got {self.mixture}"
-        keys = [self.text_key] if isinstance(self.text_key, str) else self.text_key
-        if not isinstance(keys, Sequence) or not keys or not all(isinstance(name, str) and name for name in keys):
-            yield f"data.text_key must name a field of a record, or several; got {self.text_key!r}"
+        yield from super().problems()
         if self.cache_dir is not None and not is_path(self.cache_dir):
             yield f"data.cache_dir must be a folder or null; got {self.cache_dir!r}"
         if self.blend is not None:
@@ -173,19 +159,17 @@ class MultiDocDataset(PackDataset):
             raise ValueError(f"{key} must be null with data.blend, which names the data; got {paths!r}")
         self.key = "data.blend" if uses_blend else key
         self._root = default_root(CACHE, options.cache_dir)
-        text = TextOptions(
-            options.text_key, options.add_eos, False, options.on_bad_record, options.special_tokens_in_text, "data."
-        )
-        finder = SourceFinder(tokenizer, text, options.max_corpus_tokens, self._root, self.key)
+        finder = SourceFinder(tokenizer, options, options.max_corpus_tokens, self._root, self.key)
         sources = finder.blended(options.blend) if uses_blend else finder.listed(paths)
-        self.sources = [source.part(split, options.train_ratio, options.seed) for source in sources]
+        if split is not None:
+            sources = [source.part(split, options.train_ratio, options.seed) for source in sources]
+        self.sources = sources
         self.max_tokens = options.seq_len
         self.sampling = options.val_sampling if validates else self._train_sampling(node.get("num_samples"))
         self.last_is_label = LABEL_TOKENS[self.sampling] == 1
         self.is_ordered = self.sampling == "document_stream"
-        self._seed = options.seed
-        if validates:
-            self._seed = options.seed + 1 if options.val_seed is None else options.val_seed
+        val_seed = options.seed + 1 if options.val_seed is None else options.val_seed
+        self._seed = val_seed if validates else options.seed
         self._plan: StreamPlan | WindowPlan
         if self.is_ordered:
             self._plan = StreamPlan(
@@ -225,7 +209,7 @@ class MultiDocDataset(PackDataset):
         with ranks.guard():
             if is_rank0:
                 name = f"range-{digest(file_facts(file for source in self.sources for file in source.index.files))}"
-                with contextlib.suppress(OSError, ValueError):
+                if damage(self._root / name) is None:
                     found = json.loads((self._root / name / RANGE).read_text(encoding="utf-8"))
         found = ranks.broadcast(found)
         if found is None:
@@ -245,19 +229,19 @@ class MultiDocDataset(PackDataset):
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
         """Sample `pack`: int64[T] each of input_ids, position_ids, loss_mask and category_ids; T is max_tokens, and one
         more where last_is_label; a source's last sample in order may have fewer."""
-        number = int(pack)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        source, (document, start, stop) = self._plan.pieces(number % len(self))
+        source, (document, start, stop) = self._plan.pieces(self.place_of(pack))
         ids = self.sources[source].index.gather(document, start, stop).astype(np.int64)
         begins = np.zeros(1, np.int64)
         if not self.options.attend_across_documents:
             begins = np.cumsum(stop - start) - (stop - start)
         mask = np.ones(len(ids), np.int64)
         mask[begins] = 0
+        steps = np.ones(len(ids), np.int64)  # of the positions: 0, 1, … from each of `begins` on
+        steps[0] = 0
+        steps[begins[1:]] = 1 - np.diff(begins)
         row = {
             "input_ids": ids,
-            "position_ids": _positions(begins, len(ids)),
+            "position_ids": np.cumsum(steps),
             "loss_mask": mask,
             "category_ids": mask * (source + 1),
         }
@@ -289,13 +273,13 @@ class MultiDocDataset(PackDataset):
             "data.sampling": self.sampling,
             "data.attend_across_documents": options.attend_across_documents,
         }
-        if len(self.sources) > 1 and self.is_ordered:
-            facts |= {"the weights of data.blend": [source.weight for source in self.sources]}
-            facts |= {"data.blend_rule": options.blend_rule}
-        if self.is_ordered:
-            decided_by = "data.num_samples, trainer.total_training_steps, trainer.total_epochs"
-            facts[f"the number of samples of the run ({decided_by})"] = len(self._plan)
-        return facts
+        if not self.is_ordered:
+            return facts
+        if len(self.sources) > 1:
+            facts["the weights of data.blend"] = [source.weight for source in self.sources]
+            facts["data.blend_rule"] = options.blend_rule
+        decided_by = "data.num_samples, trainer.total_training_steps, trainer.total_epochs"
+        return {**facts, f"the number of samples of the run ({decided_by})": len(self._plan)}
 
     @property
     def longest_document(self) -> int:
@@ -305,11 +289,14 @@ class MultiDocDataset(PackDataset):
         return min(longest, max(int(source.index.lengths.max()) for source in self.sources))
 
     def pack_tokens(self) -> NDArray[np.int64]:
-        return _each(lambda tokens: tokens - self.last_is_label, self._plan.token_counts()[: self._num])
+        return self._plan.token_counts()[: self._num]
 
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
         """float64[P]: what each sample costs as one document."""
-        return _each(cost.documents, self.pack_tokens())
+        tokens = self.pack_tokens()
+        if self.is_ordered:  # all of one length: in the memory of one
+            return np.broadcast_to(cost.documents(tokens[:1])[0], len(tokens))
+        return cost.documents(tokens)
 
     def pack_documents(self) -> NDArray[np.int64]:
         """int64[P]: documents, or pieces of them, of each sample; 1 where attention spans all."""
@@ -323,40 +310,30 @@ class MultiDocDataset(PackDataset):
 
     def pack_targets(self) -> NDArray[np.int64]:
         """int64[P]: every token but the first of each document."""
-        tokens = self._plan.token_counts()[: self._num]
-        if self.options.attend_across_documents:
-            return _each(lambda count: count - 1, tokens)
-        return tokens - self.pack_documents()
+        tokens = self.pack_tokens()
+        if not self.options.attend_across_documents:
+            return tokens + self.last_is_label - self._piece_counts
+        return tokens if self.last_is_label else tokens - 1
 
     def changed_documents(self) -> list[OverLengthRow]:
         """The records of texts that gave no document, by source and reason, and those whose special tokens are text."""
-        rows = [
-            OverLengthRow(source.name, f"bad record: {reason}", count)
+        found = [
+            (source.name, f"bad record: {reason}", count)
             for source in self.sources
             for reason, count in sorted(source.bad_records.items())
         ]
-        return rows + [
-            OverLengthRow(source.name, "special tokens encoded as text", source.special_tokens)
-            for source in self.sources
-            if source.special_tokens
-        ]
+        found += [(source.name, "special tokens encoded as text", source.special_tokens) for source in self.sources]
+        return [OverLengthRow(*row) for row in found if row[2]]
 
     def facts(self) -> dict[str, Any]:
-        counts = self._plan.source_counts(self._num)
-        rows = [s.facts(count, self.options.seq_len) for s, count in zip(self.sources, counts.tolist(), strict=True)]
+        rows = []
+        for source, samples in zip(self.sources, self._plan.source_counts(self._num).tolist(), strict=True):
+            row = {
+                "source": source.name,
+                "documents": source.index.num_documents if source.documents is None else len(source.documents),
+                "tokens": source.num_tokens,
+                "samples": samples,
+                "epochs": round(samples * self.options.seq_len / max(source.num_tokens, 1), 3),
+            }
+            rows.append(row if source.weight is None else {**row, "weight": source.weight})
         return {"sampling": self.sampling, "sources": rows}
-
-
-def _each(function: Callable[[NDArray[np.int64]], NDArray[Number]], values: NDArray[np.int64]) -> NDArray[Number]:
-    """`function` of every value; of values that are all one and in its memory, in the memory of one as well."""
-    if values.strides == (0,):
-        return np.broadcast_to(function(values[:1])[0], len(values))
-    return function(values)
-
-
-def _positions(begins: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """int64[size]: 0, 1, … from each of `begins` on."""
-    steps = np.ones(size, np.int64)
-    steps[0] = 0
-    steps[begins[1:]] = 1 - np.diff(begins)
-    return np.cumsum(steps)

@@ -21,12 +21,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.dataset import DatasetOptions, named_paths
+from verl_ext.data.dataset import DatasetOptions
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT
+from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.json_records import RecordOptions
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
@@ -38,7 +37,7 @@ ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 
 
 @dataclass(frozen=True)
-class PreTrainOptions(TextSetOptions):
+class PreTrainOptions(TextSetOptions, RecordOptions):
     """How text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
 
     reads: ClassVar[str] = "files of text records"
@@ -55,14 +54,6 @@ class PreTrainOptions(TextSetOptions):
         "packed: whole documents up to max_tokens; padded: one document, filled up to max_length",
         choices=ROWS,
     )
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in texts: encode as text; keep as the tokens themselves; error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
-    on_bad_record: str = option(
-        "error", "error: a record without a text ends the run; skip: left out and counted", choices=ON_BAD_RECORD
-    )
     max_tokens: int | None = option(  # type: ignore[assignment]
         None,
         "budget of a pack, over all ranks of a sequence-parallel group; null: max_length",
@@ -78,10 +69,6 @@ class PreTrainOptions(TextSetOptions):
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # globs and URLs: told when they are opened
 
-    @property
-    def row_tokens(self) -> int | None:
-        return self.max_length if self.rows == "padded" else None
-
     @classmethod
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         one_a_row = {"max_tokens": node.get("max_length"), "strategy": "none", "pad_mode": "right"}
@@ -91,6 +78,13 @@ class PreTrainOptions(TextSetOptions):
     def packing(self) -> SFTOptions:
         budget = self.max_length if self.max_tokens is None else self.max_tokens
         return replace(self, **{"max_tokens": budget, **self.implied(vars(self))})
+
+
+@dataclass(frozen=True)
+class _RecordTexts(TextOptions):
+    """Which text a record holds, and what is done with those that cannot be used."""
+
+    prefix: ClassVar[str] = "data"
 
 
 @dataclass(frozen=True)
@@ -110,12 +104,9 @@ class PreTrainEncoder:
         """The files' documents; ValueError for a tokenizer without EOS, or a record that cannot be used."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
-        options = TextOptions(
-            self.text_key, True, self.has_bos, self.on_bad_record, self.special_tokens_in_text, "data."
-        )
-        tokenizer = TextTokenizer(self.tokenizer, options)
-        for batch in read_batches(files, lambda source: False, batch_bytes):
-            yield self._documents(batch, tokenizer)
+        options = _RecordTexts(self.special_tokens_in_text, self.on_bad_record, self.text_key)
+        tokenizer = TextTokenizer(self.tokenizer, options, add_bos=self.has_bos)
+        return (self._documents(batch, tokenizer) for batch in read_batches(files, lambda source: False, batch_bytes))
 
     @property
     def has_bos(self) -> bool:
@@ -200,6 +191,7 @@ class PreTrainDataset(TextSet):
 
     Options: ClassVar[type[DatasetOptions]] = PreTrainOptions
     options: PreTrainOptions
+    encoder, paths_are, find_files = PreTrainEncoder, "files of records with a text", staticmethod(find_files)
     cut_reason, cuts_targets = "truncated to max_length", True
 
     def __init__(
@@ -223,16 +215,9 @@ class PreTrainDataset(TextSet):
         Raises:
             ValueError: an option, a file or a tokenizer that cannot be used; one line with the key and the value.
         """
-        paths = named_paths(key, "files of records with a text", datapath=datapath, parquet_files=parquet_files)
-        if tokenizer is None:
-            raise ValueError("PreTrainDataset must be given a tokenizer (model.path's); got nothing")
         chosen = PreTrainOptions.read(config or {}, max_length=max_length, **options)
-        files, names = find_files(paths, key)
-        encoder = PreTrainEncoder(
-            tokenizer, chosen.max_length, chosen.text_key, chosen.special_tokens_in_text, chosen.on_bad_record, key
-        )
-        self.has_bos = encoder.has_bos
-        self._open_texts(chosen, files, names, encoder, split, max_samples)
+        self._open_texts(chosen, tokenizer, split, max_samples, key, datapath=datapath, parquet_files=parquet_files)
+        self.has_bos = tokenizer.bos_token_id is not None
 
     def facts(self) -> dict[str, Any]:
         """What its report says besides: how documents became rows, and whether they begin with a BOS."""

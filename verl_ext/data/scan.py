@@ -9,10 +9,12 @@ pack, the tokens are read once, in blocks of a few million, each rank its share;
     split at 4                                spans [0,4) [4,6): 3-1, 5-4: nor is the first token of a piece
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,10 @@ FORMAT = 3  # of a kept scan; to be raised when it means something else
 
 @dataclass(frozen=True)
 class OverLengthDocuments:
-    """rows int64[M] ascending, their lengths int64[M] > max_tokens; policy: drop, truncate or split."""
+    """rows int64[M] ascending, their lengths integer[M] > max_tokens; policy: drop, truncate or split."""
 
     rows: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    lengths: NDArray[np.integer]
     max_tokens: int
     policy: str
 
@@ -46,7 +48,7 @@ class OverLengthDocuments:
 
     @classmethod
     def of(
-        cls, lengths: NDArray[np.int64], max_tokens: int, policy: str, rows: NDArray[np.int64] | None = None
+        cls, lengths: NDArray[np.integer], max_tokens: int, policy: str, rows: NDArray[np.int64] | None = None
     ) -> "OverLengthDocuments":
         """Those of documents of these lengths, int64[N]; rows int64[N]: where they lie, None: 0..N-1."""
         over = np.flatnonzero(lengths > max_tokens)
@@ -90,8 +92,7 @@ def scan_documents(
     is_read = np.zeros(len(data), bool)
     is_read[over.rows] = True
     is_read[spans.row if columns is None else spans.row[columns.num_targets[spans.row] < 0]] = True
-    rows = np.flatnonzero(is_read)
-    keep = keep and len(rows) > 0
+    keep = keep and bool(is_read.any())
     kept, name = None, ""
     if keep:
         with ranks.guard():
@@ -99,13 +100,11 @@ def scan_documents(
                 name = _digest(data.folders, spans, over)
                 kept = _read_kept(data.folders, name, len(spans))
         kept = ranks.broadcast(kept)
-    scan = kept or _scan(data, spans, over, rows, is_read, ranks, block_tokens)
+    scan = kept or _scan(data, spans, over, is_read, ranks, block_tokens)
     with ranks.guard():
         if not scan.targets.any():
-            raise ValueError(
-                f"{data.key} must have target tokens; loss_mask is 0 everywhere after the first token of each of its "
-                f"{len(spans)} documents"
-            )
+            where = f"after the first token of each of its {len(spans)} documents"
+            raise ValueError(f"{data.key} must have target tokens; loss_mask is 0 everywhere {where}")
     if keep and kept is None and ranks.rank == 0:
         _keep(data.folders, name, scan)
     return scan
@@ -134,41 +133,35 @@ def _scan(
     data: TokenizedData,
     spans: Spans,
     over: OverLengthDocuments,
-    rows: NDArray[np.int64],
     is_read: NDArray[np.bool_],
     ranks: Ranks,
     block_tokens: int,
 ) -> DocumentScan:
-    """The documents `rows` from their tokens, the others from their columns. is_read bool[N]: which are `rows`."""
-    columns, read = data.document_columns, spans
-    if columns is not None:
-        of_tokens = is_read[spans.row]
-        read = Spans(spans.row[of_tokens], spans.start[of_tokens], spans.length[of_tokens])
-    part = _Part(data, read, over)
-    if len(rows):
+    """The documents of is_read bool[N] from their tokens, the others from their columns."""
+    columns, of_tokens = data.document_columns, is_read[spans.row]
+    part = _Part(data, Spans(spans.row[of_tokens], spans.start[of_tokens], spans.length[of_tokens]), over)
+    if is_read.any():
         with ranks.guard():
-            lengths = data.lengths()[rows]
-            first, last = shares(lengths, ranks.size)[ranks.rank : ranks.rank + 2].tolist()
-            total = int(lengths[first:last].sum()) if ranks.rank == 0 else None
-            part.read(rows[first:last], block_tokens, total)
+            rows = np.flatnonzero(is_read)
+            first, last = shares(data.lengths[rows], ranks.size)[ranks.rank : ranks.rank + 2].tolist()
+            part.read(rows[first:last], block_tokens, has_bar=ranks.rank == 0)
         ranks.all_reduce(part.targets)  # every span is of one share: the sum puts the shares together
-    found = ranks.gather((part.lowest, part.highest, part.categories, part.counts))
-    lowest, highest, categories, counts = (list(values) for values in zip(*found, strict=True))
-    targets = part.targets
-    if columns is not None:
+    targets = np.empty(len(spans), np.int32)
+    targets[of_tokens] = part.targets
+    found = ranks.gather((part.token_ids, part.categories, part.counts))
+    token_ids, categories, counts = (list(values) for values in zip(*found, strict=True))
+    if columns is not None and not of_tokens.all():
         row = spans.row[~of_tokens]
-        targets = np.empty(len(spans), np.int32)
-        targets[of_tokens], targets[~of_tokens] = part.targets, columns.num_targets[row]
-        if len(row):
-            lowest.append(int(columns.lowest_token_id[row].min()))
-            highest.append(int(columns.highest_token_id[row].max()))
-            categories.append(set(np.unique(columns.category[row[columns.num_targets[row] > 0]]).tolist()))
+        targets[~of_tokens] = columns.num_targets[row]
+        token_ids.append([int(columns.lowest_token_id[row].min()), int(columns.highest_token_id[row].max())])
+        categories.append(set(np.unique(columns.category[row[columns.num_targets[row] > 0]]).tolist()))
+    ids = list(chain.from_iterable(token_ids))
     return DocumentScan(
         targets,
-        min(number for number in lowest if number is not None),
-        max(number for number in highest if number is not None),
+        min(ids),
+        max(ids),
         tuple(sorted(set().union(*categories) - {0})),
-        add_counts(count for counted in counts for count in counted),
+        add_counts(chain.from_iterable(counts)),
         part.tokens_read,
     )
 
@@ -177,29 +170,29 @@ def add_counts(counts: Iterable[OverLengthCount]) -> tuple[OverLengthCount, ...]
     """One for each category, ascending."""
     sums: dict[int, NDArray[np.int64]] = {}
     for category, *numbers in counts:
-        sums[category] = sums.get(category, np.zeros(len(numbers), np.int64)) + np.asarray(numbers)
+        sums[category] = sums.get(category, 0) + np.array(numbers)
     return tuple(OverLengthCount(category, *sums[category].tolist()) for category in sorted(sums))
 
 
 class _Part:
-    """What one rank finds in its share: targets int32[S] of `spans` (0 of other shares), token ids, categories of
-    targets, and counts of the documents longer than a pack."""
+    """What one rank finds in its share: targets int32[S] of `spans` (0 of other shares), the extreme token ids of each
+    block, categories of targets, and counts of the documents longer than a pack."""
 
     def __init__(self, data: TokenizedData, spans: Spans, over: OverLengthDocuments) -> None:
         self.data, self.spans, self.over = data, spans, over
         self.targets = np.zeros(len(spans), np.int32)
-        self.lowest: int | None = None
-        self.highest: int | None = None
+        self.token_ids: list[int] = []
         self.categories: set[int] = set()
         self.counts: list[OverLengthCount] = []
         self.tokens_read = 0
 
-    def read(self, rows: NDArray[np.int64], block_tokens: int, total: int | None) -> None:
-        """Read documents `rows`, ascending, of `total` tokens: a bar shows it after 3 s; None: none does."""
+    def read(self, rows: NDArray[np.int64], block_tokens: int, has_bar: bool) -> None:
+        """Read documents `rows`, ascending, with a bar that shows after 3 s."""
         if not len(rows):  # fewer documents than ranks
             return
-        off = True if total is None else None  # None: where nobody looks
-        with tqdm(total=total, desc="reading tokens", unit="tok", unit_scale=True, delay=3, disable=off) as bar:
+        total = int(self.data.lengths[rows].sum(dtype=np.int64))
+        hidden = None if has_bar else True  # None: where nobody looks
+        with tqdm(total=total, desc="reading tokens", unit="tok", unit_scale=True, delay=3, disable=hidden) as bar:
             for begin, end in self.data.blocks(int(rows[0]), int(rows[-1]) + 1, block_tokens):
                 low, high = np.searchsorted(rows, [begin, end])
                 if low < high:
@@ -243,8 +236,7 @@ class _Part:
             ends = np.searchsorted(inside, ends)
         self._check(values, rows, ends)
         ids = values["input_ids"]
-        self.lowest = int(min(ids.min(), self.lowest if self.lowest is not None else ids[0]))
-        self.highest = int(max(ids.max(), self.highest if self.highest is not None else ids[0]))
+        self.token_ids += [int(ids.min()), int(ids.max())]
         self.categories |= _distinct(values["category_ids"][is_target])
         return tokens
 
@@ -274,8 +266,8 @@ class _Part:
         running: NDArray[np.int32],
         category_ids: NDArray[Any],
     ) -> None:
-        """What became of the documents `over` of self.over, and of their spans `part`. rows, starts: of the block's
-        documents; is_target, category_ids: of its tokens, running: their targets so far."""
+        """Counts the documents `over` of self.over, of spans `part`; rows, starts: the block's documents; running:
+        targets before each of its tokens."""
         policy, size = self.over.policy, self.over.max_tokens
         row, length = self.over.rows[over], self.over.lengths[over]
         at = np.searchsorted(rows, row)
@@ -323,10 +315,9 @@ def _main_categories(category_ids: NDArray[Any], starts: NDArray[np.int64]) -> N
     return main
 
 
-def _places(folders: Sequence[str], name: str) -> Iterator[Path]:
-    """Where a scan may be kept."""
-    yield Path(folders[0]) / FILE_NAME
-    yield default_root("verl_ext_scan", None) / f"{name[:32]}.npz"
+def _places(folders: Sequence[str], name: str) -> tuple[Path, Path]:
+    """Where a scan may be kept: beside the data, or in the cache."""
+    return Path(folders[0]) / FILE_NAME, default_root("verl_ext_scan", None) / f"{name[:32]}.npz"
 
 
 def _read_kept(folders: Sequence[str], name: str, documents: int) -> DocumentScan | None:
@@ -336,21 +327,22 @@ def _read_kept(folders: Sequence[str], name: str, documents: int) -> DocumentSca
             with np.load(path, allow_pickle=False) as arrays:
                 if arrays["key"].item() != name:
                     continue
-                targets, (lowest, highest) = arrays["targets"], arrays["token_ids"].tolist()
-                categories = tuple(arrays["category_ids"].tolist())
                 over_length = tuple(OverLengthCount(*numbers) for numbers in arrays["over_length"].tolist())
+                (lowest, highest), categories = arrays["token_ids"].tolist(), tuple(arrays["category_ids"].tolist())
+                scan = DocumentScan(arrays["targets"], lowest, highest, categories, over_length)
         except Exception:  # whatever is wrong with the file, the data can be read instead
             continue
-        if targets.dtype == np.int32 and targets.shape == (documents,):
-            return DocumentScan(targets, lowest, highest, categories, over_length)
+        if scan.targets.dtype == np.int32 and scan.targets.shape == (documents,):
+            return scan
     return None
 
 
 def _keep(folders: Sequence[str], name: str, scan: DocumentScan) -> None:
-    """Keep `scan`, where a file can be written."""
-    for path in _places(folders, name):
-        try:
-            if path.name != FILE_NAME:
+    """Keep `scan` in the first place where a file can be written."""
+    beside, cached = _places(folders, name)
+    for path in (beside, cached):
+        with contextlib.suppress(OSError):
+            if path == cached:
                 path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as partial, open(partial, "xb") as file:
                 np.savez(
@@ -362,23 +354,20 @@ def _keep(folders: Sequence[str], name: str, scan: DocumentScan) -> None:
                     over_length=np.array(scan.over_length, np.int64).reshape(-1, len(OverLengthCount._fields)),
                 )
             return
-        except OSError:
-            continue
 
 
 def _digest(folders: Sequence[str], spans: Spans, over: OverLengthDocuments) -> str:
     """Of the data files (name, size, time of change), the datasets' fingerprints and categories, the spans and the
     over-length documents."""
-    files: list[Any] = []
+    facts: list[Any] = [FORMAT, len(spans), len(over), [over.max_tokens, over.policy] if len(over) else None]
     for folder in map(Path, folders):
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         names = folder / CATEGORIES
-        files.append([state.get("_fingerprint"), names.read_text(encoding="utf-8") if names.exists() else None])
+        facts += [state.get("_fingerprint"), names.read_text(encoding="utf-8") if names.exists() else None]
         for file in state["_data_files"]:
             status = (folder / file["filename"]).stat()
-            files.append([file["filename"], status.st_size, status.st_mtime_ns])
-    handling = [over.max_tokens, over.policy] if len(over) else None
-    digest = hashlib.sha256(json.dumps([FORMAT, files, len(spans), len(over), handling]).encode())
+            facts += [file["filename"], status.st_size, status.st_mtime_ns]
+    digest = hashlib.sha256(json.dumps(facts).encode())
     for array in (spans.row, spans.start, spans.length, over.rows, over.lengths):
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -13,8 +13,9 @@ A document's first token is never a target, and a token that is no target has ca
 
 import hashlib
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
 from verl_ext.data.dataset import DatasetOptions, PackDataset, Ranks, missing_paths, named_paths, split_rows
-from verl_ext.data.left_out import CategoryRows, OverLengthRow, over_length_report
+from verl_ext.data.left_out import CategoryRows, OverLengthRow
 from verl_ext.data.mixture import MixtureOptions, draw_spans
 from verl_ext.data.scan import DocumentScan, OverLengthDocuments, scan_documents
 from verl_ext.files import default_root
@@ -40,8 +41,8 @@ from verl_ext.packing import (
     plan_packs,
 )
 from verl_ext.packing.strategies import plan_repeated
-from verl_ext.text.sources import SourceFile
-from verl_ext.text.tokenized import Encoder, read_report, tokenized
+from verl_ext.text.sources import SourceFile, absolute_path
+from verl_ext.text.tokenized import read_report, tokenized
 from verl_ext.values import option, whole_number
 
 PAD_MODES = ("no_padding", "right")
@@ -64,19 +65,23 @@ class SFTOptions(DatasetOptions):
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
     )
 
+    @cached_property
+    def mixture_options(self) -> MixtureOptions | None:
+        """The mixture with its sources; ValueError for one that cannot be drawn from."""
+        return None if self.mixture is None else MixtureOptions.read(self.mixture)
+
     def problems(self) -> Iterable[str | None]:
-        if self.mixture is not None:
-            try:
-                MixtureOptions.read(self.mixture)
-            except ValueError as error:
-                yield from str(error).splitlines()
+        try:
+            _ = self.mixture_options
+        except ValueError as error:
+            yield from str(error).splitlines()
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return missing_paths(key, paths, os.path.isdir, "folder")
 
     @property
     def needs_train_dir(self) -> bool:
-        return self.mixture is None or MixtureOptions.read(self.mixture).needs_train_dir
+        return self.mixture_options is None or self.mixture_options.needs_train_dir
 
     @property
     def packing(self) -> "SFTOptions":
@@ -84,41 +89,8 @@ class SFTOptions(DatasetOptions):
         return self
 
 
-def pack_row(
-    data: TokenizedData,
-    row: NDArray[np.int64],
-    start: NDArray[np.int64],
-    length: NDArray[np.int64],
-    pad_to: int | None = None,
-    padding_value: int = 0,
-) -> dict[str, torch.Tensor]:
-    """The documents (tokens start..start+length of each dataset row) one after the other: 1-D tensors of T tokens.
-
-    input_ids, position_ids, loss_mask, category_ids int64, loss_weight float32 when the dataset has it. With `pad_to`,
-    T is that many tokens, the rest one last pseudo-document of `padding_value`, and attention_mask int64 is added.
-    """
-    tokens = int(length.sum())
-    size = tokens if pad_to is None else pad_to
-    out = {name: np.empty(size, np.int64) for name in ("input_ids", "loss_mask", "category_ids")}
-    if data.has_loss_weight:
-        out["loss_weight"] = np.empty(size, np.float32)
-    pieces = data.pieces(row, start, length)
-    for name, values in out.items():
-        data.columns[name].gather(pieces, values[:tokens])
-        values[tokens:] = padding_value if name == "input_ids" else 0
-    out["loss_mask"][np.cumsum(length) - length] = 0
-    out["category_ids"] *= out["loss_mask"]
-    counts = [*length.tolist(), size - tokens]
-    ramp = np.arange(max(counts))
-    out["position_ids"] = np.concatenate([ramp[:count] for count in counts])
-    if pad_to is not None:
-        out["attention_mask"] = np.zeros(size, np.int64)
-        out["attention_mask"][:tokens] = 1
-    return {name: torch.from_numpy(values) for name, values in out.items()}
-
-
 class SFTDataSet(PackDataset):
-    """Packs of whole documents, documents apart by their positions; item k is the dict of tensors of `pack_row`.
+    """Packs of whole documents, documents apart by their positions; item k is a dict of tensors.
 
     Two constructor forms give the same rows: `SFTDataSet(train_dir=…, max_tokens=…, padding_value=…)`, and verl's
     `SFTDataSet(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of
@@ -145,36 +117,32 @@ class SFTDataSet(PackDataset):
         config: Mapping[str, Any] | None = None,
         processor: Any = None,
         max_samples: int = -1,
-        strategy: str | None = None,
-        seed: int | None = None,
-        over_length: str | None = None,
-        pad_mode: str | None = None,
-        mixture: Mapping[str, Any] | None = None,
         key: str = "data.train_dir",
+        **options: Any,
     ) -> None:
         """`max_samples`: the first so many documents, all when it is not above 0. `key`: the config key that messages
-        name for the folder. `processor` is verl's argument for images and not used.
+        name for the folder. `processor` is verl's argument for images and not used. `options`: those of SFTOptions, by
+        name.
 
         Raises:
             ValueError: an option or a folder that cannot be used; a line with the key and the value received for each.
         """
-        given = {"max_tokens": max_tokens, "strategy": strategy, "seed": seed, "over_length": over_length}
-        self.options = SFTOptions.read(config or {}, **given, pad_mode=pad_mode, mixture=mixture)
+        self.options = SFTOptions.read(config or {}, max_tokens=max_tokens, **options)
         if max_tokens is None and (config or {}).get("max_tokens") is None:
             raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
-        mixed = None if self.options.mixture is None else MixtureOptions.read(self.options.mixture)
-        if mixed is not None and max_samples > 0:
+        mixture = self.options.mixture_options
+        if mixture is not None and max_samples > 0:
             raise ValueError(
                 f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
             )
         folders: list[str] = []
         if self.options.needs_train_dir:
             paths = named_paths(key, "a tokenized dataset folder", train_dir=train_dir, parquet_files=parquet_files)
-            folders = [os.path.abspath(os.path.expanduser(path)) for path in paths]
-        self._data = TokenizedData(folders if mixed is None else mixed.all_folders(folders), key)
+            folders = [absolute_path(path) for path in paths]
+        self._data = TokenizedData(folders if mixture is None else mixture.all_folders(folders), key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
-        self._plan_packs(padding_value, key, max_samples, mixture=mixed, train_folders=folders)
+        self._plan_packs(padding_value, key, max_samples, train_folders=folders)
 
     def _plan_packs(
         self,
@@ -183,55 +151,63 @@ class SFTDataSet(PackDataset):
         max_samples: int,
         *,
         rows: NDArray[np.int64] | None = None,
-        mixture: MixtureOptions | None = None,
         train_folders: Sequence[str] = (),
     ) -> None:
         """Plan the packs of the documents `rows`, ascending (None: all), or of those that a mixture draws of them."""
-        options = self.options.packing
-        if options.pad_mode == "right":
+        options, data = self.options.packing, self._data
+        self._pads = options.pad_mode == "right"
+        if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
-        self._split_rows = rows
-        documents = len(self._data) if rows is None else len(rows)
-        self._in_use = min(documents, max_samples) if max_samples > 0 else documents
-        spans = cut_spans(self._lengths_in_use(), options.max_tokens, options.over_length, key)
-        self.spans: Spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
+        self._rows = np.arange(len(data)) if rows is None else rows  # of the documents of this set, in use or not
+        self._in_use = self._rows[:max_samples] if max_samples > 0 else self._rows
+        spans = cut_spans(data.lengths[self._in_use], options.max_tokens, options.over_length, key)
+        self.spans = Spans(self._in_use[spans.row], spans.start, spans.length)
         self.plan: PackPlan
-        if mixture is None:
-            self.plan = plan_packs(spans.length, options.max_tokens, options.strategy, options.seed)
+        how = options.max_tokens, options.strategy, options.seed
+        if options.mixture_options is None:
+            self.plan = plan_packs(spans.length, *how)
             return
+        folders, first_rows = data.folders, data.first_rows()
         drawn, self.mixture_report = draw_spans(
-            mixture, spans, self.folders, self._data.first_rows(), train_folders, options.seed
+            options.mixture_options, spans, folders, first_rows, train_folders, options.seed
         )
-        self.plan = plan_repeated(spans.length, drawn, options.max_tokens, options.strategy, options.seed)
+        self.plan = plan_repeated(spans.length, drawn, *how)
 
     def __len__(self) -> int:
         return self.plan.num_packs
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Pack `pack`: 1-D tensors of one length T ≤ max_tokens, see `pack_row`."""
-        number = int(pack)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"pack {number} of {len(self)}")
-        documents = self.plan.documents(number % len(self))
-        return pack_row(
-            self._data,
-            self.spans.row[documents],
-            self.spans.start[documents],
-            self.spans.length[documents].astype(np.int64),
-            pad_to=self.max_tokens if self.options.packing.pad_mode == "right" else None,
-            padding_value=self._padding_value,
-        )
+        """Pack `pack`: 1-D tensors of one length T ≤ max_tokens, its documents one after the other.
 
-    @property
-    def _rows(self) -> NDArray[np.int64]:
-        """int64[D], ascending: the rows of the folders that are documents of this set, in use or not."""
-        return np.arange(len(self._data)) if self._split_rows is None else self._split_rows
+        input_ids, position_ids, loss_mask, category_ids int64, loss_weight float32 when the dataset has it. With
+        pad_mode=right T is max_tokens, the rest one last pseudo-document of the padding value, and attention_mask int64
+        is added.
+        """
+        documents = self.plan.documents(self.place_of(pack))
+        length = self.spans.length[documents].astype(np.int64)
+        tokens = int(length.sum())
+        size = self.max_tokens if self._pads else tokens
+        columns = self._data.columns
+        pieces = columns["input_ids"].pieces(self.spans.row[documents], self.spans.start[documents], length)
+        kinds = {name: np.float32 if name == "loss_weight" else np.int64 for name in columns}
+        out: dict[str, NDArray[Any]] = {name: np.empty(size, kind) for name, kind in kinds.items()}
+        for name, values in out.items():
+            columns[name].gather(pieces, values[:tokens])
+            values[tokens:] = self._padding_value if name == "input_ids" else 0
+        out["loss_mask"][np.cumsum(length) - length] = 0
+        out["category_ids"] *= out["loss_mask"]
+        counts = [*length.tolist(), size - tokens]
+        ramp = np.arange(max(counts))
+        out["position_ids"] = np.concatenate([ramp[:count] for count in counts])
+        if self._pads:
+            out["attention_mask"] = np.zeros(size, np.int64)
+            out["attention_mask"][:tokens] = 1
+        return {name: torch.from_numpy(values) for name, values in out.items()}
 
     @cached_property
     def scan(self) -> DocumentScan:
-        """Targets of every document, token ids, categories and what over-length handling did; read at the first use.
-        ValueError when there is no target, or for values out of range."""
+        """Read at the first use. ValueError when there is no target, or for values out of range."""
         return scan_documents(self._data, self.spans, self.over_length)
 
     def read_together(self, ranks: Ranks) -> None:
@@ -241,14 +217,8 @@ class SFTDataSet(PackDataset):
     @cached_property
     def over_length(self) -> OverLengthDocuments:
         """The documents longer than a pack."""
-        policy, rows = self.options.packing.over_length, self._split_rows
-        rows = None if rows is None else rows[: self._in_use]
-        return OverLengthDocuments.of(self._lengths_in_use(), self.max_tokens, policy, rows)
-
-    def _lengths_in_use(self) -> NDArray[np.int64]:
-        """int64: tokens of each document in use, before over-length handling."""
-        lengths, rows = self._data.lengths(), self._split_rows
-        return lengths[: self._in_use] if rows is None else lengths[rows[: self._in_use]]
+        lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
+        return OverLengthDocuments.of(lengths, self.max_tokens, policy, self._in_use)
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -273,18 +243,21 @@ class SFTDataSet(PackDataset):
         return CategoryNumbers.read(self.folders).names
 
     @cached_property
+    def _category_rows(self) -> CategoryRows:
+        columns = self._data.document_columns
+        total = int(self._data.lengths[self._rows].sum(dtype=np.int64))
+        return CategoryRows(None if columns is None else columns.category, self.category_names, total)
+
+    @cached_property
     def over_length_report(self) -> list[OverLengthRow]:
         """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
-        policy, total = self.options.packing.over_length, int(self._data.lengths()[self._rows].sum())
-        used = self._lengths_in_use()
-        return over_length_report(self.scan.over_length, policy, self.category_names, used, total)
+        lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
+        return self._category_rows.over_length(self.scan.over_length, policy, lengths)
 
     def changed_documents(self) -> list[OverLengthRow]:
         """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        lengths, columns = self._data.lengths(), self._data.document_columns
-        of_set = int(lengths[self._rows].sum())
-        rows = CategoryRows(None if columns is None else columns.category, self.category_names, of_set)
-        left_out = rows.left_out(self._rows[self._in_use :], lengths, self.spans, self.plan, self.scan.targets)
+        beyond, lengths = self._rows[len(self._in_use) :], self._data.lengths
+        left_out = self._category_rows.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
         return [*self.over_length_report, *left_out]
 
     @cached_property
@@ -323,37 +296,43 @@ class TextSet(SFTDataSet):
     """Base of sets of texts: files are tokenized when they, the tokenizer or an option are new, whole, whatever the
     split, max_samples and the packs; after that rows are read from the cache. Rows have labels besides.
 
-    cut_reason: what the report calls a document that lost tokens when it was tokenized; cuts_targets: these tokens were
-    targets.
+    encoder: the class that makes documents of files, whose fields are options; paths_are: what it reads, in words.
+    cut_reason: what the report calls a document that lost tokens when it was tokenized;
+    cuts_targets: these tokens were targets.
     """
 
     needs_tokenizer = True
+    encoder: ClassVar[Any]
+    paths_are: ClassVar[str]
     cut_reason: str
     cuts_targets = False
     split: str | None
     files: tuple[str, ...]
 
+    @staticmethod
+    @abstractmethod
+    def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
+        """(files, category number -> name) of paths; ValueError, which names `key`, where there are none."""
+
     def _open_texts(
-        self,
-        options: TextSetOptions,
-        files: Sequence[SourceFile],
-        names: Mapping[int, str],
-        encoder: Encoder,
-        split: str | None,
-        max_samples: int,
+        self, options: TextSetOptions, tokenizer: Any, split: str | None, max_samples: int, key: str, **paths: Any
     ) -> None:
-        """Tokenize the files, unless the cache has them, and plan the packs of `split` "train" or "val", of the seeded
-        random split of all documents; None: all of them. names: category number -> name."""
-        tokenizer = encoder.tokenizer
+        """Tokenize the files of the one of `paths` that is given, unless the cache has them, and plan the packs of
+        `split` "train" or "val", of the seeded random split of all documents; None: all of them."""
+        files, names = self.find_files(named_paths(key, self.paths_are, **paths), key)
+        if tokenizer is None:
+            raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.options, self.split, self.files = options, split, tuple(file.path for file in files)
+        values = {f.name: getattr(options, f.name) for f in fields(self.encoder) if hasattr(options, f.name)}
+        encoder = self.encoder(tokenizer, **values, key=key)
         folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
-        self._data = TokenizedData([str(folder)], encoder.key)
+        self._data = TokenizedData([str(folder)], key)
         rows = split_rows(len(self._data), split, options.train_ratio, options.seed)
-        self._plan_packs(padding, encoder.key, max_samples, rows=rows)
+        self._plan_packs(padding, key, max_samples, rows=rows)
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Row `pack`: 1-D tensors of one length, those of `pack_row` and labels int64."""
+        """Row `pack`: 1-D tensors of one length, those of an SFTDataSet and labels int64."""
         row = super().__getitem__(pack)
         row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
         return row
@@ -362,12 +341,13 @@ class TextSet(SFTDataSet):
     def over_length_report(self) -> list[OverLengthRow]:
         """The documents that were cut when they were tokenized, by category, with the tokens from before the cut; then
         those longer than a pack (needs the scan)."""
-        columns, rows = self._data.document_columns, self._rows[: self._in_use]
+        columns, rows = self._data.document_columns, self._in_use
         assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._lengths_in_use()
+        full, lengths = columns.full_length[rows], self._data.lengths[rows]
         cut = full > lengths
-        by_category = CategoryRows(columns.category, self.category_names, int(full.sum(dtype=np.int64)))
-        report = by_category.of(self.cut_reason, rows[cut], full[cut], lengths[cut])
+        report = replace(self._category_rows, total=int(full.sum(dtype=np.int64))).of(
+            self.cut_reason, rows[cut], full[cut], lengths[cut]
+        )
         for row in report:
             row.targets_removed = row.tokens_removed if self.cuts_targets else 0
         return [*report, *super().over_length_report]

@@ -41,7 +41,7 @@ class ChunkedEngine(StepEngine):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """A whole row: every chunk has collectives of its own."""
+        """A whole row: every chunk has collectives."""
         return max_tokens
 
     def _build_module(self) -> torch.nn.Module:
@@ -58,10 +58,8 @@ class ChunkedEngine(StepEngine):
         precision = self.engine_config.mixed_precision
         assert precision is not None, "the config is resolved before the engine is built"
         self._autocast_dtype = PrecisionType.to_dtype(precision["param_dtype"])
-        dtypes = {
-            "param_dtype": self._autocast_dtype,
-            "reduce_dtype": PrecisionType.to_dtype(precision["reduce_dtype"]),
-        }
+        reduce_dtype = PrecisionType.to_dtype(precision["reduce_dtype"])
+        dtypes = {"param_dtype": self._autocast_dtype, "reduce_dtype": reduce_dtype}
         options = {
             "mesh": self.device_mesh,
             "offload_policy": self._offload_policy(),
@@ -115,10 +113,8 @@ class ChunkedEngine(StepEngine):
         nll = token_nll(output.logits, labels, inplace_backward=True)
         log_probs = nll.new_zeros(len(wanted)).masked_scatter(wanted, -nll)
         offsets = micro_batch["input_ids"].offsets()
-        return {
-            "log_probs": torch.nested.nested_tensor_from_jagged(log_probs, offsets),
-            "is_greedy": torch.nested.nested_tensor_from_jagged(wanted.masked_scatter(wanted, is_greedy), offsets),
-        }
+        outputs = {"log_probs": log_probs, "is_greedy": wanted.masked_scatter(wanted, is_greedy)}
+        return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
     def generate_answers(self, ids: torch.Tensor, prompts: torch.Tensor, tokens: int) -> list[list[int]]:
         """The likeliest ``tokens`` tokens after the first ``prompts[B]`` ones of rows ``ids[B, L]``; collective."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from verl_ext.losses.head_nll import head_terms
+from verl_ext.losses import head_terms
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precis
 from verl_ext.engines.head import FusedHead, HeadWork, TargetRows, head_use
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device
-from verl_ext.losses import HEADS, token_nll
-from verl_ext.losses.head_nll import BLOCK_BYTES
+from verl_ext.losses import BLOCK_BYTES, HEADS, token_nll
 
 # What only verl's reinforcement learning asks of prepare_model_outputs; verl's own code computes it.
 _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")

@@ -1,19 +1,38 @@
-"""The router loss of a mixture-of-experts model, exact for the optimizer step: hooks record its routers' logits.
+"""The router loss of a mixture-of-experts model, exact for the optimizer step.
 
-transformers computes the loss in each forward, for that batch alone and with one-hot tensors of every token, choice and
-expert; here the routers that it declares (``_can_record_outputs``) are recorded instead.
+    L_router = E · Σ_e f_e · p_e     f_e = (1/N) Σ_n Σ_k [expert e is choice k of n]     p_e = (1/N) Σ_n softmax(z_n)_e
+
+n runs over the real tokens of the step in each layer that has a router, N of them in all; z are the router logits: eq.
+4 to 6 of Switch Transformers (https://arxiv.org/abs/2101.03961) for several choices a token. f has no gradient. Taken
+over each micro-batch instead, as transformers computes it in each forward, the loss would depend on packing, ranks and
+accumulation, and would ask every micro-batch to use all experts alike (https://arxiv.org/abs/2501.11873).
+
+Hooks record the logits of the routers that transformers declares (``_can_record_outputs``).
+
+Legend: T tokens, E experts.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
-from verl_ext.losses.router import RoutingSums, router_loss, routing_sums
+
+class RoutingSums(NamedTuple):
+    """What tokens add to the sums of a step, in float64."""
+
+    choices: torch.Tensor  # [E], how often each expert was chosen
+    probabilities: torch.Tensor  # [E], the sum of its probabilities; has a gradient
+    tokens: torch.Tensor  # [1], the tokens times the layers with a router
+
+
+def router_loss(step: RoutingSums, probabilities: torch.Tensor) -> torch.Tensor:
+    """The share ``[]`` of a step's L_router that tokens with these ``probabilities`` have; of all its own, L_router."""
+    return len(step.choices) * (step.choices * probabilities).sum() / step.tokens.squeeze() ** 2
 
 
 def asks_for_router_loss(hf_config: Any) -> bool:
@@ -37,7 +56,6 @@ def _router_of(model_class: type | None) -> OutputRecorder | None:
 class RouterLoss:
     """Records the router logits of a module's forwards, and turns them into a rank's share of a step's loss.
 
-    hf_config: the model's, of which ``router_aux_loss_coef`` and ``num_experts_per_tok`` are read.
     Raises ValueError where transformers declares no routers for this model.
     """
 
@@ -89,8 +107,18 @@ class RouterLoss:
         self.value = router_loss(self._step, self._step.probabilities)
 
     def sums(self, logits: Sequence[torch.Tensor], is_real: torch.Tensor) -> RoutingSums:
-        """What a micro-batch adds to the step's sums."""
-        return routing_sums(logits, is_real, self.top_k)
+        """What a micro-batch adds to the step's sums: logits ``[T, E]`` of every layer with a router, is_real
+        bool``[T]``, False for padding."""
+        device, experts = logits[0].device, logits[0].shape[-1]
+        choices = torch.zeros(experts, dtype=torch.float64, device=device)
+        probabilities = torch.zeros(experts, dtype=torch.float64, device=device)
+        is_real = is_real.unsqueeze(-1)
+        for layer in logits:
+            probability = layer.float().softmax(-1)
+            chosen = probability.detach().topk(self.top_k, dim=-1).indices
+            choices.index_add_(0, chosen.flatten(), is_real.expand_as(chosen).flatten().double())
+            probabilities = probabilities + probability.masked_fill(~is_real, 0).sum(0, dtype=torch.float64)
+        return RoutingSums(choices, probabilities, is_real.sum(0, dtype=torch.float64) * len(logits))
 
     def share(self, logits: Sequence[torch.Tensor], is_real: torch.Tensor) -> torch.Tensor:
         """A micro-batch's share of the step's loss, weighted by ``router_aux_loss_coef``: a scalar with a gradient.

@@ -34,13 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 class StepEngine(FSDPEngineWithLMHead):
-    """Runs the micro-batches of a step.
+    """Runs the micro-batches of a step."""
 
-    generates: whether it has ``generate_answers(ids, prompts, tokens)``.
-    """
-
-    generates: ClassVar[bool] = False
-
+    generates: ClassVar[bool] = False  # whether it has generate_answers(ids, prompts, tokens)
     scaler: Any  # a ShardedGradScaler with fp16, else None
     router_loss: RouterLoss | None = None
 
@@ -57,11 +53,9 @@ class StepEngine(FSDPEngineWithLMHead):
         return 1
 
     def initialize(self) -> None:
-        """verl's model, optimizer and schedule; fp16 has a gradient scaler on every device.
+        """verl's model, optimizer and schedule; fp16 has a gradient scaler on every device, verl's own on CUDA alone.
 
-        verl's own scaler is of `cuda`, and elsewhere turns itself off with a warning: gradients would underflow, and
-        infinite ones reach the parameters. Ours starts at 2^16 and halves with every step that it skips for an infinite
-        gradient on any rank.
+        The scale starts at 2^16 and halves with every step that is skipped for an infinite gradient on any rank.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but")
@@ -116,13 +110,10 @@ class StepEngine(FSDPEngineWithLMHead):
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
         """What the model reads, what its outputs are made with, and a micro-batch of the host, all on the device."""
-        inputs, output_args = (
-            {
-                key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for key, value in part.items()
-            }
-            for part in self.prepare_model_inputs(micro_batch)
-        )
+        inputs, output_args = self.prepare_model_inputs(micro_batch)
+        for part in (inputs, output_args):
+            moved = {key: x.to(device, non_blocking=True) for key, x in part.items() if isinstance(x, torch.Tensor)}
+            part.update(moved)
         return inputs, output_args, on_device(micro_batch, device)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
@@ -144,8 +135,7 @@ class StepEngine(FSDPEngineWithLMHead):
     def _export_merged(self, folder: Path) -> None:
         """Write the model with its adapters merged, under the base model's names; collective, rank 0 writes.
 
-        verl 0.9.1's ``hf_model`` has PEFT's names, which plain transformers cannot load. The run's own weights are as
-        before afterwards: base and adapters apart.
+        verl 0.9.1's ``hf_model`` has PEFT's names, which plain transformers cannot load.
         """
         with merged_lora_context(self.module, backup_adapters=True):
             merged = normalize_peft_param_name(self.module.state_dict())

@@ -1,5 +1,6 @@
 """The exact loss of a step: coefficients from data, token losses from logits."""
 
+from verl_ext.losses.head_nll import BLOCK_BYTES, head_terms
 from verl_ext.losses.modes import (
     HEADS,
     MODES,
@@ -10,14 +11,3 @@ from verl_ext.losses.modes import (
     shift_left,
 )
 from verl_ext.losses.token_nll import token_nll
-
-__all__ = [
-    "HEADS",
-    "MODES",
-    "LossOptions",
-    "LossSpec",
-    "category_weight_table",
-    "pack_coefficients",
-    "shift_left",
-    "token_nll",
-]

@@ -82,13 +82,7 @@ class LossOptions(Options):
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The loss with categories as dense indices.
-
-    Attributes:
-        mode: one of :data:`MODES`.
-        category_weights: float64[C + 1] by dense category index; index 0 is "no category".
-        documents_per_pack: LongWriter's constant; read by ``longwriter`` alone.
-    """
+    """The loss with categories as dense indices: category_weights float64[C + 1], index 0 is "no category"."""
 
     mode: str = "token"
     category_weights: np.ndarray = field(default_factory=lambda: np.ones(1))
@@ -123,12 +117,9 @@ def pack_coefficients(
 ) -> PackCoefficients:
     """a_t and Z's term of one pack.
 
-    Args:
-        loss_mask: [T], 1 where the token at t is a target; a document's first token never is.
-        category_index: int[T], dense category index of the token at t, 0 where it has none.
-        offsets: int[D + 1], document d is ``[offsets[d], offsets[d + 1])``; D may count padding as a document.
-        loss_weight: [T] or None for 1.
-        documents: documents of the pack without padding; D when None.
+    loss_mask [T], 1 where the token at t is a target; category_index int[T], dense, 0 where it has none; offsets
+    int[D + 1], document d is ``[offsets[d], offsets[d + 1])``; loss_weight [T] or None for 1; documents: those of the
+    pack without padding, which D may count; D when None.
     """
     targets = loss_mask.astype(np.float64)
     assert not targets[offsets[:-1]].any(), "a document's first token is never a target"

@@ -45,13 +45,10 @@ class _TokenNLL(torch.autograd.Function):
 def token_nll(
     logits: torch.Tensor, labels: torch.Tensor, *, inplace_backward: bool = False, rows: int = ROWS
 ) -> torch.Tensor:
-    """``nll[T]`` in fp32 of ``labels[T]`` under ``logits[T, V]`` of any floating type.
+    """``nll[T]`` in fp32 of ``labels[T]`` under ``logits[T, V]`` of any floating type, `rows` of them at a time.
 
-    Args:
-        inplace_backward: write the gradient over ``logits`` in the backward pass; for callers who own them.
-        rows: of ``logits`` in fp32 at a time.
-
-    Matches ``F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient.
+    Matches ``F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient; `inplace_backward`
+    writes the gradient over ``logits``, for callers who own them.
     """
     assert logits.dim() == 2
     assert labels.shape == logits.shape[:1]

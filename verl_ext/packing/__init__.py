@@ -3,18 +3,3 @@
 from verl_ext.packing.order import TOKENS, CostModel, balanced_order, cost_over_ideal, epoch_order
 from verl_ext.packing.plan import OVER_LENGTH_POLICIES, PackPlan, Spans, cut_spans
 from verl_ext.packing.strategies import MOST_TOKENS, STRATEGIES, plan_packs
-
-__all__ = [
-    "MOST_TOKENS",
-    "OVER_LENGTH_POLICIES",
-    "STRATEGIES",
-    "TOKENS",
-    "CostModel",
-    "PackPlan",
-    "Spans",
-    "balanced_order",
-    "cost_over_ideal",
-    "cut_spans",
-    "epoch_order",
-    "plan_packs",
-]

@@ -57,11 +57,9 @@ def best_fit(
 ) -> PackPlan:
     """Packs in the order in which they were opened, documents in the order in which they were placed (longest first).
 
-    lengths int64[D], each 1..max_tokens. Among documents of equal length the seed decides, so that packs are not made
-    of neighbours. Never more packs than first fit decreasing: both are within 11/9 of the optimum and differ by a pack
-    or two in about one of 350 sets of thousands of documents. So where best fit does not reach the lower bound, first
-    fit is tried too; of a set with more than `lengths_tried_twice` distinct lengths, where a second try would add half
-    to the time, first fit alone is made.
+    lengths int64[D], each 1..max_tokens; among documents of equal length the seed decides. Never more packs than first
+    fit decreasing: where best fit does not reach the lower bound, first fit is tried too; of a set with more than
+    `lengths_tried_twice` distinct lengths, where a second try would add half to the time, first fit alone is made.
     """
     if len(lengths) == 0:
         return PackPlan(np.zeros(0, np.int32), np.zeros(1, np.int64))
@@ -160,8 +158,7 @@ def fit(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """A fit keeps some 100,000 tuples and makes no cycle: looking for one takes a tenth of its time, and more in a
-    process of many objects."""
+    """A fit keeps some 100,000 tuples and makes no cycle: looking for one takes a tenth of its time, or more."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -219,8 +216,7 @@ def _fit_small(
 
 
 def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
-    """room -> index of the first length that fits it, for rooms below the longest: from a table where that is no larger
-    than the documents are many, else by bisection."""
+    """room -> index of the first length that fits it, for rooms below the longest: from a table where it is small."""
     if len(histogram.lengths) and histogram.lengths[0] <= histogram.counts.sum():
         rooms = np.arange(histogram.lengths[0] + 1)
         return np.searchsorted(-histogram.lengths, -rooms, side="left").tolist().__getitem__

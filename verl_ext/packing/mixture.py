@@ -51,8 +51,7 @@ class MixtureSource:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The document that comes nearest to the budget when it is drawn once more (tokens are missing) or once less, and
-    the tokens that the interval then gives."""
+    """The document that, drawn once more or once less, brings the interval nearest to its budget; its tokens then."""
 
     document: int
     tokens: int
@@ -85,19 +84,11 @@ def draw_mixture(
     scale: float = 1.0,
     total_tokens: float | None = None,
 ) -> list[IntervalDraw]:
-    """The documents of every source and interval, in the order of `sources`.
+    """The documents of every source and interval, in the order of `sources`; `scale` is a factor on every budget.
 
-    Args:
-        lengths: integer[S], tokens of each document, at least 1.
-        sources: budgets and intervals.
-        members: int64[≤ S] for each source: the documents it draws from, ascending.
-        seed: of the subsets; every source and interval has its own.
-        scale: a factor on every budget.
-        total_tokens: what weighted sources share, the budgets in tokens taken off; None: the tokens that they hold.
-
-    Raises:
-        ValueError: an interval without a document, a source whose budget is too small for any or draws more than
-            MOST_DOCUMENTS from an interval, nothing left to share.
+    lengths integer[S] of all documents, at least 1; members: int64[≤ S] for each source, the documents it draws from,
+    ascending; total_tokens: what weighted sources share, the budgets in tokens taken off; None: the tokens that they
+    hold. Raises ValueError for an interval without a document, a budget too small or large, and nothing left to share.
     """
     pools = [_pools(lengths, source, ours) for source, ours in zip(sources, members, strict=True)]
     budgets = _budgets(lengths, sources, pools, total_tokens)
@@ -124,12 +115,10 @@ def _pools(lengths: NDArray[np.integer], source: MixtureSource, members: NDArray
     """The documents of each interval of a source, ascending."""
     if len(members) == 0:
         raise ValueError(f"{source.key} must have at least one document to draw from; got none")
-    if source.edges is None:
-        return [members]
     ours = lengths[members]
     pools = []
-    for low, high in pairwise(source.edges):
-        pools.append(members[(ours > low) & (ours <= high)])
+    for low, high in source.intervals:
+        pools.append(members if low is None or high is None else members[(ours > low) & (ours <= high)])
         if len(pools[-1]) == 0:
             raise ValueError(
                 f"{source.key}.intervals must each hold a document; got none of more than {low} and at most {high} "
@@ -208,10 +197,9 @@ def nearest_subset(
         taken              7  3  9                 19 tokens; 4, 2 and 6 do not fit the one token that is left
         chosen again       7  3     4     6        of the subsets of up to 16 documents, one that sums to 20
 
-    Documents are taken in random order, and one that no longer fits is passed over, so that a long one near the end
-    leaves no hole that short ones could fill. Then all subsets of up to 16 documents, half of them taken and half not,
-    are compared, again and again with other documents until the sum is within `tolerance` tokens of `wanted`, at most
-    16 times. With 16 documents or fewer it is the best choice there is. `wanted` is at most the sum.
+    Documents are taken in random order, and one that no longer fits is passed over. Then all subsets of up to 16
+    documents, half of them taken and half not, are compared, up to 16 times, until the sum is within `tolerance` of
+    `wanted`, which is at most the sum. With 16 documents or fewer it is the best choice there is.
     """
     chosen = _random_fill(lengths, wanted, rng)
     for _ in range(TRIES):
@@ -225,8 +213,7 @@ def nearest_subset(
 
 
 def _nearest_document(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int) -> int:
-    """The document which, added (gap > 0: tokens are missing) or left out (gap < 0), alone comes nearest to closing
-    the gap."""
+    """The document that, added (gap > 0) or left out (gap < 0), alone comes nearest to closing the gap."""
     others = np.flatnonzero(chosen == (gap < 0))
     return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
 

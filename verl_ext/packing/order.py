@@ -126,11 +126,8 @@ def _packs(starts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def _mixed(table: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """int64[steps, groups]: `table`, of group numbers below `count` in ascending cost, with no step on one cost level.
-
-    A level is a run of neighbouring numbers; there are so many of them that a shuffled step lies on one alone in 1 of
-    64 cases or less. Such a step exchanges a group with another one.
-    """
+    """int64[steps, groups]: `table`, of group numbers below `count` in ascending cost, with no step on one cost level,
+    a run of neighbouring numbers: such a step, at most 1 of 64, exchanges a group with another one."""
     steps, groups = table.shape
     if groups == 1 or steps == 1:
         return table

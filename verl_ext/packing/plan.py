@@ -73,7 +73,7 @@ def index_type(documents: int) -> "type[np.signedinteger]":
     return np.int32 if documents < 2**31 else np.int64
 
 
-def cut_spans(lengths: NDArray[np.int64], max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
+def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
     """The documents to pack: rows without a token are left out, rows over `max_tokens` follow `policy`.
 
         max_tokens = 4        row 0 (3 tokens)    row 1 (9 tokens)
@@ -81,10 +81,8 @@ def cut_spans(lengths: NDArray[np.int64], max_tokens: int, policy: str, key: str
         truncate              0:[0,3)             1:[0,4)
         split                 0:[0,3)             1:[0,4) 1:[4,8) 1:[8,9)
 
-    Every piece is a document of its own: positions restart and its first token is never a target.
-
-    Raises:
-        ValueError: rows over max_tokens under `error`; no document left under `drop`; no token at all.
+    Every piece is a document of its own: positions restart and its first token is never a target. Raises ValueError
+    for rows over max_tokens under `error`, no document left under `drop`, and no token at all.
     """
     check_choice("data.over_length", policy, OVER_LENGTH_POLICIES)
     if not lengths.any():

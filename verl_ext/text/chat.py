@@ -1,4 +1,4 @@
-"""Chat and text records become documents: the options of it, and the encoder that every worker process has.
+"""Chat and text records as documents: the options, and the encoder that each worker process holds.
 
 record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncoder--> ids, offsets --> Document
                          PlainText ---------------------------------> ids, with EOS              --> Document
@@ -17,15 +17,14 @@ import numpy as np
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate, Span
-from verl_ext.text.counts import Counts, Run, preview_of
-from verl_ext.text.documents import Document, Documents, fit, joined
+from verl_ext.text.documents import Counts, Document, Documents, Run, fit, joined, preview_of
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import ON_BAD_RECORD, SPECIAL_TOKENS_IN_TEXT, BadRecord, parse_line
+from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, parse_line
 from verl_ext.text.readers import Chunk, Place, TextFile
 from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
-from verl_ext.text.tokenizer import ModelOptions, check_template, is_template_text, load_tokenizer, read_template_file
-from verl_ext.values import DataError, Options, UsageError, first_line, one_line, option
+from verl_ext.text.tokenizer import ModelOptions, check_template, load_tokenizer, read_template
+from verl_ext.values import DataError, UsageError, first_line, one_line, option
 
 # Arguments of `apply_chat_template` that are set here.
 RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -38,7 +37,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 @dataclass(frozen=True)
-class ChatOptions(Options):
+class ChatOptions(RecordOptions):
     """How chat and text records become documents."""
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
@@ -58,11 +57,6 @@ class ChatOptions(Options):
         choices=("error", "warn", "drop"),
     )
     last_turn_only: bool = option(False, "true: as turns=last")
-    special_tokens_in_text: str = option(
-        "encode",
-        "names of special tokens in records: encode: as text | keep: as the tokens themselves | error: a bad record",
-        choices=SPECIAL_TOKENS_IN_TEXT,
-    )
     columns: dict[str, Any] = option(
         {}, "field of a known shape: the records' own name for it, a.b for a nested one; null: not read"
     )
@@ -76,9 +70,6 @@ class ChatOptions(Options):
     )
     max_tokens: int | None = option(None, "tokens of the longest document; null: any length", least=2)
     over_length: str = option("error", "what is done with longer documents", choices=OVER_LENGTH_POLICIES)
-    on_bad_record: str = option(
-        "error", "error: the first ends the run | skip: left out, counted by reason", choices=ON_BAD_RECORD
-    )
 
     def problems(self) -> Iterable[str | None]:
         """A line for each mistake that can be seen without opening a source."""
@@ -92,9 +83,9 @@ class ChatOptions(Options):
             yield "end_of_turn must be a text that ends a turn, or null; got ''"
         for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
             yield f"apply_chat_template_kwargs must not set {name}, which this command sets itself"
-        if self.chat_template is not None and not is_template_text(self.chat_template):
+        if self.chat_template is not None:
             try:
-                read_template_file(self.chat_template, "chat_template")
+                read_template(self.chat_template, "chat_template")
             except UsageError as error:
                 yield str(error)
 
@@ -104,12 +95,10 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
         """Raises `UsageError` where there is no chat template, or none that can be used."""
-        template = options.chat_template
-        if template is not None:
-            is_text = is_template_text(template)
-            named = "one" if is_text else template
-            template = template if is_text else read_template_file(template, "chat_template")
-            check_template(template, named, "chat_template")
+        template = given = options.chat_template
+        if given is not None:
+            template = read_template(given, "chat_template")
+            check_template(template, "one" if template == given else given, "chat_template")
         elif not tokenizer.chat_template:
             raise UsageError(
                 f"chat_template must be given for chat records: the tokenizer of {options.model.tokenizer} has none"
@@ -139,10 +128,10 @@ class ChatRenderer:
             unprinted.update(left_out)
         learnt = [text for text in texts if text.rendered.targets]
         if unprinted and (self._options.on_unprinted != "warn" or not learnt):
-            told = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
+            message = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
             if self._options.on_unprinted != "warn":
-                raise BadRecord("unprinted", told)
-            raise BadRecord("no_target", f"there is nothing to learn: {told}")
+                raise BadRecord("unprinted", message)
+            raise BadRecord("no_target", f"there is nothing to learn: {message}")
         if not learnt:
             raise BadRecord("no_target", "the chat template marks no assistant turn")
         return learnt
@@ -198,8 +187,7 @@ class _Found:
     documents: list[Document] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)  # of the documents, where records give theirs
     preview: list[list[Run]] = field(default_factory=list)
-    # (where it stands, its category, why, whether it ends the run under on_bad_record=error)
-    bad: list[tuple[Place, str | None, BadRecord, bool]] = field(default_factory=list)
+    bad: list[tuple[Place, str | None, BadRecord]] = field(default_factory=list)  # where, of which category, why
 
     def counts_of(self, category: str | None) -> list[Counts]:
         """Those that count a record: its source's, and its category's where records give it."""
@@ -216,7 +204,7 @@ class ChatEncoder:
         """
         self.options, self._sources, self._preview = options, sources, preview
         self.tokenizer = load_tokenizer(options.model)
-        self._encoder = TextEncoder(self.tokenizer, options.special_tokens_in_text)
+        self._encoder = TextEncoder(self.tokenizer, options)
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def encode(self, chunk: Chunk) -> Documents:
@@ -225,18 +213,15 @@ class ChatEncoder:
         items = list(self._items(chunk, found))
         for item, encoded in zip(items, self._encoded(items), strict=True):
             try:
-                document = self._document(item, encoded)
+                self._add(item, encoded, chunk.path, found)
             except BadRecord as error:
-                found.bad.append((item.number, item.category, error, True))
-                continue
-            for counts in found.counts_of(item.category):
-                counts.add_special_tokens(encoded.special_tokens)
-                if isinstance(item.text, ChatText):
-                    _count_chat(counts, item.text)
-            self._keep(document, item, chunk.path, found)
-        for number, category, bad, is_fatal in sorted(found.bad, key=lambda bad: bad[0]):
+                found.bad.append((item.number, item.category, error))
+        for number, category, bad in sorted(found.bad, key=lambda bad: bad[0]):
             line = f"{chunk.place(number)}: {bad}"
-            if self.options.on_bad_record == "error" and is_fatal:
+            # What on_unprinted=drop leaves out, and a target lost to truncation, follow from what was asked for.
+            is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
+            is_asked_for |= bad.reason.startswith("no_target_after")
+            if self.options.on_bad_record == "error" and not is_asked_for:
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
             for counts in found.counts_of(category):
                 counts.add_bad(bad.reason, line)
@@ -250,7 +235,7 @@ class ChatEncoder:
         return documents
 
     def _items(self, chunk: Chunk, found: _Found) -> Iterator[_Item]:
-        """The texts of every record; those that cannot be used are added to `found.bad`."""
+        """The texts of every record; unusable records are added to `found.bad`."""
         category_field = self.options.category_field
         for number, raw in chunk.records:
             category = self._sources[chunk.category_id - 1] if category_field else None
@@ -266,31 +251,27 @@ class ChatEncoder:
                 for text in texts:
                     yield _Item(number, category, text, record.weight)
             except RecursionError:
-                too_deep = BadRecord("malformed_json", "the record is nested too deep")
-                found.bad.append((number, category, too_deep, True))
+                found.bad.append((number, category, BadRecord("malformed_json", "the record is nested too deep")))
             except BadRecord as error:
-                is_fatal = error.reason != "unprinted" or self.options.on_unprinted == "error"
-                found.bad.append((number, category, error, is_fatal))
+                found.bad.append((number, category, error))
             for counts in found.counts_of(category)[1:]:
                 counts.records += 1
 
     def _texts(self, content: Chat | PlainText) -> Sequence[str | TextFile | ChatText]:
-        if isinstance(content, Chat):
-            texts = self._chats.texts(content)
-            for text in texts:
-                check_characters(text.text)
-            return texts
-        if isinstance(content.text, str):
-            check_characters(content.text)
-        return [content.text]
+        texts: list[str | TextFile | ChatText]
+        texts = [*self._chats.texts(content)] if isinstance(content, Chat) else [content.text]
+        for text in texts:
+            if not isinstance(text, TextFile):
+                check_characters(text if isinstance(text, str) else text.text)
+        return texts
 
     @cached_property
     def _chats(self) -> ChatRenderer:
-        """Made for the first chat: texts need no chat template."""
+        """Created for the first chat: plain texts need no chat template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     def _count_fields(self, record: Record, counts: list[Counts]) -> None:
-        """Count the fields that nothing reads: of messages those that the template does not name."""
+        """Count the fields that nothing reads; a message's field counts where the template does not name it."""
         if not (record.unused or record.message_fields or record.dropped):
             return
         category = self.options.category_field or ""
@@ -303,17 +284,41 @@ class ChatEncoder:
             each.dropped_media.update(record.dropped)
 
     def _encoded(self, items: list[_Item]) -> list[Any]:
-        """Every text as `Encoded`, or the error that tells why it cannot be."""
+        """Every text as `Encoded`, or as the error that its encoding raised."""
         chats = [item.text for item in items if isinstance(item.text, ChatText)]
         plain = [item.text for item in items if not isinstance(item.text, ChatText)]
         of_chats = iter(self._encoder.encode_chats(chats))
         of_plain = iter(self._encoder.encode(plain, add_special_tokens=True))
         return [next(of_chats) if isinstance(item.text, ChatText) else next(of_plain) for item in items]
 
-    def _document(self, item: _Item, encoded: Encoded | Exception) -> Document:
-        """The tokens, mask and weights of a text; a plain text ends with EOS."""
+    def _add(self, item: _Item, encoded: Encoded | Exception, path: str, found: _Found) -> None:
+        """The documents of a text, cut where they are too long, and their counts. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
+        document, over_length = self._document(item, encoded), Counter[str]()
+        for counts in found.counts_of(item.category):
+            counts.add_special_tokens(encoded.special_tokens)
+            if isinstance(chat := item.text, ChatText):
+                counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
+                counts.unprinted.update(chat.rendered.unprinted)
+                counts.border_tokens += chat.border_tokens
+        try:
+            pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
+        except DataError as error:
+            raise DataError(f"{path}:{item.number}: {error}") from error
+        for counts in found.counts_of(item.category):
+            counts.over_length.update(over_length)
+            for piece in pieces:
+                counts.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+        for piece in pieces:
+            found.documents.append(piece)
+            if item.category is not None:
+                found.categories.append(item.category)
+            if len(found.preview) < self._preview:
+                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
+
+    def _document(self, item: _Item, encoded: Encoded) -> Document:
+        """The tokens, mask and weights of a text; a plain text ends with EOS."""
         ids = encoded.ids
         if isinstance(item.text, ChatText):
             mask, item.text.border_tokens = self._encoder.mask(encoded, item.text.text, item.text.rendered.spans)
@@ -332,53 +337,16 @@ class ChatEncoder:
     def _weights(self, encoded: Encoded, item: _Item, tokens: int) -> np.ndarray | None:
         """weights[T] float32: the record's weight times that of the turn a token is in; None where neither is given."""
         spans: dict[float, list[Span]] = {}
-        if isinstance(item.text, ChatText):
-            for target in item.text.rendered.targets:
-                if target.weight != 1:
-                    spans.setdefault(target.weight, []).append(target.span)
+        text = item.text.text if isinstance(item.text, ChatText) else ""
+        for target in item.text.rendered.targets if isinstance(item.text, ChatText) else []:
+            if target.weight != 1:
+                spans.setdefault(target.weight, []).append(target.span)
         if item.weight is None and not spans:
             return None
         weights = np.full(tokens, 1.0 if item.weight is None else item.weight, np.float64)
         for weight, of_weight in spans.items():
-            assert isinstance(item.text, ChatText)
-            weights[self._encoder.mask(encoded, item.text.text, of_weight)[0] == 1] *= weight
+            weights[self._encoder.mask(encoded, text, of_weight)[0] == 1] *= weight
         return weights.astype(np.float32)
-
-    def _keep(self, document: Document, item: _Item, path: str, found: _Found) -> None:
-        over_length: Counter[str] = Counter()
-        try:
-            pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
-        except BadRecord as error:
-            # A target lost to truncation follows from the policy asked for, not from bad data.
-            found.bad.append((item.number, item.category, error, False))
-            return
-        except DataError as error:
-            raise DataError(f"{path}:{item.number}: {error}") from error
-        for piece in pieces:
-            found.documents.append(piece)
-            if item.category is not None:
-                found.categories.append(item.category)
-            if len(found.preview) < self._preview:
-                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
-        for counts in found.counts_of(item.category):
-            counts.over_length.update(over_length)
-            for piece in pieces:
-                counts.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def check_characters(text: str) -> None:
-    """Raises `BadRecord` for a text that UTF-8 cannot hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
-
-
-def _count_chat(counts: Counts, chat: ChatText) -> None:
-    """Count what ends the turns of a chat that is written, and what its template leaves out."""
-    counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
-    counts.unprinted.update(chat.rendered.unprinted)
-    counts.border_tokens += chat.border_tokens

@@ -16,7 +16,6 @@ What a template says itself is generated (`{% generation %}`) is taken at its wo
 """
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -360,7 +359,7 @@ class _Located:
                 raise _mismatch(index, "is changed by the chat template")
             begin += len(place.words.second_half)
         tail = self.text[begin:limit]
-        found = self.template.find_end(tail)
+        found = self.template.end.search(tail)
         if found and not tail[: found.start()].strip():
             return begin + found.end(), found[0]
         closed, is_whole = self._closed(place, index, tail, is_last)
@@ -405,7 +404,7 @@ class _Located:
             closing = self._first_tail([[user, messages[-1]] if user else messages[-1:], messages], place)
             length = self.template.common_prefix(closing or "", tail)
             is_whole = closing is not None and (
-                length == len(closing) or self.template.find_end(tail[:length]) is not None
+                length == len(closing) or self.template.end.search(tail[:length]) is not None
             )
             if length < begin:
                 return length, is_whole
@@ -436,7 +435,7 @@ class _Located:
             return None
         begin += max(map(len, prompts))
         after = min((place.first for place in self.places if place.first >= begin), default=len(self.text))
-        found = self.template.find_end(self.text[begin:after])
+        found = self.template.end.search(self.text[begin:after])
         if found is None or self._says(self.text[begin : begin + found.start()]):
             return None
         return Target(begin, begin + found.end(), index, found[0])
@@ -450,8 +449,7 @@ class _Located:
         _, blocks = self.template.render_with_generation(self.chat)
         blocks, turns, targets = _joined(blocks), self.turns(), []
         for turn in turns.targets:
-            after = bisect_right(blocks, turn.start, key=lambda block: block[1])
-            inside = blocks[after : bisect_left(blocks, turn.stop, key=lambda block: block[0])]
+            inside = [block for block in blocks if turn.start < block[1] and block[0] < turn.stop]
             if not inside:
                 continue
             begin, end = inside[0][0], inside[-1][1]

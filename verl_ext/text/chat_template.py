@@ -28,8 +28,8 @@ _TOOL = {
 
 
 class ChatTemplate:
-    """Renders chats, and knows `generation_prompt` (empty where the template has none), `ends`, and patterns of the
-    `special` tokens and of those that stop generation (`stops`).
+    """Renders chats, and knows `generation_prompt` (empty where the template has none), `ends`, and the patterns
+    `special` (tokens), `stops` (those that stop generation) and `end` (of a turn, in the template's own text).
 
     A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
 
@@ -57,7 +57,7 @@ class ChatTemplate:
 
         Raises `UsageError` where a user's and an assistant's turn cannot be rendered.
         """
-        from transformers.utils import chat_template_utils  # here and below: the process that writes needs it not
+        from transformers.utils import chat_template_utils  # here and below: the process that writes does not need it
 
         self.tokenizer = tokenizer
         self.template = template
@@ -75,7 +75,7 @@ class ChatTemplate:
             self.ends = self._probe(end_of_turn)
         except BadRecord as error:
             raise UsageError(f"the chat template must render a user and an assistant turn; {error}") from error
-        self._end = any_of({*self.ends} if end_of_turn else {*self.ends, *stops})
+        self.end = any_of({*self.ends} if end_of_turn else {*self.ends, *stops})
 
     @cached_property
     def source(self) -> str:
@@ -110,7 +110,7 @@ class ChatTemplate:
             return None
 
     def _as_given(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as the template is given them."""
+        """The messages in the form that the template receives."""
         messages = [self._watched(message) for message in messages] if self._watched else list(messages)
         return [_in_parts(message) for message in messages] if self._content_in_parts else messages
 
@@ -149,29 +149,22 @@ class ChatTemplate:
             return chat, self.render(chat.messages, chat.tools)
         other = Chat([_other_arguments(message) for message in chat.messages], chat.targets, chat.tools)
         first, second = (other, chat) if self._other_arguments else (chat, other)
-        try:
-            text = self.render(first.messages, first.tools)
-        except BadRecord:
-            if (text_of_second := self.try_render(second.messages, second.tools)) is None:
-                raise
-            return second, text_of_second
-        calls = functions_called(first.messages)
-        strings = [call["arguments"] for call in calls if isinstance(call.get("arguments"), str)]
-        if all(string.strip() in text for string in strings):  # not quoted twice or in pieces
+        text = self.try_render(first.messages, first.tools)
+        strings = [
+            call["arguments"] for call in functions_called(first.messages) if isinstance(call.get("arguments"), str)
+        ]
+        if text is not None and all(string.strip() in text for string in strings):  # not quoted twice or in pieces
             return first, text
-        if (text_of_second := self.try_render(second.messages, second.tools)) is None:
-            return first, text
-        self._other_arguments = second is other
-        return second, text_of_second
-
-    def find_end(self, text: str) -> re.Match[str] | None:
-        """The first end of a turn in `text`, a piece of the template's own."""
-        return self._end.search(text)
+        if (other_text := self.try_render(second.messages, second.tools)) is not None:
+            if text is not None:
+                self._other_arguments = second is other
+            return second, other_text
+        return first, self.render(first.messages, first.tools) if text is None else text  # raises what it raised before
 
     def header_at_start_of(self, text: str) -> int:
         """Length of the header of an assistant's turn that `text`, the template's own, begins with; 0 of none."""
         header, printed = self.header, self.header_length
-        if end := self.find_end(header):  # of the turn before, in a template that leaves the last one open
+        if end := self.end.search(header):  # of the turn before, in a template that leaves the last one open
             header = header[end.end() :].lstrip()
             printed -= len(self.header) - len(header)
         length = common_prefix(header, text)
@@ -184,7 +177,7 @@ class ChatTemplate:
         return found[-1] if found else ""
 
     def token_edge(self, text: str, at: int) -> int:
-        """`at`, or the start of the special token that it lies inside."""
+        """`at`, or the start of the special token around it."""
         for match in self.special.finditer(text, max(at - 128, 0), at + 128):
             if match.start() < at < match.end():
                 return match.start()
@@ -248,15 +241,14 @@ class ChatTemplate:
         raise failed or BadRecord("template_error", "it leaves a turn's content out")
 
     def _stop(self, tail: str) -> str:
-        """What ends a turn that is closed by `tail`: its first token that stops generation, or else its last special
-        token, or else all of its text."""
+        """The end of a turn in `tail`: its first stop token, or else its last special token, or else all its text."""
         if stop := self.stops.search(tail):
             return stop[0]
         tail = tail.rstrip()
         return self.last_special_token(tail) or tail.lstrip()
 
     def _inner_stop(self, tail: str, first_header: str) -> str:
-        """What ends a turn before a user's where `tail` lies between; `first_header` is what begins a chat."""
+        """The end of a turn in `tail`, the text up to a user's turn; `first_header` is what begins a chat."""
         first = self.special.match(tail.lstrip())
         headers = self.special.findall(first_header)
         if first is None or (headers[-1:] == [first[0]] and not self.stops.fullmatch(first[0])):
@@ -267,7 +259,7 @@ class ChatTemplate:
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """What a template raises, which is a program of its own and may raise anything, as `BadRecord`."""
+    """Turns whatever a template raises, which is a program of its own, into `BadRecord`."""
     try:
         yield
     except Exception as error:
@@ -275,14 +267,13 @@ def _template_errors() -> Iterator[None]:
 
 
 def _in_parts(message: Message) -> Message:
-    """The message with its content as a list of one part, which templates of models that see want."""
+    """The message with its content as a list of one part, as templates of vision models expect."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _other_arguments(message: Message) -> Message:
-    """The message with its tool calls' arguments as objects where they are strings of JSON, and as strings where they
-    are objects."""
+    """The message with its tool calls' arguments in the other form: JSON text as objects, objects as JSON text."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]}

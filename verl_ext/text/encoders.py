@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from verl_ext.text.chat_template import Span
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.json_records import BadRecord, RecordOptions
 from verl_ext.text.readers import TextFile
 from verl_ext.text.special_tokens import ChatText, SpecialTokens, as_plain_text
 from verl_ext.values import DataError
@@ -46,29 +46,59 @@ class Windows(NamedTuple):
 
 
 class TokenCharacters(Sequence[Span]):
-    """The characters (begin, end) of each token of a text, which only move on along it; few are looked at."""
+    """The characters (begin, end) of each token of a text, which only move on along it: of int64[T, 2]."""
+
+    def __init__(self, spans: Any) -> None:
+        begins, self._ends = np.asarray(spans, np.int64).reshape(-1, 2).T
+        # Tokenizers that trim a token's leading space from its characters leave a gap, which is the token's.
+        self._begins = np.append(begins[:1], np.minimum(begins[1:], self._ends[:-1]))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, token: Any) -> Any:
+        return int(self._begins[token]), int(self._ends[token])  # IndexError ends an iteration
 
     def first_after(self, character: int) -> int:
         """The first token that ends after a character; the number of tokens where none does."""
-        return bisect_left(range(len(self)), character + 1, key=lambda token: self[token][1])
+        return int(self._ends.searchsorted(character, "right"))
 
     def first_from(self, character: int) -> int:
         """The first token that begins at a character or after it; the number of tokens where none does."""
-        return bisect_left(range(len(self)), character, key=self.begin)
-
-    def begin(self, token: int) -> int:
-        """Where a token begins. Tokenizers that trim its leading space from its characters leave a gap, which is the
-        token's."""
-        start = self[token][0]
-        return min(start, self[token - 1][1]) if token else start
+        return int(self._begins.searchsorted(character))
 
 
-class ListedCharacters(list[Span], TokenCharacters):
-    """Those of a list."""
+class _Encoding(TokenCharacters):
+    """The characters of an encoding's tokens, looked up one by one: a list of all costs a tenth of encoding."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding, self._tokens = encoding, range(len(encoding))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, token: Any) -> Any:
+        begin, end = self._encoding.token_to_chars(self._tokens[token])
+        return (min(begin, self._encoding.token_to_chars(token - 1)[1]) if token > 0 else begin), end
+
+    def first_after(self, character: int) -> int:
+        return bisect_right(self._tokens, character, key=lambda token: self._encoding.token_to_chars(token)[1])
+
+    def first_from(self, character: int) -> int:
+        return bisect_left(self._tokens, character, key=lambda token: self[token][0])
+
+
+def _of_bytes(text: bytes, ends: NDArray[np.int64]) -> TokenCharacters:
+    """The characters of tokens that are a text's bytes, at least one each; `ends` int64[T]: the bytes up to each."""
+    begins = np.append(0, ends)[:-1]
+    if not text.isascii():
+        character = np.cumsum((np.frombuffer(text, np.uint8) & 0xC0) != 0x80) - 1  # that each byte is of
+        begins, ends = character[begins], character[ends - 1] + 1
+    return TokenCharacters(np.stack([begins, ends], axis=1))
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """mask[T] int8: 1 for the tokens that lie in a span; and how many of these hold text of others as well.
+    """mask[T] int8, 1 for the tokens in a span; and how many of these also hold text from outside it.
 
     A token across a span's border belongs to the span: the template's last characters before a turn, and the first
     after it, may be bound to the turn's words.
@@ -80,7 +110,7 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
         if first >= stop:
             raise BadRecord("template_mismatch", f"no token lies in the assistant's turn at character {start}")
         mask[first:stop] = 1
-        across += bool(text[offsets.begin(first) : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
+        across += bool(text[offsets[first][0] : start].strip()) + bool(text[end : offsets[stop - 1][1]].strip())
     return mask, across
 
 
@@ -101,92 +131,42 @@ def mask_from_prefixes(
 
 @dataclass
 class Encoded:
-    """ids int32[T] of a text, the characters of each token where they were asked for, and how many names of special
-    tokens the text holds that are encoded as text."""
+    """ids int32[T] of a text, the characters of its tokens (of chats), and how many names of special tokens are
+    encoded as text."""
 
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
     special_tokens: int = 0
 
 
-class _Offsets(TokenCharacters):
-    """The characters of an encoding's tokens, each taken when it is asked for: a list of all costs a tenth of encoding
-    the text."""
-
-    def __init__(self, encoding: Any) -> None:
-        self._encoding, self._length = encoding, len(encoding)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, token: Any) -> Any:
-        return self._encoding.token_to_chars(range(self._length)[token])  # IndexError ends an iteration
-
-
-class _ByteOffsets(TokenCharacters):
-    """The characters of tokens that are a text's bytes, at least one each: `ends` int64[T] are the bytes after each
-    token."""
-
-    def __init__(self, text: bytes, ends: NDArray[np.int64]) -> None:
-        self._text, self._ends = text, ends
-        self._is_ascii = text.isascii()
-
-    @cached_property
-    def _characters(self) -> NDArray[np.int64]:
-        """int64[bytes]: the character that each byte is of."""
-        begins = (np.frombuffer(self._text, np.uint8) & 0xC0) != 0x80
-        return np.cumsum(begins) - 1
-
-    def _byte(self, character: int) -> int:
-        """The first byte of a character."""
-        return character if self._is_ascii else int(self._characters.searchsorted(character))
-
-    def first_after(self, character: int) -> int:
-        return int(self._ends.searchsorted(self._byte(character), "right"))
-
-    def first_from(self, character: int) -> int:
-        # A token begins where the one before it ends.
-        return int(self._ends.searchsorted(byte)) + 1 if (byte := self._byte(character)) else 0
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, token: Any) -> Any:
-        token = range(len(self._ends))[token]  # IndexError past the last, which ends an iteration
-        begin, end = int(self._ends[token - 1]) if token else 0, int(self._ends[token])
-        return (begin, end) if self._is_ascii else (int(self._characters[begin]), int(self._characters[end - 1]) + 1)
-
-
 class TextEncoder:
-    """One tokenizer, and what it does with special tokens in data (one of SPECIAL_TOKENS_IN_TEXT)."""
+    """One tokenizer, and what it does with the names of special tokens in data."""
 
     def __init__(
         self,
         tokenizer: Any,
-        special_tokens_in_text: str,
-        key: str = "special_tokens_in_text",
+        options: RecordOptions,
         windows: Windows = Windows(),  # noqa: B008 (it is immutable)
     ) -> None:
-        """`key`: the config key of `special_tokens_in_text`, which errors name."""
         self.tokenizer = tokenizer
-        self.on_found = special_tokens_in_text
-        self.special = SpecialTokens(tokenizer, key)
+        self.on_found = options.special_tokens_in_text
+        self.special = SpecialTokens(tokenizer, options.key("special_tokens_in_text"))
         self._windows = windows
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text as the tokenizer makes them, names of special tokens as these."""
+        """The token ids of a text; names of special tokens become these tokens."""
         return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
-        """The tokens of each text, or why it cannot be used or its file not be read.
+        """The tokens of each text, or the error: an unusable text, an unreadable file.
 
         add_special_tokens: with those that the tokenizer puts at either end of a text.
         """
         encoded: list[Any] = [None] * len(texts)
-        short: dict[int, int] = {}  # texts to how many names of special tokens they hold
+        short: dict[int, int] = {}  # number of a text: how many names of special tokens it holds
         for number, text in enumerate(texts):
             try:
                 if isinstance(text, TextFile) or len(text) > self._windows.size:
@@ -212,16 +192,10 @@ class TextEncoder:
         """The tokens of each chat, with their characters where the tokenizer is a fast one."""
         is_short = [chat.disguised is None and len(chat.text) <= self._windows.size for chat in chats]
         short = self._short([chat.text for chat, it_is in zip(chats, is_short, strict=True) if it_is])
-        encoded: list[Encoded | BadRecord] = []
-        for chat, it_is in zip(chats, is_short, strict=True):
-            try:
-                encoded.append(next(short) if it_is else self._chat(chat))
-            except BadRecord as error:
-                encoded.append(error)
-        return encoded
+        return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-        """mask[T] int8 of the tokens of a chat's text that lie in a span, and how many of these hold text of others."""
+        """mask[T] int8 of a chat's text, 1 in a span, and how many of these tokens also hold text from outside it."""
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
@@ -242,21 +216,20 @@ class TextEncoder:
         for text, encoding in zip(texts, encode(texts, add_special_tokens=False), strict=True):
             ids = np.array(encoding.ids, np.int32)
             if sizes is None:
-                yield Encoded(ids, _Offsets(encoding))
+                yield Encoded(ids, _Encoding(encoding))
                 continue
             data = text.encode()
             ends = np.cumsum(sizes[ids])
             if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
-                yield Encoded(ids, _ByteOffsets(data, ends))
+                yield Encoded(ids, _of_bytes(data, ends))
                 continue
             if data.isascii():  # by a normalizer, or by a special token that swallows spaces: not by this text alone
                 self._bytes_of_tokens = None
-            yield Encoded(ids, _Offsets(backend.encode(text, add_special_tokens=False)))
+            yield Encoded(ids, _Encoding(backend.encode(text, add_special_tokens=False)))
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """int64[ids]: how many bytes of text each token is; None of a tokenizer that is not a byte-level one, or puts a
-        space before a text."""
+        """int64[ids]: bytes of text of each token; None unless the tokenizer is byte-level and adds no space."""
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -265,7 +238,7 @@ class TextEncoder:
         alphabet = set(pre_tokenizers.ByteLevel.alphabet())
         sizes = np.zeros(max(vocabulary.values(), default=-1) + 1, np.int64)
         for token, number in vocabulary.items():
-            # A token that is no text of the alphabet is none that text becomes.
+            # Text never becomes a token with characters outside the alphabet.
             is_text = number in added or alphabet.issuperset(token)
             sizes[number] = (len(token.encode()) if number in added else len(token)) if is_text else NO_SIZE
         # A space put before a text may make up for one that a special token swallows: the sum is right, the places not.
@@ -279,23 +252,23 @@ class TextEncoder:
             return True
         return normalizer.normalize_str(text) == text
 
-    def _chat(self, chat: ChatText) -> Encoded:
+    def _chat(self, chat: ChatText) -> Encoded | BadRecord:
         """A long chat, or one that holds special tokens."""
         tokenizer, text, call = self.tokenizer, chat.text, {}
         if chat.disguised is not None:
             tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
-        pieces = list(self._pieces(tokenizer, _blocks(text, self._windows.size), True, **call))
-        ids = np.concatenate([ids for ids, _ in pieces])
-        if chat.disguised is not None:
-            self.special.check_ids(ids)
-            ids = self.special.real_ids[ids]
-        if not self.tokenizer.is_fast:
-            return Encoded(ids, None, chat.special_tokens)
-        offsets = np.concatenate([offsets for _, offsets in pieces])
-        return Encoded(ids, ListedCharacters(map(tuple, offsets.tolist())), chat.special_tokens)
+        try:
+            pieces = self._pieces(tokenizer, _blocks(text, self._windows.size), True, **call)
+            ids, spans = map(np.concatenate, zip(*pieces, strict=True))
+            if chat.disguised is not None:
+                self.special.check_ids(ids)
+                ids = self.special.real_ids[ids]
+        except BadRecord as error:
+            return error
+        return Encoded(ids, TokenCharacters(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
-        """How many names of special tokens a text holds; `BadRecord` where it may hold none."""
+        """How many names of special tokens a text holds. Raises `BadRecord` where none is allowed."""
         found = [] if self.on_found == "keep" else self.special.found(text)
         if found and self.on_found == "error":
             raise self.special.refused(found[0][0])
@@ -309,22 +282,33 @@ class TextEncoder:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
     def _long(self, text: str | TextFile, add_special_tokens: bool) -> Encoded:
-        reading = _Reading(text, self._windows.size, self._count, self.special.longest)
+        special_tokens, beginning = 0, ""  # of what is not white space: none of a blank text
+
+        def blocks() -> Iterator[str]:
+            nonlocal special_tokens, beginning
+            kept, before = max(self.special.longest - 1, 0), ""
+            for block in text.blocks() if isinstance(text, TextFile) else _blocks(text, self._windows.size):
+                beginning = beginning or block.strip()[:1000]
+                # A name may lie across the border of two blocks; what lies before it was counted.
+                special_tokens += self._count(before + block) - self._count(before)
+                before = (before + block)[-kept:] if kept else ""
+                yield block
+
         is_fast = self.tokenizer.is_fast
         call = self._split if is_fast else {"add_special_tokens": add_special_tokens}
-        pieces = [ids for ids, _ in self._pieces(self.tokenizer, reading, False, **call)]
-        if not reading.beginning:
+        pieces = [ids for ids, _ in self._pieces(self.tokenizer, blocks(), False, **call)]
+        if not beginning:
             raise BadRecord("empty", "the text is empty")
         ids = np.concatenate(pieces)
         del pieces
         self._check(ids, None)
         if add_special_tokens and is_fast:
-            before, after = self._around(reading.beginning)
+            before, after = self._around(beginning)
             ids = np.concatenate([before, ids, after])
-        return Encoded(ids, None, reading.special_tokens)
+        return Encoded(ids, None, special_tokens)
 
     def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """What a fast tokenizer puts before and after a text, such as this one."""
+        """The tokens that a fast tokenizer adds before and after a text."""
         out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
         ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
         own = np.flatnonzero(np.asarray(mask) == 0)
@@ -333,7 +317,7 @@ class TextEncoder:
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-        """(ids, offsets, of no row where they are not asked for) of the pieces of a text that arrives in blocks."""
+        """(ids[t], offsets[t, 2] or [0, 2] where not asked for) of each piece of a text that arrives in blocks."""
         blocks, text, begun, is_read = iter(blocks), "", 0, False
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:
@@ -420,25 +404,6 @@ class TextEncoder:
             verbose=False,
             **call,
         )
-
-
-class _Reading:
-    """A long text in blocks, and what is seen of it on the way."""
-
-    def __init__(self, text: str | TextFile, block: int, count: Callable[[str], int], longest: int) -> None:
-        self._blocks = text.blocks() if isinstance(text, TextFile) else _blocks(text, block)
-        self._count, self._kept = count, max(longest - 1, 0)
-        self.special_tokens = 0
-        self.beginning = ""  # of what is not white space: none of a blank text
-
-    def __iter__(self) -> Iterator[str]:
-        before = ""
-        for block in self._blocks:
-            self.beginning = self.beginning or block.strip()[:1000]
-            # A name may lie across the border of two blocks; what lies before it was counted.
-            self.special_tokens += self._count(before + block) - self._count(before)
-            before = (before + block)[-self._kept :] if self._kept else ""
-            yield block
 
 
 def _blocks(text: str, size: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""JSON as records: of a line, and of the elements of a list, read as a stream; and records that cannot be used.
+"""JSON lines and lists as records, read as a stream; and what is done with unusable records.
 
 Python's own parser reads them, more strictly: what it would change without a word is a bad record. That is a key given
 twice, of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
@@ -9,16 +9,33 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from verl_ext.values import DataError, one_line
+from verl_ext.values import DataError, Options, one_line, option
 
-ON_BAD_RECORD = ("error", "skip")
-SPECIAL_TOKENS_IN_TEXT = ("encode", "keep", "error")  # what becomes of their names in data; see special_tokens.py
 BLOCK = 1 << 20  # characters of a list taken at once
 _LONGEST_TOKEN = 32  # characters; a value cut off by a block's end seems wrong no further than this before it
 _BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True)
+class RecordOptions(Options):
+    """What is done with unusable records, and with names of special tokens in them: options of all record readers."""
+
+    special_tokens_in_text: str = option(
+        "encode",
+        "names of special tokens in records: encode: as text | keep: as the tokens themselves | error: a bad record",
+        choices=("encode", "keep", "error"),
+    )
+    on_bad_record: str = option(
+        "error", "error: the first ends the run | skip: left out, counted by reason", choices=("error", "skip")
+    )
+
+    def key(self, name: str) -> str:
+        """The dotted key of an option, as errors name it."""
+        return f"{self.prefix}.{name}" if self.prefix else name
 
 
 class BadRecord(ValueError):
@@ -56,7 +73,7 @@ _FINDS_THE_END = json.JSONDecoder(parse_float=str, parse_int=str)
 
 
 def _malformed(error: ValueError) -> BadRecord:
-    """Why JSON cannot be used, of what the parser raises."""
+    """The parser's error as a bad record with the reason."""
     if isinstance(error, BadRecord):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -69,7 +86,7 @@ def _malformed(error: ValueError) -> BadRecord:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises `BadRecord` where it is none, or would not be read as it stands."""
+    """The value of a JSON text. Raises `BadRecord` for malformed JSON, and where a value would be changed."""
     try:
         return _STRICT.decode(text)
     except RecursionError as error:
@@ -90,8 +107,26 @@ def parse_line(line: bytes) -> Any:
         raise
 
 
+def read_record(raw: Any) -> dict[str, Any]:
+    """A record of a chunk, parsed where it is a line's bytes. Raises `BadRecord` for anything but an object."""
+    record = parse_line(raw) if isinstance(raw, bytes) else raw
+    if isinstance(record, BadRecord):
+        raise record
+    if not isinstance(record, dict):
+        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    return record
+
+
+def check_characters(text: str) -> None:
+    """Raises `BadRecord` for a text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+
+
 class LineColumn(NamedTuple):
-    """Where a record stands that need not begin a line, both counted from 1."""
+    """Where a record of a JSON list begins, both counted from 1."""
 
     line: int
     column: int
@@ -118,25 +153,22 @@ class JsonList:
 
     def __iter__(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
         try:
-            yield from self._elements()
+            self._expect("[", "a list of records")
+            is_empty = self._next_character() == "]"
+            while not is_empty:
+                self._next_character()
+                place = LineColumn(self.line, self.column)
+                value, length = self._decode()
+                yield (place, value), length
+                if self._next_character() == "]":
+                    break
+                self._expect(",", "',' or ']' after a record")
+            self._advance(1)
+            if self._next_character():
+                self._fail("text after the list's end")
             self.stream.detach()  # else it closes the file, whose end is yet to be checked
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path}:{self.line}: malformed JSON: no UTF-8 there or after it") from error
-
-    def _elements(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
-        self._expect("[", "a list of records")
-        is_empty = self._next_character() == "]"
-        while not is_empty:
-            self._next_character()
-            place = LineColumn(self.line, self.column)
-            value, length = self._decode()
-            yield (place, value), length
-            if self._next_character() == "]":
-                break
-            self._expect(",", "',' or ']' after a record")
-        self._advance(1)
-        if self._next_character():
-            self._fail("text after the list's end")
 
     def _decode(self) -> tuple[Any, int]:
         block = self.block
@@ -187,9 +219,7 @@ class JsonList:
     def _next_character(self) -> str:
         """Skip white space; the character there, empty at the file's end."""
         while True:
-            blanks = _BLANKS.match(self.text, self.position)
-            assert blanks is not None
-            self._advance(blanks.end() - self.position)
+            self._advance(_BLANKS.match(self.text, self.position).end() - self.position)  # type: ignore[union-attr]
             if self.position < len(self.text) or self.ended:
                 return self.text[self.position : self.position + 1]
             self._read(self.block)

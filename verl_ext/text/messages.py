@@ -1,6 +1,6 @@
-"""One message of a record as chat templates take it, and how much of it is to be learnt.
+"""One message of a record in the form of chat templates, and its weight in the loss.
 
-How much is said by `weight` (a number, 0 or more) or by `loss`, `train`, `training` or `trainable` (true or false),
+The weight is given by `weight` (a number, 0 or more) or by `loss`, `train`, `training` or `trainable` (true or false),
 which are taken out of the message; 1 where none is given. Only assistant turns can be learnt: another message may say 0
 or false, or 1 or true where every message of the record says so, as programs do that always write the field.
 
@@ -22,8 +22,7 @@ ROLES = {
     "function_call": "function_call",
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
 }
-LEARN_FLAGS = ("loss", "train", "training", "trainable")
-_LEARN_FIELDS = frozenset(("weight", *LEARN_FLAGS))
+_LEARN_FIELDS = ("weight", "loss", "train", "training", "trainable")
 TEMPLATE_FIELDS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 )
@@ -80,9 +79,16 @@ class MessageReader:
             raise BadRecord("non_string_content", f"{where} ({role}) has no content")
         message = {"role": role, "content": self._text(text if text is not None else "", where), **fields}
         if role == "function_call":
-            message |= _function_call(message["content"])
+            message |= {"role": "assistant"}
+            try:  # ShareGPT: JSON with a name and arguments, or else text like any other
+                calls = parse_json(message["content"])
+                message |= called(calls if isinstance(calls, list) else [calls], "function_call")
+            except BadRecord:
+                pass
         if message.get("tool_calls"):
-            message["tool_calls"] = _tool_calls(message["tool_calls"], where)
+            calls = message["tool_calls"] = from_json(message["tool_calls"], f"{where}: tool_calls")
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise BadRecord("bad_tools", f"{where}: tool_calls must be a list of objects")
         return Turn(message, weight, tools)
 
     def _text(self, content: Any, where: str) -> str:
@@ -135,17 +141,17 @@ def functions_called(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:
     """What a message's fields say of its weight; they are taken out."""
-    if _LEARN_FIELDS.isdisjoint(fields):
+    if fields.keys().isdisjoint(_LEARN_FIELDS):
         return None
     found: dict[str, float] = {}
-    if "weight" in fields:
-        found["weight"] = as_weight(fields.pop("weight"), f"{where}: weight")
-    for name in LEARN_FLAGS:
-        if name in fields:
-            value = fields.pop(name)
-            if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-                raise BadRecord("bad_weight", f"{where}: {name} must be true or false; got {shown(value)}")
+    for name in [name for name in _LEARN_FIELDS if name in fields]:
+        value = fields.pop(name)
+        if name == "weight":
+            found[name] = as_weight(value, f"{where}: weight")
+        elif isinstance(value, (bool, int, float)) and value in (0, 1):
             found[name] = float(value)
+        else:
+            raise BadRecord("bad_weight", f"{where}: {name} must be true or false; got {shown(value)}")
     if len({weight > 0 for weight in found.values()}) > 1:
         raise BadRecord("bad_weight", f"{where}: {' and '.join(found)} must agree on whether it is to be learnt")
     return next(iter(found.values()), None)
@@ -186,23 +192,6 @@ def called(calls: Any, name: str) -> Message:
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}
-
-
-def _function_call(text: str) -> Message:
-    """ShareGPT's `function_call` turn: JSON with a name and arguments, or else text like any other."""
-    try:
-        calls = parse_json(text)
-        return called(calls if isinstance(calls, list) else [calls], "function_call")
-    except BadRecord:
-        return {"role": "assistant", "content": text}
-
-
-def _tool_calls(raw: Any, where: str) -> list[Any]:
-    """Tool calls, whose arguments may be objects or strings of JSON."""
-    calls = from_json(raw, f"{where}: tool_calls")
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRecord("bad_tools", f"{where}: tool_calls must be a list of objects")
-    return calls
 
 
 def tool_list(raw: Any, name: str) -> list[Any] | None:

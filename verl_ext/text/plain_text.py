@@ -4,45 +4,44 @@ document 1        document 2 (unusable)      document 3            add_bos=false
 t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import BadRecord, parse_line
+from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, read_record
 from verl_ext.text.readers import Batch, Chunk, TextFile
-from verl_ext.values import DataError, UsageError
-
-UINT16_VOCABULARY = 65_500  # Megatron's own limit
+from verl_ext.values import UsageError, option
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
     """The dtype that Megatron writes the ids of a vocabulary as: uint16 below 65,500 tokens, else int32."""
-    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
+    return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
 @dataclass(frozen=True)
-class TextOptions:
-    """How text becomes documents. key_prefix stands before the keys in errors: `data.` for a dataset's options."""
+class TextOptions(RecordOptions):
+    """How text becomes documents."""
 
-    text_key: str | Sequence[str] = "text"
-    add_eos: bool = True
-    add_bos: bool = False
-    on_bad_record: str = "error"
-    special_tokens_in_text: str = "encode"
-    key_prefix: str = ""
+    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
+    add_eos: bool = option(True, "one EOS token after each document of a text")
+
+    def problems(self) -> Iterable[str | None]:
+        keys = self.text_keys
+        if not isinstance(keys, (list, tuple)) or not keys or not all(isinstance(name, str) and name for name in keys):
+            yield f"{self.key('text_key')} must name a field of a record, or several; got {self.text_key!r}"
 
     @property
     def text_keys(self) -> list[str]:
         """The fields that a record's text is made of, joined by newlines."""
-        return [self.text_key] if isinstance(self.text_key, str) else list(self.text_key)
+        return [self.text_key] if isinstance(self.text_key, str) else self.text_key
 
 
 @dataclass(frozen=True)
 class BadText:
-    """A record that gives no document: how many documents stand before it, the reason, and the line that says so."""
+    """An unusable record: how many documents precede it, the reason, and its message."""
 
     after: int
     reason: str
@@ -73,55 +72,49 @@ class TextTokenizer:
     Raises `UsageError` for a tokenizer that lacks a token that is to be added.
     """
 
-    def __init__(self, tokenizer: Any, options: TextOptions) -> None:
+    def __init__(self, tokenizer: Any, options: TextOptions, add_bos: bool = False) -> None:
         self.tokenizer = tokenizer
         self.options = options
-        key = f"{options.key_prefix}special_tokens_in_text"
-        self.encoder = TextEncoder(tokenizer, options.special_tokens_in_text, key)
+        self.encoder = TextEncoder(tokenizer, options)
         self.vocabulary = vocabulary_size(tokenizer)
         self.dtype = optimal_dtype(self.vocabulary)
-        self.first = self._added("bos") if options.add_bos else []
+        self.first = self._added("bos") if add_bos else []
         self.last = self._added("eos") if options.add_eos else []
 
     def _added(self, name: str) -> list[int]:
         token = getattr(self.tokenizer, f"{name}_token_id")
         if token is None:
-            key = f"{self.options.key_prefix}add_{name}"
+            key = self.options.key(f"add_{name}")
             raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
         return [token]
 
     def tokenize(self, batch: Batch) -> PlainDocuments:
         """The batch's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
-        texts: list[Encoded] = []
+        texts = list(record_texts(batch, self.options))
+        usable = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
+        encoded: list[Encoded] = []
         bad: list[BadText] = []
         failure = batch.failure
-        for place, outcome in self._outcomes(batch):
-            if isinstance(outcome, Encoded):
-                texts.append(outcome)
-                continue
-            if not isinstance(outcome, BadRecord):
-                failure = str(outcome)
-                break
-            bad.append(BadText(len(texts), outcome.reason, f"{place}: {outcome}"))
-            if self.options.on_bad_record == "error":
-                skip = f"{self.options.key_prefix}on_bad_record=skip leaves such records out"
-                failure = f"{bad[-1].line} ({outcome.reason}; {skip})"
-                break
-        lengths = np.array([len(text.ids) for text in texts], dtype=np.int64)
-        lengths += len(self.first) + len(self.last)
-        special = np.array([text.special_tokens for text in texts], dtype=np.int64)
-        tokens = self._joined([text.ids for text in texts])
-        return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
-
-    def _outcomes(self, batch: Batch) -> Iterator[tuple[str, Encoded | BadRecord | DataError]]:
-        """(place, tokens or why there are none) of every record, in order."""
-        texts = list(record_texts(batch, self.options))
-        encoded = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
         for place, text in texts:
-            outcome = text if isinstance(text, BadRecord) else next(encoded)
+            outcome = text if isinstance(text, BadRecord) else next(usable)
             if isinstance(outcome, Encoded) and not len(outcome.ids):
                 outcome = BadRecord("empty", "the tokenizer makes no token of the text")
-            yield place, outcome
+            if isinstance(outcome, Encoded):
+                encoded.append(outcome)
+            elif isinstance(outcome, BadRecord):
+                bad.append(BadText(len(encoded), outcome.reason, f"{place}: {outcome}"))
+                if self.options.on_bad_record == "error":
+                    skip = f"{self.options.key('on_bad_record')}=skip leaves such records out"
+                    failure = f"{bad[-1].line} ({outcome.reason}; {skip})"
+                    break
+            else:
+                failure = str(outcome)
+                break
+        lengths = np.array([len(text.ids) for text in encoded], dtype=np.int64)
+        lengths += len(self.first) + len(self.last)
+        special = np.array([text.special_tokens for text in encoded], dtype=np.int64)
+        tokens = self._joined([text.ids for text in encoded])
+        return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
 
     def _joined(self, ids: list[np.ndarray]) -> np.ndarray:
         """Every document's tokens, BOS and EOS included, side by side."""
@@ -135,7 +128,7 @@ class TextTokenizer:
 
 
 def record_texts(batch: Batch, options: TextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
-    """(place, text or why there is none) of every record; none after the first that ends the run."""
+    """(place, text or error) of every record, up to the first that ends the run."""
     for chunk in batch.chunks:
         for number, raw in chunk.records:
             try:
@@ -147,21 +140,14 @@ def record_texts(batch: Batch, options: TextOptions) -> Iterator[tuple[str, str 
 
 
 def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str | TextFile:
-    record = parse_line(raw) if isinstance(raw, bytes) else raw
-    if isinstance(record, BadRecord):
-        raise record
-    if not isinstance(record, dict):
-        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+    record = read_record(raw)
     if isinstance(record.get("text"), TextFile):
         return record["text"]
     keys = ["text"] if chunk.whole_file else options.text_keys
     text = "\n".join([_field(record, key, options) for key in keys])
     if not text.strip():
         raise BadRecord("empty", "the text is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+    check_characters(text)
     return text
 
 
@@ -172,9 +158,8 @@ def _field(record: dict[str, Any], key: str, options: TextOptions) -> str:
     if value is not None:
         raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
     found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
-    raise BadRecord(
-        "no_text", f"{options.key_prefix}text_key must name a field of the record; got {key}, its fields are {found}"
-    )
+    needed = f"{options.key('text_key')} must name a field of the record"
+    raise BadRecord("no_text", f"{needed}; got {key}, its fields are {found}")
 
 
 def vocabulary_size(tokenizer: Any) -> int:

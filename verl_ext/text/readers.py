@@ -11,14 +11,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, groupby
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.text.json_records import BadRecord, JsonList, LineColumn, parse_line
-from verl_ext.text.sources import OpenedFile, SourceFile, encoding_problem, hub_tables, open_source
+from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, open_source
 from verl_ext.values import DataError, first_line
 
 BLOCK = 1 << 20  # bytes of a text file taken at once
@@ -49,9 +51,9 @@ class Chunk:
     category_id: int
     path: str
     records: list[NumberedRecord]
-    num_bytes: int  # how much of the file they stand for: the unit of progress
+    num_bytes: int  # bytes of the file that they were read from: the unit of progress
     whole_file: bool = False  # the one record is the file's text
-    text_bytes: int = 0  # about how much the records are once read, which of a compressed file is more
+    text_bytes: int = 0  # about the size of the records, decompressed
 
     def place(self, number: Place) -> str:
         """Where record `number` stands, as errors name it."""
@@ -64,7 +66,7 @@ class Batch:
 
     source: int  # the files' category_id
     chunks: list[Chunk] = field(default_factory=list)
-    failure: str | None = None  # why the source cannot be read on after them
+    failure: str | None = None  # why the rest of the source cannot be read
 
     @property
     def num_bytes(self) -> int:
@@ -75,10 +77,6 @@ class Batch:
     def num_records(self) -> int:
         """Records, the unusable ones included."""
         return sum(len(chunk.records) for chunk in self.chunks)
-
-    def is_full(self, num_bytes: int) -> bool:
-        """Whether it holds so much text, or as many records as a chunk may."""
-        return sum(chunk.text_bytes for chunk in self.chunks) >= num_bytes or self.num_records >= CHUNK.records
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,8 @@ def read_batches(
                 break
             except DataError as error:
                 batch.failure = str(error)
-            if batch.failure is None and batch.is_full(batch_bytes):
+            text_bytes = sum(chunk.text_bytes for chunk in batch.chunks)
+            if batch.failure is None and (text_bytes >= batch_bytes or batch.num_records >= CHUNK.records):
                 yield batch
                 batch = Batch(source)
         if batch.chunks or batch.failure:
@@ -133,9 +132,10 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
 
 
 def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Records]) -> Pieces:
-    """What `read` finds in the file's bytes."""
+    """The records that `read` finds in the file's bytes."""
     with open_source(source.path) as file:
-        file.check_is_utf8()
+        if problem := encoding_problem(file.stream.peek(4)[:4]):
+            raise DataError(f"{source.path}: must be UTF-8; {problem}")
         records: list[NumberedRecord] = []
         size = position = 0
         for record, length in read(file.stream):
@@ -149,10 +149,6 @@ def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Rec
         yield records, max((source.num_bytes or file.position) - position, 0), size
 
 
-def _jsonl(source: SourceFile, limit: ChunkSize) -> Pieces:
-    return _pieces(source, limit, _lines)
-
-
 def _lines(stream: BinaryIO) -> Records:
     for number, line in enumerate(stream, start=1):
         yield ((number, line) if _has_text(line) else None), len(line)
@@ -163,7 +159,7 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
-    """Many published .json files hold one object per line: one that begins with an object is read as these."""
+    """A list, or one object per line as in many published .json files: a file that begins with an object."""
     with open_source(source.path) as file:
         lines = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in lines if _has_text(line)), None)
@@ -226,15 +222,14 @@ def _row_record(header: list[str], row: list[str]) -> Any:
 
 def _text(source: SourceFile, _: ChunkSize) -> Pieces:
     """The file as one record: its text, or a `TextFile` where that is more than a block."""
-    blocks = text_blocks(source.path)
+    text, is_long = "", False
     try:
-        text, _size = next(blocks, ("", 0))
-        is_long = next(blocks, None) is not None
+        with closing(text_blocks(source.path)) as blocks:
+            text, _size = next(blocks, ("", 0))
+            is_long = next(blocks, None) is not None
+        record: Any = {"text": TextFile(source.path) if is_long else text}
     except BadRecord as error:
-        yield [(1, error)], source.num_bytes or 0, 0
-        return
-    blocks.close()
-    record = {"text": TextFile(source.path) if is_long else text}
+        record = error
     yield [(1, record)], source.num_bytes or 0, len(text) * (1 + is_long)
 
 
@@ -294,15 +289,24 @@ def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
     """
     import pyarrow as pa
 
-    numbers, schemas = count(1), list[Any]()
+    numbers, schema, end = count(1), None, b"\xff\xff\xff\xff\0\0\0\0"
     for shard in _arrow_shards(source.path):
         try:
             with open_source(shard) as opened:
-                position = 0
-                tables = _stream_batches(shard, opened, schemas)
-                for records, size in _table_records(shard, tables, limit, numbers):
-                    yield records, opened.position - position, size
-                    position = opened.position
+                opened.stream.seek(-len(end), io.SEEK_END)
+                is_whole, position = opened.stream.read() == end, 0
+                opened.stream.seek(0)
+                with pa.ipc.open_stream(opened.stream) as batches:
+                    schema = schema or batches.schema
+                    if not batches.schema.equals(schema):
+                        raise DataError(f"{shard}: must have the columns of the folder's first file")
+                    for records, size in _table_records(shard, batches, limit, numbers):
+                        yield records, opened.position - position, size
+                        position = opened.position
+                if not is_whole or opened.stream.read():
+                    raise DataError(
+                        f"{shard}: cannot be read as Arrow: it does not end where its stream of records does"
+                    )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
             raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
 
@@ -321,24 +325,6 @@ def _arrow_shards(folder: str) -> list[str]:
     if len({*names}) != len(names) or any(Path(name).name != name for name in names):
         raise DataError(f"{folder}: cannot be read as an Arrow folder: its state.json names files that cannot be")
     return [f"{folder}/{name}" for name in names]
-
-
-def _stream_batches(path: str, opened: OpenedFile, schemas: list[Any]) -> Iterator[Any]:
-    """The record batches of an Arrow stream, which must end where its file does, and have the schema of those before it
-    (`schemas`, added to)."""
-    import pyarrow as pa
-
-    end = b"\xff\xff\xff\xff\0\0\0\0"
-    opened.stream.seek(-len(end), io.SEEK_END)
-    is_whole = opened.stream.read() == end
-    opened.stream.seek(0)
-    with pa.ipc.open_stream(opened.stream) as batches:
-        schemas.append(batches.schema)
-        if not batches.schema.equals(schemas[0]):
-            raise DataError(f"{path}: must have the columns of the folder's first file")
-        yield from batches
-    if not is_whole or opened.stream.read():
-        raise DataError(f"{path}: cannot be read as Arrow: it does not end where its stream of records does")
 
 
 def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
@@ -391,7 +377,7 @@ def _without_none(value: Any) -> Any:
 
 
 READERS: dict[str, Callable[[SourceFile, ChunkSize], Pieces]] = {
-    "jsonl": _jsonl,
+    "jsonl": partial(_pieces, read=_lines),
     "json": _json,
     "parquet": _parquet,
     "csv": _csv,

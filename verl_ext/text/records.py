@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.text.json_records import BadRecord
+from verl_ext.text.json_records import BadRecord, read_record
 from verl_ext.text.messages import (
     MEDIA,
     TEMPLATE_FIELDS,
@@ -45,8 +45,8 @@ SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *WEIGHT_FIELD
 
 @dataclass
 class Chat:
-    """Messages as chat templates take them; `targets` maps the index of every assistant turn to be learnt, in order, to
-    the weight of its tokens (> 0)."""
+    """Messages in the form of chat templates; `targets` maps the index of every assistant turn that is trained on, in
+    order, to the weight of its tokens (> 0)."""
 
     messages: list[Message]
     targets: dict[int, float]
@@ -72,8 +72,8 @@ Content = Chat | PlainText
 class Record:
     """What one record holds: its content, and the weight of its target tokens (None: not given).
 
-    unused: its fields that nothing reads. message_fields: those of messages that only a template may know, and in how
-    many messages. dropped: images, audio and video that were left out.
+    unused: its fields that nothing reads. message_fields: fields of messages that only a template may know, with the
+    number of messages. dropped: images, audio and video that were left out.
     """
 
     content: Content
@@ -89,11 +89,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
     `columns` maps names of the table above to the record's own, `a.b` being field b of a; a name of None is not read.
     `drop_media`: images, audio and video are left out and counted.
     """
-    if isinstance(raw, BadRecord):
-        raise raw
-    if not isinstance(raw, dict):
-        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(raw).__name__}")
-    columns = columns or {}
+    raw, columns = read_record(raw), columns or {}
     try:
         renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
         fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media)
@@ -118,9 +114,8 @@ def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[di
         if column:
             is_there, values[name] = field_of(raw, column)
             if not is_there:
-                have = ", ".join(map(str, raw)) or "none"
-                told = f"columns.{name} must name a field of the record; got {column}, it has {have}"
-                raise BadRecord("missing_column", told)
+                found = f"got {column}, it has {', '.join(map(str, raw)) or 'none'}"
+                raise BadRecord("missing_column", f"columns.{name} must name a field of the record; {found}")
             own_names[name] = column if column in raw else column.partition(".")[0]
     taken = {*columns, *own_names.values()}
     return {**{key: value for key, value in raw.items() if key not in taken}, **values}, own_names
@@ -128,7 +123,7 @@ def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[di
 
 def _drop_media_fields(fields: "Fields") -> None:
     """Leave out the record's images, audio and video, and the `<image>` that stand for them in its texts."""
-    for name in filter(fields.has, MEDIA_FIELDS):
+    for name in [name for name in MEDIA_FIELDS if name in fields.values]:
         value = fields.take(name)
         for item in value if isinstance(value, list) else [value]:
             if item not in (None, "", {}):
@@ -177,9 +172,6 @@ class Fields:
         self.unread = dict.fromkeys(values)
         self.reader = MessageReader(drop_media)
         self.message_fields: Counter[str] = Counter()
-
-    def has(self, name: str) -> bool:
-        return name in self.values
 
     def first(self, names: Iterable[str]) -> str | None:
         return next((name for name in names if name in self.values), None)
@@ -234,41 +226,28 @@ class Shape:
 
 def _content(fields: Fields, mapped: list[str]) -> Content:
     """What the record holds, by the shape that it has; `mapped` names restrict the shapes to those that read them."""
-    fitting = _fitting(fields, [name for name in mapped if name not in SIDE_FIELDS])
-    if not fitting:
-        found = ", ".join(map(str, fields.values)) or "none"
-        raise BadRecord(
-            "unknown_fields",
-            f"no known shape among the fields: {found}; known shapes: {_KNOWN_SHAPES}; columns={{…}} renames",
-        )
-    shape, names = fitting[0]
-    if len(fitting) > 1:
-        sets = [set(names) for _, names in fitting]
-        rivals = [pair for pair, own in zip(fitting, sets, strict=True) if not any(own < other for other in sets)]
-        if len({_result(shape, fields, names) for shape, names in rivals}) > 1:
-            told = " and ".join("+".join(names) for _, names in rivals)
-            raise BadRecord(
-                "ambiguous", f"the record fits {told}, which differ; columns={{…}} says which fields are meant"
-            )
-        shape, names = rivals[0]
-    return shape.read(fields, *names)
-
-
-def _fitting(fields: Fields, mapped: list[str]) -> list[tuple[Shape, list[str]]]:
-    """The shapes that the record has, with its names of their fields; only the first where that one comes first."""
-    fitting = []
+    mapped = [name for name in mapped if name not in SIDE_FIELDS]
+    fitting: list[tuple[Shape, list[str]]] = []
     for shape in SHAPES:
-        if mapped and not shape.names.issuperset(mapped):
-            continue
-        if (names := shape.found(fields)) is not None:
+        if (not mapped or shape.names.issuperset(mapped)) and (names := shape.found(fields)) is not None:
             fitting.append((shape, names))
             if shape.comes_first:
                 break
-    return fitting
+    if not fitting:
+        found = ", ".join(map(str, fields.values)) or "none"
+        known = f"known shapes: {_KNOWN_SHAPES}; columns={{…}} renames"
+        raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
+    # A shape that has the fields of another, and more, is meant.
+    rivals = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
+    if len(fitting) > 1 and len({_result(shape, fields, names) for shape, names in rivals}) > 1:
+        fits = " and ".join("+".join(names) for _, names in rivals)
+        raise BadRecord("ambiguous", f"the record fits {fits}, which differ; columns={{…}} says which fields are meant")
+    shape, names = rivals[0]
+    return shape.read(fields, *names)
 
 
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
-    """What a shape would make of the record, to be compared."""
+    """The result of reading the record by a shape, as text to be compared."""
     try:
         return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
     except BadRecord as error:
@@ -280,7 +259,7 @@ def _as_messages(fields: Fields, name: str) -> Chat:
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
-    """A user turn and its answer, strings or messages; a question of messages is context, none of it a target."""
+    """A user turn and its answer, strings or messages; messages of the question are never targets."""
     if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
         return _single_turn(fields.string(question), fields.string(answer), fields)
     before, after = (
@@ -298,7 +277,7 @@ def _strings(fields: Fields, question: str, answer: str) -> Chat:
 
 def _alpaca(fields: Fields, instruction: str, answer: str) -> Chat:
     question = fields.string(instruction)
-    if extra := fields.string("input") if fields.has("input") else "":
+    if extra := fields.string("input") if "input" in fields.values else "":
         question = f"{question}\n{extra}" if question else extra
     return _single_turn(question, fields.string(answer), fields)
 
@@ -322,8 +301,8 @@ def _glaive(fields: Fields, name: str) -> Chat:
     text = fields.string(name)
     before, *parts = re.split(rf"(?:\A|\n[ \t]*\n|<\|endoftext\|>)\s*{head}", text)
     if before.strip() or len(parts) != 2 * len(re.findall(rf"^[ \t]*{head}", text, re.MULTILINE)):
-        told = "must be turns that begin with USER:, ASSISTANT: or FUNCTION RESPONSE:, an empty line between them"
-        raise BadRecord("unknown_shape", f"{name} {told}")
+        needed = "must be turns that begin with USER:, ASSISTANT: or FUNCTION RESPONSE:, an empty line between them"
+        raise BadRecord("unknown_shape", f"{name} {needed}")
     texts = [text.strip().removesuffix("<|endoftext|>").strip() for text in parts[1::2]]
     turns = [{"role": roles[head], "content": text} for head, text in zip(parts[::2], texts, strict=True)]
     return _chat(turns, fields, system_prefix="SYSTEM:")
@@ -377,23 +356,17 @@ _KNOWN_SHAPES = " | ".join(map(str, SHAPES))
 FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shape.names)), *SIDE_FIELDS]))
 
 
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
 def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
-    if isinstance(answer, str):
-        answer = {"role": "assistant", "content": answer}
-    user = _user(_with_context(question, fields))
-    return _chat([*_history(fields), user, answer], fields)
-
-
-def _with_context(question: str, fields: Fields) -> str:
+    """A user turn and its answer, after the record's `history`; its `context` begins the user turn."""
     context = fields.take("context", "")
     if not isinstance(context, str):
-        told = f"context must be a string; got {type(context).__name__}; columns={{context: null}} leaves it out"
-        raise BadRecord("non_string_content", told)
-    return f"{context}\n\n{question}" if context.strip() else question
+        got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
+        raise BadRecord("non_string_content", f"context must be a string; {got}")
+    if context.strip():
+        question = f"{context}\n\n{question}"
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    return _chat([*_history(fields), {"role": "user", "content": question}, answer], fields)
 
 
 def _history(fields: Fields) -> list[Message]:
@@ -404,12 +377,12 @@ def _history(fields: Fields) -> list[Message]:
         return history
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise BadRecord("non_string_content", "history must be a list of [question, answer] pairs or of messages")
-    pairs = ((_user(question), {"role": "assistant", "content": answer}) for question, answer in history)
-    return [turn for pair in pairs for turn in pair]
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
 
 
 def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
-    """The chat of these messages, with the record's system message and tools; turns before `first_target` are none."""
+    """The chat of these messages, with the record's system message and tools; targets begin at `first_target`."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
     if system:
@@ -421,7 +394,9 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
     targets = {i: weight for i, weight in weights.items() if weight and messages[i]["role"] == "assistant"}
     if not targets:
         raise BadRecord("no_target", "no assistant turn to learn from")
-    if not any(_says_something(messages[i]) for i in targets):
+    learnt = [messages[i] for i in targets]
+    said = (value for message in learnt for key, value in message.items() if key != "role" and isinstance(value, str))
+    if not any(value.strip() for value in said) and not any(message.get("tool_calls") for message in learnt):
         raise BadRecord("empty", "every assistant turn is empty")
     for message in messages:
         if not TEMPLATE_FIELDS.issuperset(message):
@@ -429,14 +404,9 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
     return Chat(messages, targets, _tools(fields, turns))
 
 
-def _says_something(message: Message) -> bool:
-    spoken = any(isinstance(value, str) and value.strip() for key, value in message.items() if key != "role")
-    return spoken or bool(message.get("tool_calls"))
-
-
 def _system(fields: Fields, first: Message) -> str:
     """The system message that the record's fields ask for; where the chat has its own, another stays unread."""
-    given = [name for name in SYSTEM_FIELDS if fields.has(name)]
+    given = [name for name in SYSTEM_FIELDS if name in fields.values]
     if first["role"] == "system":
         for name in given:
             if fields.values[name] in ("", first["content"]):
@@ -450,7 +420,7 @@ def _system(fields: Fields, first: Message) -> str:
 
 def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
     """The record's tools, or those of its system message; `BadRecord` where they are given twice and differ."""
-    given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if fields.has(name)]
+    given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if name in fields.values]
     given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
     found = [tools for tools in given if tools]
     if any(tools != found[0] for tools in found):

@@ -17,13 +17,12 @@ import io
 import lzma
 import os
 import re
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from verl_ext.text.json_records import BadRecord
@@ -124,46 +123,39 @@ def _found(pattern: str, key: str) -> list[tuple[str, str, int | None]]:
         return [_hub_split(pattern, key)]
     if is_url(pattern):
         return _found_remote(pattern, key)
-    return [(str(path), kind, _size(path)) for path, kind in _found_local(local_path(pattern), key)]
+    return [(path, kind, _size(path)) for path, kind in _found_local(local_path(pattern), key).items()]
 
 
-def _found_local(pattern: str, key: str) -> list[tuple[Path, str]]:
-    """The files of a path, folder or glob. One that links lead to several times is read once."""
+def _found_local(pattern: str, key: str) -> dict[str, str]:
+    """The files of a path, folder or glob, and their kinds. One that links lead to several times is read once."""
     pattern = os.path.expanduser(pattern)
     # A path that exists is meant literally, also where its name has glob characters.
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not paths:
         what = "matches no file" if glob.has_magic(pattern) else "does not exist"
         raise UsageError(f"{key} must name files that exist; {pattern} {what}")
-    found: list[tuple[Path, str]] = []
+    found: dict[str, str] = {}
     seen: set[str] = set()
     for path in map(Path, paths):
         if path.is_dir():
-            found += _without_notes(dict(_walk(path, key, seen))).items()
+            found |= _kinds_below(_files_below(path, seen), key)
         elif _is_new(path, seen):
-            found.append((_regular(path, key), _known_kind(str(path), key)))
+            found[str(path)] = _known_kind(str(path), key)
     if not found:
         raise UsageError(f"{key} must be {KNOWN_FORMATS}; the folder {pattern} has none")
+    for name, kind in found.items():
+        if kind != "arrow":
+            _check_regular(Path(name), key)
     return found
 
 
-def _walk(folder: Path, key: str, seen: set[str]) -> Iterator[tuple[Path, str]]:
-    """Every file at or below a folder, sorted."""
-    if not _is_new(folder, seen):
-        return
-    if (folder / _SPLITS).exists():
-        splits = sorted(child.name for child in folder.iterdir() if child.is_dir())
-        raise UsageError(f"{key} must name one split of the Arrow folder {folder}; it has {', '.join(splits)}")
-    if all((folder / name).exists() for name in _ARROW_FILES):
-        yield folder, "arrow"
-        return
-    for child in sorted(folder.iterdir()):
-        if child.name.startswith("."):
-            continue
-        if child.is_dir():
-            yield from _walk(child, key, seen)
-        elif (kind := kind_of(child)) and _is_new(child, seen):
-            yield _regular(child, key), kind
+def _files_below(folder: Path, seen: set[str]) -> Iterator[str]:
+    if _is_new(folder, seen):
+        for child in sorted(child for child in folder.iterdir() if not child.name.startswith(".")):
+            if child.is_dir():
+                yield from _files_below(child, seen)
+            elif _is_new(child, seen):
+                yield str(child)
 
 
 def _is_new(path: Path, seen: set[str]) -> bool:
@@ -172,85 +164,88 @@ def _is_new(path: Path, seen: set[str]) -> bool:
     return len(seen) > before
 
 
+def _kinds_below(paths: Iterable[str], key: str) -> dict[str, str]:
+    """Of all files below a folder those of a known kind, and Arrow folders in place of their files; .txt files are
+    notes, and left out, where any is of another format."""
+    files = dict.fromkeys(paths)
+    kinds: dict[str, str] = {}
+    for path in files:
+        folder, name = os.path.split(path)
+        if name == _SPLITS:
+            below = (file.removeprefix(f"{folder}/").split("/") for file in files if file.startswith(f"{folder}/"))
+            splits = sorted({parts[0] for parts in below if len(parts) > 1})
+            raise UsageError(f"{key} must name one split of the Arrow folder {folder}; it has {', '.join(splits)}")
+        if all(f"{folder}/{name}" in files for name in _ARROW_FILES):
+            kinds[folder] = "arrow"
+        elif kind := kind_of(path):
+            kinds[path] = kind
+    return {path: kind for path, kind in kinds.items() if kind != "text"} or kinds
+
+
 def _known_kind(path: str, key: str) -> str:
     if kind := kind_of(path):
         return kind
     raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
 
 
-def _regular(path: Path, key: str) -> Path:
-    """The path, refused where reading it might wait for ever, or where messages and reports could not name it."""
+def _check_regular(path: Path, key: str) -> None:
+    """Refuse a file where reading it might wait for ever, or that messages and reports could not name."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"{key} must name files whose names are UTF-8; got {os.fsencode(path)!r}") from error
-    mode = path.stat().st_mode if path.exists() else stat.S_IFREG  # one that is missing is told where it is read
-    if not stat.S_ISREG(mode):
-        what = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    if path.exists() and not path.is_file():  # a missing one is reported when it is read
+        what = "a FIFO" if path.is_fifo() else "a socket" if path.is_socket() else "a device"
         raise UsageError(f"{key} must name regular files; {path} is {what}")
-    return path
 
 
-_Path = TypeVar("_Path", str, Path)
-
-
-def _without_notes(found: dict[_Path, str]) -> dict[_Path, str]:
-    """Files and their kinds; the .txt files are notes, left out, where any is of another format."""
-    others = {path: kind for path, kind in found.items() if kind != "text"}
-    return others or found
-
-
-def _size(path: Path) -> int:
+def _size(path: str) -> int:
     try:
-        if path.is_dir():
-            return sum(child.stat().st_size for child in path.iterdir() if child.is_file())
-        with open(path, "rb"):
-            return path.stat().st_size
+        if os.path.isdir(path):
+            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _found_remote(url: str, key: str) -> list[tuple[str, str, int | None]]:
-    found = dict(_remote_files(url, key))
-    if list(found) == [url]:
-        return [(url, _known_kind(url, key), found[url])]
-    if split := next((path for path in found if file_name(path) == _SPLITS), None):
-        raise UsageError(f"{key} must name one split of the Arrow folder {os.path.dirname(split)}")
-    kinds: dict[str, str] = {}
-    sizes: dict[str, int | None] = {}
-    for path, size in found.items():
-        folder = os.path.dirname(path)
-        if all(f"{folder}/{name}" in found for name in _ARROW_FILES):
-            before = sizes.get(folder, 0)
-            kinds[folder], sizes[folder] = "arrow", None if size is None or before is None else before + size
-        elif not any(part.startswith(".") for part in path.split("/")) and (kind := kind_of(path)):
-            kinds[path], sizes[path] = kind, size
+    sizes = _remote_files(url, key)
+    if list(sizes) == [url]:
+        return [(url, _known_kind(url, key), sizes[url])]
+    kinds = _kinds_below((path for path in sizes if "/." not in path), key)
     if not kinds:
         raise UsageError(f"{key} must be {KNOWN_FORMATS}; {url} has none")
-    return [(path, kind, sizes[path]) for path, kind in _without_notes(kinds).items()]
+    in_folder: dict[str, list[int | None]] = {}
+    for path, size in sizes.items():
+        in_folder.setdefault(os.path.dirname(path), []).append(size)
+    totals = {folder: None if None in own else sum(size or 0 for size in own) for folder, own in in_folder.items()}
+    return [(path, kind, totals[path] if kind == "arrow" else sizes[path]) for path, kind in kinds.items()]
 
 
-def _remote_files(url: str, key: str) -> list[tuple[str, int | None]]:
-    """(URL, bytes where they are known) of a file, of what a glob matches, or of everything below a folder, sorted.
+def _remote_files(url: str, key: str) -> dict[str, int | None]:
+    """The bytes, where they are known, of a file, of what a glob matches, or of everything below a folder, sorted.
 
     Only `*` and `[…]` are a glob's, since `?` begins a web address's query.
     """
     system, path = _file_system(url, key)
-    sizes: dict[str, int | None] = {}
+    found: dict[str, Any] = {}
     with _host_errors(url):
         try:
             if "*" in path or "[" in path:
-                found = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
+                matches = system.glob(path, detail=True)
+                found = {name: info for name, info in matches.items() if info["type"] == "file"}
             elif system.info(path)["type"] == "directory" or path.endswith("/"):
                 found = system.find(path, detail=True)
             else:
-                return [(url, system.info(path).get("size"))]
+                return {url: system.info(path).get("size")}
             sizes = {name: info.get("size") or system.info(name).get("size") for name, info in found.items()}
         except FileNotFoundError:
-            pass
+            sizes = {}
     if not sizes:
         raise UsageError(f"{key} must name files that exist; {url} has none")
-    return [(system.unstrip_protocol(name), sizes[name]) for name in sorted(sizes, key=lambda name: name.split("/"))]
+    names = sorted(sizes, key=lambda name: name.split("/"))
+    return {system.unstrip_protocol(name): sizes[name] for name in names}
 
 
 def open_remote(url: str) -> BinaryIO:
@@ -287,7 +282,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
 
 @contextmanager
 def _host_errors(url: str, what: str = "") -> Iterator[None]:
-    """What the body raises as `DataError`: of the network, of credentials, of formats every file system has its own."""
+    """Turns what the body raises into `DataError`: every file system has its own errors of network and credentials."""
     try:
         yield
     except (DataError, UsageError):
@@ -327,7 +322,7 @@ def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
 
 
 class OpenedFile:
-    """A file's decompressed bytes (`stream`), and how far in the file itself they were read."""
+    """A file's decompressed bytes (`stream`), and the position reached in the file itself."""
 
     def __init__(self, path: str, raw: Any) -> None:
         ending = Path(file_name(path)).suffix.lower()
@@ -347,11 +342,6 @@ class OpenedFile:
         """To be called at the stream's end: a host may answer with nothing where a file has become shorter."""
         if self.size is not None and self.position != self.size:
             raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
-
-    def check_is_utf8(self) -> None:
-        """`DataError` for a text in UTF-16 or UTF-32, by its first bytes."""
-        if problem := encoding_problem(self.stream.peek(4)[:4]):
-            raise DataError(f"{self.path}: must be UTF-8; {problem}")
 
 
 def encoding_problem(start: bytes) -> str | None:
@@ -385,9 +375,9 @@ def open_source(path: str) -> Iterator[OpenedFile]:
         raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
-def _state(path: str) -> tuple[int, int, int] | None:
+def _state(path: str) -> tuple[int, ...]:
     if is_url(path):
-        return None
+        return ()
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -96,9 +96,9 @@ class SpecialTokens:
         return list(self._pattern.finditer(text))
 
     def refused(self, name: str, why: str = "") -> BadRecord:
-        """The record that holds the special token `name`, and may not or cannot be encoded."""
-        told = f"the text holds the special token {name}{f', {why}' if why else ''}"
-        return BadRecord("special_token", f"{told}; {self._key}=keep takes it for the token itself")
+        """The error of a record that holds the special token `name`."""
+        found = f"the text holds the special token {name}{f', {why}' if why else ''}"
+        return BadRecord("special_token", f"{found}; {self._key}=keep takes it for the token itself")
 
     def check_ids(self, ids: NDArray[np.integer]) -> None:
         """`BadRecord` where ids that are made of text have a special token, which the tokenizer could not split."""
@@ -135,7 +135,7 @@ class SpecialTokens:
         return ChatText(rendered, self._shown(disguised), count)
 
     def _may_hold(self, strings: list[str]) -> bool:
-        """Whether text could give a special token: almost always not, and this is all that it costs."""
+        """Whether text could give a special token; almost always False, so that this check is the only cost."""
         return self._match_normalized or any(self._pattern.search(text) for text in strings)
 
     @cached_property

@@ -9,6 +9,7 @@ Every row is a document: its tokens (DESIGN.md §3), then what a scan of its tok
 the shards that were written here; a shard that `datasets` has saved anew lacks MARK and is scanned instead.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -26,8 +27,7 @@ import pyarrow as pa
 
 from verl_ext.files import cached_folder, write_json
 from verl_ext.progress import Progress
-from verl_ext.text.counts import Counts
-from verl_ext.text.documents import Documents
+from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
 
 FORMAT = 4  # to be raised when the same files are written as something else
@@ -141,7 +141,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """What decides how a tokenizer splits text, and nothing that a call changes."""
+    """What determines how a tokenizer splits text, without the state that calls leave in it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
         serialised = json.loads(backend.to_str())
@@ -161,17 +161,16 @@ def tokenizer_facts(tokenizer: Any) -> list[Any]:
 
 
 def _options(encoder: Any) -> dict[str, Any]:
-    fields = [field.name for field in dataclasses.fields(encoder) if field.compare and field.name != "tokenizer"]
-    return {name: getattr(encoder, name) for name in fields}
+    fields = (field.name for field in dataclasses.fields(encoder) if field.compare)
+    return {name: getattr(encoder, name) for name in fields if name != "tokenizer"}
 
 
 def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder) -> str:
     """Of everything that the documents and the report follow from."""
-    tokenizer = encoder.tokenizer
+    tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
     ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
-    categories = [[file.kind, names[file.category_id]] for file in files]
-    parts = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, _options(encoder)]
-    return digest([FORMAT, file_facts(file.path for file in files), categories, *parts])
+    made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, _options(encoder)]
+    return digest([FORMAT, file_facts(file.path for file in files), categories, *made_by])
 
 
 def _write(
@@ -214,18 +213,15 @@ def _write(
 
 
 def _count(documents: Documents) -> None:
-    """Add the documents to their counts: how many, their tokens and targets, and what was cut off."""
+    """Add the documents to their own counts: number, tokens, targets, and what was cut off."""
     counts, lengths = documents.counts, documents.lengths
     counts.documents += len(lengths)
     counts.tokens += int(lengths.sum(dtype=np.int64))
     counts.target_tokens += int(documents.loss_mask.sum(dtype=np.int64))
     counts.lengths.update(lengths.tolist())
-    if documents.full_lengths is not None:
-        cut = documents.full_lengths - lengths
-        if cut.any():
-            counts.over_length.update(
-                truncated_documents=int((cut > 0).sum()), truncated_tokens=int(cut.sum(dtype=np.int64))
-            )
+    if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
+        tokens = int(cut.sum(dtype=np.int64))
+        counts.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=tokens)
 
 
 class DatasetWriter:
@@ -243,6 +239,7 @@ class DatasetWriter:
         self._pending_tokens = 0
         self._sink: Any = None
         self._stream: Any = None
+        self._open = contextlib.ExitStack()
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, documents: Documents) -> None:
@@ -272,14 +269,8 @@ class DatasetWriter:
 
     def abandon(self) -> None:
         """Close the open shard: at its end, or after an error."""
-        stream, sink = self._stream, self._sink
-        self._stream = self._sink = None
-        try:
-            if stream is not None:
-                stream.close()
-        finally:  # the stream's last bytes may find the disk full, which a file that stays open keeps so
-            if sink is not None:
-                sink.close()
+        self._stream = None
+        self._open.close()  # the file too where the stream's last bytes find the disk full, which it would keep so
 
     def _write_pending(self) -> None:
         """The documents added since the last time, as one record batch."""
@@ -290,8 +281,9 @@ class DatasetWriter:
         if self._stream is None:
             path = self.folder / f"part-{len(self._shards):05d}.arrow"
             self._shards.append((path, self.weighted))
-            self._sink = pa.OSFile(str(path), "wb")
-            self._stream = pa.ipc.new_stream(self._sink, _schema(self.weighted, self.texts))
+            self._sink = self._open.enter_context(pa.OSFile(str(path), "wb"))
+            schema = _schema(self.weighted, self.texts)
+            self._stream = self._open.enter_context(pa.ipc.new_stream(self._sink, schema))
         self._stream.write_table(table)
         if self._sink.tell() >= self.shard_bytes:
             self.abandon()
@@ -301,21 +293,21 @@ class DatasetWriter:
         ends = np.cumsum(lengths, dtype=np.int64)
         if ends[-1] > np.iinfo(np.int32).max:
             raise OverflowError("a chunk of records must have fewer than 2^31 tokens")
-        category = np.broadcast_to(documents.category_id, len(lengths))
+        category = np.full(len(lengths), documents.category_id, np.int32)
         if documents.category_ids is not None:
-            category = documents.category_ids
-        category = category.astype(np.int32)
+            category = documents.category_ids.astype(np.int32)
         tokens = [documents.input_ids, mask, np.where(mask == 1, np.repeat(category, lengths), np.int32(0))]
-        weights = []
         if self.weighted:
-            weights = [np.ones(len(mask), np.float32) if documents.weights is None else documents.weights]
-        for array in (*tokens, *weights, lengths):
+            tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
+        for array in (*tokens, lengths):
             self._hash.update(np.ascontiguousarray(array).data)
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
-        lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in (*tokens, *weights)]
+        lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         full = lengths if documents.full_lengths is None else documents.full_lengths
-        targets = documents.targets - mask[ends - lengths]
-        facts = [lengths, targets, documents.lowest_ids, documents.highest_ids, full, category]
+        starts = ends - lengths
+        targets = np.add.reduceat(mask, starts, dtype=np.int32) - mask[starts]
+        lowest, highest = (reduce.reduceat(documents.input_ids, starts) for reduce in (np.minimum, np.maximum))
+        facts = [lengths, targets, lowest, highest, full, category]
         numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
         columns = [*lists[:3], *numbers, *texts, *lists[3:]]

@@ -1,4 +1,4 @@
-"""Which tokenizer a command uses, loading it, and what tells one that is not there."""
+"""Which tokenizer a command uses, loading and checking it; chat templates as options give them."""
 
 import os
 import re
@@ -32,9 +32,7 @@ class ModelOptions(Options):
     @property
     def tokenizer(self) -> str:
         """The folder or Hub name that the tokenizer is loaded from."""
-        path = self.tokenizer_path or self.path
-        assert path is not None, "tokenizer_problems() is empty"
-        return path
+        return self.tokenizer_path or self.path or ""
 
     @property
     def tokenizer_key(self) -> str:
@@ -43,7 +41,7 @@ class ModelOptions(Options):
 
     def tokenizer_problems(self) -> list[str]:
         """One line where there is no such folder and no name on the Hub."""
-        path = self.tokenizer_path or self.path
+        path = self.tokenizer
         if not path:
             return ["model.path must name a model or tokenizer folder; got nothing"]
         hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
@@ -52,34 +50,31 @@ class ModelOptions(Options):
         return []
 
 
-ModelConfig = ModelOptions  # until nothing has the old name
+def read_template(template: str, key: str) -> str:
+    """A chat template that is given as its text or as its file's path.
 
-
-def is_template_text(chat_template: str) -> bool:
-    """Whether an option holds the template itself, and does not name its file."""
-    return "{" in chat_template or "\n" in chat_template
-
-
-def read_template_file(path: str, key: str) -> str:
-    """The text of a chat template's file; `UsageError` that names `key` for one that cannot be, such as a program."""
+    Raises `UsageError` that names `key` for a file that is missing, too large or no text.
+    """
+    if "{" in template or "\n" in template:
+        return template
+    path, needed = template, f"{key} must be a Jinja template"
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{key} must be a Jinja template or a file with one; got {path}, which is no regular file")
+            raise UsageError(f"{needed} or a file with one; got {path}, which is no regular file")
         if (size := os.path.getsize(path)) > LONGEST_TEMPLATE:
-            got = f"got {path} of {size:,} bytes"
-            raise UsageError(f"{key} must be a Jinja template of at most {LONGEST_TEMPLATE:,} bytes; {got}")
+            raise UsageError(f"{needed} of at most {LONGEST_TEMPLATE:,} bytes; got {path} of {size:,} bytes")
         return Path(path).read_text(encoding="utf-8")
+    except UsageError:
+        raise
     except UnicodeDecodeError as error:
         raise UsageError(f"{key} must be UTF-8; got {path}, whose byte {error.start + 1} is not") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
-        raise UsageError(f"{key} must be a Jinja template or a file that exists; got {path[:200]}: {why}") from error
+        raise UsageError(f"{needed} or a file that exists; got {path[:200]}: {why}") from error
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """Refuse a chat template that is no Jinja, with its line: `UsageError`. What it says to a chat is its business."""
+    """`UsageError` with the line for a chat template that is no Jinja; `named` is what was given for it."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # here, because importing it takes seconds
 
@@ -92,7 +87,7 @@ def check_template(template: str, named: str, key: str) -> None:
         return  # a program of its own, which may want what this chat does not have
 
 
-def leave_out_torch(model: ModelConfig) -> None:
+def leave_out_torch(model: ModelOptions) -> None:
     """Load tokenizers without torch in this process and its workers, unless it has transformers or a tokenizer's own
     code may want torch. Only for a process that is a command's and ends with it: transformers has no models then."""
     global _tokenizer_module
@@ -105,7 +100,7 @@ def tokenizer_module() -> str:
     return _tokenizer_module
 
 
-def load_tokenizer(model: ModelConfig) -> Any:
+def load_tokenizer(model: ModelOptions) -> Any:
     """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
     # The processes are the parallelism; threads inside each would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -129,10 +124,10 @@ def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
 
 
 def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None:
-    """Refuse a tokenizer that loses text unsaid: spaces or letters that are neither in its tokens nor unknown to it.
+    """Refuse a tokenizer that silently drops spaces or letters. Raises `UsageError`.
 
-    transformers makes such a one of a folder whose tokenizer_config.json names another class than its tokenizer.json
-    is of, where no config.json says so: of DeepSeek-V3's a Llama tokenizer without spaces and Chinese. `UsageError`.
+    transformers builds one where tokenizer_config.json names another class than tokenizer.json is of and config.json is
+    missing: for DeepSeek-V3's folder a Llama tokenizer without spaces and Chinese.
     """
     for text in ("one two", "你好"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -150,30 +145,21 @@ def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None
 
 
 def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
-    """Refuse what transformers makes of a folder without a tokenizer's vocabulary: special tokens, none of text.
+    """Refuse a vocabulary of special tokens only, which transformers makes for a folder without a tokenizer's files.
 
-    Which ones depends on the model type of its config.json: one <|endoftext|> for a Qwen3. Raises `UsageError`.
+    Raises `UsageError`.
     """
     vocabulary = tokenizer.get_vocab()
-    without_text = _tokens_without_text(tokenizer)
-    if any(_is_text(token) for token in vocabulary if token not in without_text):
-        return
-    tokens = sorted(map(str, vocabulary))
-    shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
-    found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
-    raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
-
-
-def _tokens_without_text(tokenizer: Any) -> set[str]:
-    """Special tokens, and added ones that look like them."""
     try:
         added = tokenizer.added_tokens_decoder.values()
     except (AttributeError, NotImplementedError):  # mistral-common's tokenizers have no added tokens
         added = []
     marks = {str(token) for token in added if token.special or _MARKER.fullmatch(str(token))}
-    return marks | set(tokenizer.all_special_tokens)
-
-
-def _is_text(token: Any) -> bool:
-    """Whether a token is more than white space, or sentencepiece's sign for it. Those of some tokenizers are bytes."""
-    return not isinstance(token, str) or bool(token.strip().strip("▁"))
+    marks |= set(tokenizer.all_special_tokens)
+    # Text is more than white space, or sentencepiece's sign for it; tokens of some tokenizers are bytes.
+    if any(not isinstance(t, str) or t.strip().strip("▁") for t in vocabulary if t not in marks):
+        return
+    tokens = sorted(map(str, vocabulary))
+    shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
+    found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
+    raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")

@@ -9,7 +9,7 @@ from typing import Any, cast
 # transformers looks for torch once, when it is imported first.
 hidden = not {"torch", "transformers"} & set(sys.modules)
 if hidden:
-    cast(Any, sys.modules)["torch"] = None  # how Python says that a module is not to be had
+    cast(Any, sys.modules)["torch"] = None  # marks a module as not importable
 try:
     import transformers.models.auto.tokenization_auto  # noqa: F401
 finally:

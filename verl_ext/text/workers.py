@@ -50,7 +50,11 @@ def ordered_results(
         finally:
             gc.unfreeze()
         return
-    context = _context([*preload, work.__module__])
+    # Forks of a server that has imported what they need, which takes seconds; this process, whose libraries may hold
+    # threads and locks, is never forked.
+    is_server = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if is_server else "spawn")
+    context.set_forkserver_preload([*preload, work.__module__])
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(make_state, work))
     pending: deque[Future[Result]] = deque()
     try:
@@ -67,16 +71,6 @@ def ordered_results(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _context(preload: list[str]) -> multiprocessing.context.BaseContext:
-    """A start method that never forks this process, whose libraries may hold threads and locks."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    # Imported once in the server, which takes seconds; every worker is a fork of it.
-    context.set_forkserver_preload(preload)
-    return context
 
 
 # Of a worker process.

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
+from verl_ext.data.dataset import Ranks
+
 USER_ERROR = 2
 TRAINING_FAILED = 3
 _WATCH_SECONDS = 1.0
@@ -66,7 +68,7 @@ def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
     """Let a collective on the device take so long at most, from now on: one of all ranks, or of a group of `meshes`.
 
     On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
-    tokenises, and that may take hours. On a CPU it is all gloo, and one limit.
+    tokenizes, and that may take hours. On a CPU it is all gloo, and one limit.
     """
     from verl.utils.device import get_device_name  # not before VERL_PLATFORM is set
 
@@ -96,8 +98,8 @@ def user_errors_end_the_run() -> Iterator[None]:
         exit_all_ranks(first, USER_ERROR)
 
 
-class RunRanks:
-    """All ranks of the run, for datasets that read their data together (:class:`verl_ext.data.dataset.Ranks`)."""
+class RunRanks(Ranks):
+    """All ranks of the run, for datasets that read their data together."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -107,19 +109,16 @@ class RunRanks:
         return user_errors_end_the_run()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
         values = [value]
         dist.broadcast_object_list(values)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def all_reduce(self, values: NDArray[Any]) -> None:
-        """The sum over the ranks, in place."""
         dist.all_reduce(torch.from_numpy(values))
 
 

@@ -157,7 +157,7 @@ def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) ->
     """The metrics of `trainer.eval_only` as evaluation.json in the run's folder, in place of an earlier one's."""
     path = Path(config.trainer.default_local_dir) / EVALUATION
     data = config.values["data"]
-    measured = ("val_dir",) if data["val_dir"] is not None else ("train_dir", "blend", "train_ratio")
+    measured = ("val_dir",) if data["val_dir"] is not None else (*config.dataset.data_keys, "train_ratio")
     facts: dict[str, Any] = {
         "model.path": config.values["model"]["path"],
         "global_step": step,

@@ -3,32 +3,36 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
-from verl_ext.commands.babilong.background import (
+from verl_ext.commands.babilong.samples import (
     MIN_TOKENS,
     Background,
+    SampleMaker,
     TokenCounter,
     filler_background,
     folder_background,
+    least_size,
+    most_facts,
+    size_tokens,
+    target_tokens,
 )
-from verl_ext.commands.babilong.samples import SampleMaker, least_size, most_facts, size_tokens, target_tokens
 from verl_ext.commands.babilong.stories import TASKS, StoryOptions
-from verl_ext.commands.command_line import run_command
-from verl_ext.files import OutputFolder, output_problems
+from verl_ext.commands.command_line import OutputOptions, command
+from verl_ext.files import OutputFolder
 from verl_ext.progress import progress_bar
-from verl_ext.text.tokenizer import ModelOptions, leave_out_torch, load_tokenizer, tokenizer_module
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import REQUIRED, Options, choice_problem, option, show
+from verl_ext.values import choice_problem, option, show
 
-MARKER = "generator.yaml"  # the options beside the files, by which an output folder of this command is known
+MARKER = "generator.yaml"  # the options beside the files
 NOT_WRITTEN = ("output_dir", "overwrite", "num_workers")  # there: options that change no byte of a sample
 FILLER_SENTENCES = 20_000  # generated, at least: 0.5 M tokens, which are counted in a second
 JOB_TOKENS, JOB_SAMPLES = 500_000, 500  # of a job, at most: a second or two of work
@@ -37,11 +41,11 @@ FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
 
 
 @dataclass(frozen=True)
-class BabilongOptions(Options):
+class BabilongOptions(OutputOptions):
     """BABILong samples of any size: bAbI stories (qa1-qa5) told inside background text, OUTPUT_DIR/TASK/SIZE.json."""
 
-    output_dir: str = option(REQUIRED, "folder of the files; it appears only when complete", required=True)
-    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+    marker: ClassVar[str] = MARKER
+
     tasks: list[Any] = option(["qa1"], f"of {', '.join(TASKS)}", required=True)
     sizes: list[Any] = option(
         ["0k"], "0k (facts alone), 1k, 32k, 1M, or a number of tokens; k is 1,000, M 1,000,000", required=True
@@ -72,9 +76,8 @@ class BabilongOptions(Options):
 
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without a tokenizer."""
-        keep = [self.model.path, self.model.tokenizer_path, self.background]
-        problems = self._list_problems()
-        problems += output_problems(self.output_dir, self.overwrite, MARKER, keep, kept="background, tokenizer")
+        paths = (self.model.path, self.model.tokenizer_path, self.background)
+        problems = [*self._list_problems(), *self.output_problems("background, tokenizer", *paths)]
         problems += self.model.tokenizer_problems()
         if self.background is not None and not os.path.isdir(self.background):
             problems.append(f"background must be a folder of .txt files that exists; got {show(self.background)}")
@@ -83,30 +86,25 @@ class BabilongOptions(Options):
             problems.append(f"{must}; got {show(self.facts_within)}")
         return problems or self._room_problems()
 
-    def _list_problems(self) -> list[str]:
-        lists = {"tasks": self.tasks, "sizes": self.sizes}
-        problems = [
-            f"{key} must name nothing twice; got {value}"
-            for key, value in lists.items()
-            if len(set(map(str, value))) < len(value)
-        ]
-        problems += filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
+    def _list_problems(self) -> Iterator[str]:
+        for key, values in (("tasks", self.tasks), ("sizes", self.sizes)):
+            if len(set(map(str, values))) < len(values):
+                yield f"{key} must name nothing twice; got {values}"
+        yield from filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
         for size in self.sizes:
             tokens = size_tokens(size)
             if tokens is None:
-                problems.append(f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(size)}")
+                yield f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(size)}"
             elif 0 < tokens <= self.reserve_tokens:
-                problems.append(f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}")
-        return problems
+                yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
 
     def _room_problems(self) -> list[str]:
         """Sizes with room for fewer facts than every story has; of facts that fit, only a tokenizer tells."""
         last = {task: min(self.samples, self.story.questions_of(task)) - 1 for task in self.tasks}
         facts, task = max((self.story.fewest_facts(task, last[task]), task) for task in self.tasks)
         what = f"must leave room for the facts of question {last[task] + 1} of a {task} story, {facts} or more"
-        if self.story.max_facts is not None:
-            is_room = self.story.max_facts >= facts
-            return [] if is_room else [f"story.max_facts {what}; got {self.story.max_facts}"]
+        if (most := self.story.max_facts) is not None:
+            return [f"story.max_facts {what}; got {most}"] if most < facts else []
         least = least_size(facts, self.reserve_tokens)
         return [
             f"sizes {what}: {least} (reserve_tokens {self.reserve_tokens}); got {size}"
@@ -122,8 +120,7 @@ def _is_fact_range(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Samples first to end - 1 of one file, and about how many tokens they have together."""
 
     task: str
@@ -133,16 +130,10 @@ class Job:
     tokens: int
 
 
-Makers = Mapping[tuple[str, str], SampleMaker]  # by task and size
-
-
 def generate(
     options: BabilongOptions, *, filler_sentences: int = FILLER_SENTENCES, job_samples: int = JOB_SAMPLES
 ) -> str:
-    """Write every file of `options`; return the closing line.
-
-    Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
-    """
+    """Write every file of `options`; return the closing lines. Raises UsageError and DataError, each one line."""
     started = time.monotonic()
     counter = TokenCounter(load_tokenizer(options.model))
     backgrounds = _backgrounds(options, counter, filler_sentences)
@@ -160,7 +151,8 @@ def generate(
         folder.publish()
     seconds = time.monotonic() - started
     files = len(options.tasks) * len(options.sizes)
-    return f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
+    done = f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
+    return f"{done}\nwritten to {options.output_dir}"
 
 
 def _backgrounds(options: BabilongOptions, counter: TokenCounter, filler_sentences: int) -> dict[str, Background]:
@@ -184,14 +176,17 @@ def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
     return jobs
 
 
-def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
+def _makers(
+    options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None
+) -> dict[tuple[str, str], SampleMaker]:
+    """By task and size."""
     counter = counter or TokenCounter(load_tokenizer(options.model))
     given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
     pairs = product(options.tasks, options.targets)
     return {(task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given) for task, size in pairs}
 
 
-def _records(makers: Makers, job: Job) -> list[str]:
+def _records(makers: Mapping[tuple[str, str], SampleMaker], job: Job) -> list[str]:
     """The job's samples, each as one line of JSON."""
     maker = makers[job.task, job.size]
     return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
@@ -213,13 +208,9 @@ def _write_files(folder: Path, samples: int, jobs: Sequence[Job], job_records: I
             bar.update(job.tokens)
 
 
-def run(options: BabilongOptions) -> str:
-    """Do what `verl-ext babilong` does; the closing lines."""
-    leave_out_torch(options.model)
-    return f"{generate(options)}\nwritten to {options.output_dir}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code."""
-    example = "output_dir=DIR model.path=MODEL_OR_TOKENIZER 'tasks=[qa1]' 'sizes=[0k,32k]' samples=5000"
-    return run_command(arguments, "babilong", BabilongOptions, run, example)
+main = command(
+    "babilong",
+    BabilongOptions,
+    generate,
+    example="output_dir=DIR model.path=MODEL_OR_TOKENIZER 'tasks=[qa1]' 'sizes=[0k,32k]' samples=5000",
+)

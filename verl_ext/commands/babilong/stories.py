@@ -1,16 +1,22 @@
 """bAbI stories of qa1 to qa5: facts, and questions after some of them, in the words of bAbI v1.2.
 
-Questions keep bAbI's trailing space.
+Questions are asked about what the reader of the facts knows, never about what only the world knows. They keep bAbI's
+trailing space.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from typing import ClassVar
 
-from verl_ext.commands.babilong.world import PLACES, Event, Knowledge, giving_world, tracking_world
 from verl_ext.values import Options, option
 
+PLACES = ("bedroom", "kitchen", "garden", "hallway", "bathroom", "office")
+OBJECTS = ("apple", "football", "milk")
+# Where the actors of qa1, qa2 and qa3 stand before the first fact; no fact says so.
+STARTS = {"John": "kitchen", "Mary": "bedroom", "Sandra": "garden", "Daniel": "hallway"}
+GIVERS = ("Bill", "Fred", "Jeff", "Mary")  # the actors of qa5
 VERBS = {
     "move": ("moved to", "went to", "journeyed to", "travelled to", "went back to"),
     "get": ("took", "got", "grabbed", "picked up"),
@@ -74,33 +80,119 @@ class Story:
         self.questions.append(Question(len(self.facts), text, answer))
 
 
+@dataclass(frozen=True)
+class Event:
+    """move: actor to the place `thing`; get, drop: the object `thing`; give: the object `thing` to `recipient`."""
+
+    kind: str
+    actor: str
+    thing: str
+    recipient: str = ""
+
+
+class World:
+    """Where every actor is, where every object lies that nobody holds, and who holds the others; and what a reader of
+    the facts knows of it, by bAbI's rules.
+
+    known_places: of actors, from the first move on. known_paths: for each object every place that it was in, in order:
+    that of its holder, or where its holder dropped it; None while the holder's place is unknown.
+    """
+
+    def __init__(self, actor_places: Mapping[str, str], object_places: Mapping[str, str]) -> None:
+        self.actor_places = dict(actor_places)
+        self.object_places = dict(object_places)
+        self.holders: dict[str, str] = {}
+        self.known_places: dict[str, str] = {}
+        self.known_paths: dict[str, list[str | None]] = {}
+
+    def possible(self, kinds: Sequence[str]) -> list[Event]:
+        """Every event of these kinds that is valid now, in a fixed order."""
+        here, events = self.actor_places, []
+        for kind in kinds:
+            if kind == "move":
+                events += [Event(kind, *pair) for pair in product(here, PLACES) if pair not in here.items()]
+            elif kind == "get":
+                lying = product(here, self.object_places.items())
+                events += [Event(kind, actor, thing) for actor, (thing, place) in lying if place == here[actor]]
+            elif kind == "drop":
+                events += [Event(kind, actor, thing) for thing, actor in self.holders.items()]
+            else:
+                for (thing, actor), other in product(self.holders.items(), here):
+                    if other != actor and here[other] == here[actor]:
+                        events.append(Event(kind, actor, thing, other))
+        return events
+
+    def perform(self, event: Event) -> None:
+        """Change the state by a valid event."""
+        actor, thing = event.actor, event.thing
+        moved = [thing]
+        if event.kind == "move":
+            self.actor_places[actor] = self.known_places[actor] = thing
+            moved = [held for held, holder in self.holders.items() if holder == actor]
+        elif event.kind == "get":
+            del self.object_places[thing]
+            self.holders[thing] = actor
+        elif event.kind == "drop":
+            del self.holders[thing]
+            self.object_places[thing] = self.actor_places[actor]
+        else:
+            self.holders[thing] = event.recipient
+        place = self.known_places.get(actor)
+        for each in moved:
+            path = self.known_paths.setdefault(each, [])
+            if not path or path[-1] != place:
+                path.append(place)
+
+    def perform_random(self, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
+        """Perform an event and return it: of a random group of kinds, drawn again while none of the group is possible.
+
+        Some group must have a possible event; a move always is.
+        """
+        events: list[Event] = []
+        while not events:
+            events = self.possible(rng.choice(groups))
+        event = rng.choice(events)
+        self.perform(event)
+        return event
+
+
+def tracking_world(rng: random.Random) -> World:
+    """The world of qa1, qa2 and qa3: actors at their fixed hidden places, objects anywhere."""
+    return World(STARTS, {thing: rng.choice(PLACES) for thing in OBJECTS})
+
+
+def giving_world(rng: random.Random) -> World:
+    """The world of qa5: actors and objects anywhere."""
+    return World({actor: rng.choice(PLACES) for actor in GIVERS}, {thing: rng.choice(PLACES) for thing in OBJECTS})
+
+
 def make_story(task: str, rng: random.Random, options: StoryOptions) -> Story:
     """A story of the task, qa1 to qa5."""
     return _STORIES[task](rng, options)
 
 
-def _fact(event: Event, rng: random.Random) -> str:
-    """An event in words; everything but a move may end in "there"."""
+def _tell(story: Story, world: World, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
+    """One more event, and its fact in words; everything but a move may end in "there"."""
+    event = world.perform_random(groups, rng)
     receiver = f" to {event.recipient}" if event.recipient else ""
     there = rng.choice(("", " there")) if event.kind != "move" else ""
-    return f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{receiver}{there}."
+    story.facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{receiver}{there}.")
+    return event
 
 
 def _where_is_actor(rng: random.Random, options: StoryOptions) -> Story:
-    story, world, known = Story(), tracking_world(rng), Knowledge()
+    story, world = Story(), tracking_world(rng)
     for _ in range(options.questions):
         for _ in range(options.facts_between("qa1")):
-            event = world.perform_random([("move",)], rng)
-            known.learn(event)
-            story.facts.append(_fact(event, rng))
-        actor = rng.choice(sorted(known.actor_places))
-        story.ask(f"Where is {actor}? ", known.actor_places[actor])
+            _tell(story, world, [("move",)], rng)
+        actor = rng.choice(sorted(world.known_places))
+        story.ask(f"Where is {actor}? ", world.known_places[actor])
     return story
 
 
 def _where_is_object(rng: random.Random, options: StoryOptions) -> Story:
-    def question(known: Knowledge) -> tuple[str, str] | None:
-        places = known.object_places()
+    def question(paths: dict[str, list[str | None]]) -> tuple[str, str] | None:
+        places = {thing: path[-1] for thing, path in paths.items() if path[-1] is not None}
         if not places:
             return None
         thing = rng.choice(sorted(places))
@@ -110,8 +202,11 @@ def _where_is_object(rng: random.Random, options: StoryOptions) -> Story:
 
 
 def _where_was_object(rng: random.Random, options: StoryOptions) -> Story:
-    def question(known: Knowledge) -> tuple[str, str] | None:
-        pairs = known.earlier_places()
+    def question(paths: dict[str, list[str | None]]) -> tuple[str, str] | None:
+        pairs = {}  # (place before, place), of places that the object was in once: "before the office" is one moment
+        for thing, path in paths.items():
+            if found := [(a, b) for a, b in pairwise(path) if a and b and path.count(b) == 1]:
+                pairs[thing] = found
         if not pairs:
             return None
         thing = rng.choice(sorted(pairs))
@@ -122,18 +217,19 @@ def _where_was_object(rng: random.Random, options: StoryOptions) -> Story:
 
 
 def _object_story(
-    rng: random.Random, questions: int, facts: int, question: Callable[[Knowledge], tuple[str, str] | None]
+    rng: random.Random,
+    questions: int,
+    facts: int,
+    question: Callable[[dict[str, list[str | None]]], tuple[str, str] | None],
 ) -> Story:
     """Random gets, drops and moves; from the fact number `facts` after a question on, the next one in two is asked."""
-    story, world, known = Story(), tracking_world(rng), Knowledge()
+    story, world = Story(), tracking_world(rng)
     since_question = 0
     while len(story.questions) < questions:
         # get, drop and move are equally likely; what a get or drop becomes depends on what is possible.
-        event = world.perform_random([("get", "drop"), ("get", "drop"), ("move",)], rng)
-        known.learn(event)
-        story.facts.append(_fact(event, rng))
+        _tell(story, world, [("get", "drop"), ("get", "drop"), ("move",)], rng)
         since_question += 1
-        if since_question >= facts and rng.random() < 0.5 and (asked := question(known)):
+        if since_question >= facts and rng.random() < 0.5 and (asked := question(world.known_paths)):
             story.ask(*asked)
             since_question = 0
     return story
@@ -166,18 +262,12 @@ def _who_gave_what(rng: random.Random, options: StoryOptions) -> Story:
     It is the last one of the story so far, so that no later event answers the question otherwise.
     """
     story, world = Story(), giving_world(rng)
-
-    def happen(*kinds: str) -> Event:
-        event = world.perform_random([(kind,) for kind in kinds], rng)
-        story.facts.append(_fact(event, rng))
-        return event
-
     for _ in range(options.questions):
-        gift = happen("get", "give", "move")
-        while gift.kind != "give":
-            gift = happen("get", "give", "move")
+        gift = None
+        while gift is None or gift.kind != "give":
+            gift = _tell(story, world, [("get",), ("give",), ("move",)], rng)
         for _ in range(rng.randint(0, MOST_UNRELATED)):
-            happen("get", "move")
+            _tell(story, world, [("get",), ("move",)], rng)
         giver, thing, receiver = gift.actor, gift.thing, gift.recipient
         forms = (
             (f"What did {giver} give to {receiver}? ", thing),

@@ -1,13 +1,10 @@
 """`verl-ext init-model`: its options, and the folder that it writes: architecture, tokenizer, random weights."""
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_ext.commands.command_line import run_command
+from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.commands.init_model.model import (
     PRESETS,
     TOKEN_IDS,
@@ -21,11 +18,11 @@ from verl_ext.commands.init_model.model import (
     read_fields,
 )
 from verl_ext.commands.init_model.tokenizer import TokenizerOptions, TrainingText, trained_tokenizer
-from verl_ext.files import OutputFolder, output_problems
+from verl_ext.files import OutputFolder, write_json
 from verl_ext.text.tokenizer import read_tokenizer
-from verl_ext.values import REQUIRED, DataError, Options, option
+from verl_ext.values import REQUIRED, DataError, option
 
-MARKER = "init_model.json"  # what the model was made of, by which an output folder of this command is known
+MARKER = "init_model.json"  # what the model was made of
 SHARD_BYTES = 5 * 10**9  # of one file of weights
 # Keys of the architecture that the command sets itself, and from what.
 GIVEN_KEYS = {
@@ -36,14 +33,13 @@ GIVEN_KEYS = {
 
 
 @dataclass(frozen=True)
-class InitModelOptions(Options):
+class InitModelOptions(OutputOptions):
     """A model from scratch: a Hugging Face folder with random weights, and a tokenizer that is trained or copied."""
 
-    maps: ClassVar[Mapping[str, str]] = {"config": "fields of the model's config to values"}
+    marker: ClassVar[str] = MARKER
+    maps: ClassVar[dict[str, str]] = {"config": "fields of the model's config to values"}
 
     model: str = option(REQUIRED, f"{', '.join(PRESETS)}, a config.json, or a folder with one", required=True)
-    output_dir: str = option(REQUIRED, "the model's folder; it appears only when complete", required=True)
-    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
     config: dict[str, Any] = option(
         {},
         "the architecture's own keys, over the model's, e.g. {num_hidden_layers: 4}; vocab_size: null is as many rows "
@@ -58,19 +54,20 @@ class InitModelOptions(Options):
     def problems(self) -> list[str]:
         """One line for every mistake that can be seen without transformers and without opening a source."""
         problems = [problem] if (problem := model_problem(self.model)) else []
-        keep = [None if self.model in PRESETS else self.model, self.tokenizer.path, *self.tokenizer.train_patterns]
-        kept = "the model, a tokenizer, its text"
-        problems += output_problems(self.output_dir, self.overwrite, MARKER, keep, kept)
+        model = None if self.model in PRESETS else self.model
+        paths = (model, self.tokenizer.path, *self.tokenizer.train_patterns)
+        problems += self.output_problems("the model, a tokenizer, its text", *paths)
         for key in GIVEN_KEYS.keys() & self.config.keys():
             problems.append(f"config must not set {key}, which {GIVEN_KEYS[key]} gives; got {self.config[key]}")
         return [*problems, *self.tokenizer.source_problems()]
 
 
 def init_model(options: InitModelOptions) -> str:
-    """Write the model to `options.output_dir`; return what it is, in lines.
+    """Write the model to `output_dir`; return what it is, in lines. Raises UsageError and DataError, each one line."""
+    import torch  # heavy, as transformers: not for a command with a mistake in it
+    import transformers
 
-    Raises UsageError and DataError, each one line, and leaves `output_dir` as it was then.
-    """
+    transformers.utils.logging.set_verbosity_error()
     fields = changed(read_fields(options.model), options.config)
     text = None
     if options.tokenizer.path is None:
@@ -85,32 +82,24 @@ def init_model(options: InitModelOptions) -> str:
         model = random_model(config, options.seed, options.dtype)
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
         tokenizer.save_pretrained(folder.path)
-        _write_marker(folder.path, options, count_parameters(model))
+        origin = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
+        origin["parameters"], origin["parameters_without_embeddings"] = count_parameters(model)
+        # the weights' bits depend on them
+        origin["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+        write_json(folder.path / MARKER, origin)
         num_bytes = sum(file.stat().st_size for file in folder.path.iterdir())
         folder.publish()
-    lines = _tokenizer_lines(options.tokenizer, tokenizer, text)
-    return "\n".join(lines + _model_lines(options, model, num_tokens, num_bytes))
+    lines = _tokenizer_lines(options.tokenizer, tokenizer, text) + _model_lines(options, model, num_tokens, num_bytes)
+    return "\n".join([*lines, f"written to {options.output_dir}"])
 
 
 def _tokenizer(options: TokenizerOptions, text: TrainingText | None) -> Any:
     if text is None:
-        assert options.path is not None, "source_problems() is empty"
-        return read_tokenizer(options.path, "tokenizer.path")
+        return read_tokenizer(str(options.path), "tokenizer.path")
     tokenizer = trained_tokenizer(text, options)
     if not text.characters:
         raise DataError(f"tokenizer.train_on must hold text; got none in {', '.join(options.train_patterns)}")
     return tokenizer
-
-
-def _write_marker(folder: Path, options: InitModelOptions, counts: tuple[int, int]) -> None:
-    """What the model was made of: the options, the parameters, and the versions that the weights' bits depend on."""
-    import torch
-    import transformers
-
-    given = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    made = {**given, "parameters": counts[0], "parameters_without_embeddings": counts[1], "versions": versions}
-    (folder / MARKER).write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingText | None) -> list[str]:
@@ -143,15 +132,9 @@ def _model_lines(options: InitModelOptions, model: Any, num_tokens: int, num_byt
     return lines + [f"note: this project's trainer refuses such a model: {problem}" for problem in problems]
 
 
-def run(options: InitModelOptions) -> str:
-    """Do what `verl-ext init-model` does; the closing lines."""
-    from transformers.utils import logging  # heavy: not for a command with a mistake in it
-
-    logging.set_verbosity_error()
-    return f"{init_model(options)}\nwritten to {options.output_dir}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code."""
-    example = "model=minimind_104m output_dir=DIR ('tokenizer.train_on=[train.jsonl]' | tokenizer.path=TOKENIZER)"
-    return run_command(arguments, "init-model", InitModelOptions, run, example)
+main = command(
+    "init-model",
+    InitModelOptions,
+    init_model,
+    example="model=minimind_104m output_dir=DIR ('tokenizer.train_on=[train.jsonl]' | tokenizer.path=TOKENIZER)",
+)

@@ -56,8 +56,8 @@ def _config_file(model: str) -> Path:
 def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
     """`fields` with `changes` (the option `config`) over them, under the architecture's own names for its keys.
 
-    What followed from a size follows from the changed one: head_dim = hidden_size / num_attention_heads, and the
-    layer_types of layers that are all alike. Raises UsageError for a key that the architecture lacks.
+    head_dim = hidden_size / num_attention_heads and the layer_types of layers that are all alike follow the changed
+    sizes. Raises UsageError for a key that the architecture lacks.
     """
     cls = config_class(fields["model_type"])
     names = cls.attribute_map
@@ -77,14 +77,7 @@ def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
         del fields["layer_types"]
     if "rope_theta" in own and "rope_parameters" in fields:
         own["rope_parameters"] = {"rope_theta": own.pop("rope_theta"), **own.get("rope_parameters", {})}
-    return _merged(fields, own)
-
-
-def _merged(fields: Fields, changes: Mapping[str, Any]) -> Fields:
-    merged = dict(fields)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(fields, own))
     return merged
 
 
@@ -114,10 +107,7 @@ def config_class(model_type: str) -> Any:
 
 
 def hf_config(fields: Fields) -> Any:
-    """The config of `fields`; UsageError with one line where no model can be built of it.
-
-    The model is built once on the meta device, so that a mistake shows before anything long begins.
-    """
+    """The config of `fields`; UsageError with one line where no model can be built of it, on the meta device."""
     cls = config_class(fields["model_type"])
     if problems := list(filter(None, _problems(fields, cls))):
         raise UsageError("; ".join(problems))
@@ -144,17 +134,12 @@ def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
     """A line for each value that transformers builds a model of which cannot run, or refuses by a KeyError."""
     from transformers.activations import ACT2FN
 
-    others = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
     of_heads = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    small = [
-        f"{key} must be at least 1; got {value}"
-        for key, value in (_size(fields, cls, name) for name in (*others, *of_heads))
-        if isinstance(value, int) and value < 1
-    ]
+    others = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    sizes = [_size(fields, cls, name) for name in (*of_heads, *others)]
+    small = [f"{key} must be at least 1; got {value}" for key, value in sizes if isinstance(value, int) and value < 1]
     yield from small
-    (size_key, size), (heads_key, heads), (kv_key, kv_heads), (dim_key, head_dim) = (
-        _size(fields, cls, name) for name in of_heads
-    )
+    (size_key, size), (heads_key, heads), (kv_key, kv_heads), (dim_key, head_dim) = sizes[:4]
     if not small and isinstance(size, int) and isinstance(heads, int):
         if head_dim is None and size % heads:
             yield f"{size_key} must be divisible by {heads_key} ({heads}); got {size}"
@@ -179,8 +164,7 @@ def meta_model(config: Any) -> Any:
 def random_model(config: Any, seed: int, dtype: str) -> Any:
     """The model of `config` with the weights of its architecture's own initialization, on the CPU.
 
-    The draw depends on the config and the seed, not on `dtype`: bfloat16 weights are the float32 ones, rounded. The
-    memory is that of the float32 weights, and of a head that is tied to the embedding a second time until it is.
+    The draw depends on the config and the seed, not on `dtype`: bfloat16 weights are the float32 ones, rounded.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -189,9 +173,8 @@ def random_model(config: Any, seed: int, dtype: str) -> Any:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if config.model_type == "gpt2":
-            # GPT-2's layers write to the residual stream with a spread of initializer_range / √(2·layers), so that its
-            # own does not grow with depth (https://openai.com/blog/better-language-models). transformers means to do so
-            # and looks for parameters named c_proj.weight, which none is called from where it looks.
+            # GPT-2's layers write to the residual stream with a spread of initializer_range / √(2·layers)
+            # (https://openai.com/blog/better-language-models); transformers means to do so and finds no such parameter.
             for name, weight in model.named_parameters():
                 if name.endswith("c_proj.weight"):
                     torch.nn.init.normal_(weight, std=config.initializer_range / math.sqrt(2 * config.n_layer))

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar
 
+from verl_ext.commands.command_line import as_list, is_names
 from verl_ext.progress import progress_bar
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import PlainText, parse_record
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
-from verl_ext.text.tokenizer import check_template, read_template_file
+from verl_ext.text.tokenizer import check_template, read_template
 from verl_ext.values import DataError, Options, option, show
 
 CHATML = "chatml"
@@ -51,7 +52,7 @@ class TokenizerOptions(Options):
     @property
     def train_patterns(self) -> list[str]:
         """Paths and globs of the text to train on."""
-        return [self.train_on] if isinstance(self.train_on, str) else list(self.train_on)
+        return as_list(self.train_on)
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -62,8 +63,7 @@ class TokenizerOptions(Options):
 
     def problems(self) -> Iterator[str]:
         """A line for every mistake that can be seen without loading a tokenizer or opening a text."""
-        values = [self.train_on] if isinstance(self.train_on, str) else self.train_on
-        if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        if self.train_on != [] and not is_names(self.train_on):
             yield f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"
         for name in ("bos_token", "eos_token", "pad_token"):
             if getattr(self, name) == "":
@@ -94,10 +94,9 @@ class TokenizerOptions(Options):
 
 
 class TrainingText:
-    """Iterates over the text of files: blocks of text files, and what records say. Memory is that of a chunk.
+    """Iterates over the text of files: blocks of text files, and what records say; `characters` counts what was read.
 
-    `characters` counts what was read. Raises UsageError for files that are missing or of no known format, DataError
-    with file and place for what cannot be used.
+    Raises UsageError for files that are missing or of no known format, DataError for what cannot be used.
     """
 
     def __init__(self, patterns: Sequence[str], text_key: str) -> None:
@@ -155,18 +154,15 @@ def record_texts(record: Any, text_key: str) -> list[str]:
 
 
 def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
-    """A transformers tokenizer trained on `texts`: any text is encoded, none is unknown.
-
-    It has fewer than `options.vocab_size` tokens where the text has too few pairs to merge, and no merges without text.
-    Raises UsageError for a chat template's file that cannot be read as text, or is no Jinja.
-    """
+    """A transformers tokenizer trained on `texts`, of fewer than `options.vocab_size` tokens where they have too few
+    pairs to merge. Raises UsageError for a chat template's file that cannot be read as text, or is no Jinja."""
     from transformers import PreTrainedTokenizerFast
 
     template = options.chat_template
     if template == CHATML:
         template = CHATML_TEMPLATE
     elif template is not None:
-        template = read_template_file(template, "tokenizer.chat_template")
+        template = read_template(template, "tokenizer.chat_template")
         check_template(template, str(options.chat_template), "tokenizer.chat_template")
     bpe = train_bpe(texts, options.vocab_size, options.all_special_tokens)
     named = {name: getattr(options, name) for name in ("bos_token", "eos_token", "pad_token")}
@@ -179,11 +175,8 @@ def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Any:
-    """A `tokenizers.Tokenizer` of at most `vocab_size` tokens: special ones from id 0, the 256 bytes, merges.
-
-    The pieces that merges stay inside are GPT-2's: words with the space before them, numbers, signs, white space. Words
-    are counted as the texts come; the same texts in the same order give the same tokenizer.
-    """
+    """A `tokenizers.Tokenizer` of at most `vocab_size` tokens: special ones from id 0, the 256 bytes, merges inside
+    GPT-2's pieces of text. The same texts in the same order give the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -41,8 +41,8 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, bl
         ValueError: weights negative, all zero or not finite; more than 32,767 of them; `key` is named.
     """
     check_weights(weights, key)
-    drawn = [source for source, weight in enumerate(weights) if weight > 0]
-    parts = _whole_parts([weights[source] for source in drawn])
+    drawn = np.flatnonzero(weights).astype(np.int16)
+    parts = _whole_parts([weight for weight in weights if weight > 0])
     period = min(n, sum(parts))
     number = np.empty(period, np.int16)
     if len(parts) == 1:
@@ -54,7 +54,7 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, bl
         for first in range(0, period, block):
             part = number[first : first + block]
             part[:] = list(islice(steps, len(part)))
-    source = np.tile(np.array(drawn, np.int16)[number], -(-n // max(period, 1)))[:n]
+    source = np.tile(drawn[number], -(-n // max(period, 1)))[:n]
     return source, _sample_numbers(source, len(weights), block)
 
 
@@ -67,8 +67,8 @@ def megatron_blend_order(
     `compiled`: use megatron-core's loop where it is installed. Raises ValueError as `blend_order` does.
     """
     check_weights(weights, key)
-    drawn = [source for source, weight in enumerate(weights) if weight > 0]
-    shares = normalised([weights[source] for source in drawn])
+    drawn = np.flatnonzero(weights).astype(np.int16)
+    shares = normalised([weight for weight in weights if weight > 0])
     number, sample = np.empty(n, np.int16), np.empty(n, np.int64)
     helpers = megatron_helpers() if compiled else None
     if helpers is None:
@@ -76,7 +76,7 @@ def megatron_blend_order(
         sample = _sample_numbers(number, len(drawn), block)
     else:
         helpers.build_blending_indices(number, sample, shares, len(shares), n, False)
-    return (number if len(drawn) == len(weights) else np.array(drawn, np.int16)[number]), sample
+    return (number if len(drawn) == len(weights) else drawn[number]), sample
 
 
 # Values of data.blend_rule.
@@ -186,11 +186,10 @@ def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> No
 def megatron_helpers() -> Any:
     """megatron-core's module of compiled loops; None where it is not installed. Only that file is loaded: importing
     the package takes seconds and warns of what it lacks on machines without a GPU."""
-    name = "megatron.core.datasets.helpers_cpp"
     try:
         core = find_spec("megatron.core")
-        folders = core.submodule_search_locations if core else None
-        spec = PathFinder.find_spec(name, [f"{folder}/datasets" for folder in folders or ()])
+        folders = [f"{folder}/datasets" for folder in core.submodule_search_locations or ()] if core else []
+        spec = PathFinder.find_spec("megatron.core.datasets.helpers_cpp", folders)
         if spec is None or spec.loader is None:
             return None
         helpers = module_from_spec(spec)

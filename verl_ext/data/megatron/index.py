@@ -69,15 +69,19 @@ class IndexWriter:
         """
         lengths = np.asarray(lengths, np.int64)
         assert int(lengths.sum()) == len(tokens), "lengths must sum to the number of tokens"
-        assert len(lengths) == 0 or lengths.min() >= 0, "lengths must not be negative"
         if len(lengths) and lengths.max() > MAX_LENGTH:
-            at = int(lengths.argmax())
-            raise ValueError(
-                f"{self.key} must give documents of at most {MAX_LENGTH} tokens, what an .idx can count; got "
-                f"{lengths[at]} in document {self.num_documents + at} of {self.files[0]}"
-            )
+            where = f"{lengths.max()} in document {self.num_documents + int(lengths.argmax())} of {self.files[0]}"
+            most = f"at most {MAX_LENGTH} tokens, what an .idx can count"
+            raise ValueError(f"{self.key} must give documents of {most}; got {where}")
         if tokens.dtype != self.dtype and len(tokens):
-            self._check_range(tokens, lengths)
+            limits = np.iinfo(self.dtype)
+            wrong = (tokens < limits.min) | (tokens > limits.max)
+            if wrong.any():
+                at = int(wrong.argmax())
+                document = self.num_documents + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+                held = f"{self.dtype.name} holds ({limits.min}..{limits.max})"
+                got = f"{tokens[at]} in document {document} of {self.files[0]}"
+                raise ValueError(f"{self.key} must give token ids that {held}; got {got}")
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._idx.write(lengths.astype(np.int32).data)
         self.num_documents += len(lengths)
@@ -109,16 +113,6 @@ class IndexWriter:
                 file.close()
             os.remove(path)
         self._open = {}
-
-    def _check_range(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
-        limits = np.iinfo(self.dtype)
-        if tokens.min() < limits.min or tokens.max() > limits.max:
-            at = int(((tokens < limits.min) | (tokens > limits.max)).argmax())
-            document = self.num_documents + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-            raise ValueError(
-                f"{self.key} must give token ids that {self.dtype.name} holds ({limits.min}..{limits.max}); got "
-                f"{tokens[at]} in document {document} of {self.files[0]}"
-            )
 
 
 class TokenIndex:
@@ -156,7 +150,11 @@ class TokenIndex:
         self._check_bin(bin_size)
         borders = np.frombuffer(self._idx, np.int64, num_borders, borders_at)
         if self._longest_document(borders, block) > 1:
-            self._join_sequences(np.unique(borders), bin_size)
+            borders = np.unique(borders)
+            self.num_documents = len(borders) - 1
+            self.pointers = self.pointers[borders[:-1]]
+            lengths = np.diff(self.pointers, append=bin_size) // self.dtype.itemsize
+            self.lengths = lengths if lengths.max() > MAX_LENGTH else lengths.astype(np.int32)
         self.num_tokens = bin_size // self.dtype.itemsize
         self._tokens = _mapped(self.files[0], self.dtype)
 
@@ -217,11 +215,11 @@ class TokenIndex:
             raise self._idx_error(f"have a header of {HEADER.size} bytes", f"{size} bytes")
         _, version, code, sequences, borders = HEADER.unpack(head)
         if version != VERSION:
-            raise self._idx_error(f"have version {VERSION}", str(version))
+            raise self._idx_error(f"have version {VERSION}", version)
         integers = {number: kind for number, kind in DTYPES.items() if kind.kind in "iu"}
         if code not in integers:
             known = ", ".join(f"{number} ({kind.name})" for number, kind in integers.items())
-            raise self._idx_error(f"have a dtype code of {known}", str(code))
+            raise self._idx_error(f"have a dtype code of {known}", code)
         needed = _offsets(sequences, borders)[-1]
         if size not in (needed, needed + sequences):  # with modes
             counts = f"the {sequences} sequences and {borders} document indices it names"
@@ -235,21 +233,19 @@ class TokenIndex:
             lengths, pointers = (array[first : first + block].copy() for array in (self.lengths, self.pointers))
             if lengths.min() < 0:
                 at = int((lengths < 0).argmax())
-                raise self._idx_error(f"have lengths of at least 0; sequence {first + at}", str(lengths[at]))
+                raise self._idx_error(f"have lengths of at least 0; sequence {first + at}", lengths[at])
             expected, begin = _pointers(lengths, self.dtype.itemsize, begin)
             if not np.array_equal(pointers, expected):
                 at = int((pointers != expected).argmax())
                 where = f"for sequence {first + at}, where the lengths before it end"
-                raise self._idx_error(f"have pointer {expected[at]} {where}", str(pointers[at]))
+                raise self._idx_error(f"have pointer {expected[at]} {where}", pointers[at])
 
     def _check_bin(self, size: int) -> None:
         last = self.num_sequences - 1
         expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
         if size != expected:
-            raise ValueError(
-                f"{self.key} must have a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to; got "
-                f"{size} bytes in {self.files[0]}"
-            )
+            wanted = f"a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to"
+            raise ValueError(f"{self.key} must have {wanted}; got {size} bytes in {self.files[0]}")
 
     def _longest_document(self, borders: NDArray[np.int64], block: int) -> int:
         """The most sequences of a document, after checking that the document indices go from 0 to N, never down."""
@@ -269,14 +265,7 @@ class TokenIndex:
             before, longest = int(part[-1]), max(longest, int(steps.max()))
         return longest
 
-    def _join_sequences(self, borders: NDArray[np.int64], bin_size: int) -> None:
-        """Lengths and pointers of documents in place of those of their sequences."""
-        self.num_documents = len(borders) - 1
-        self.pointers = self.pointers[borders[:-1]]
-        lengths = np.diff(self.pointers, append=bin_size) // self.dtype.itemsize
-        self.lengths = lengths if lengths.max() > MAX_LENGTH else lengths.astype(np.int32)
-
-    def _idx_error(self, requirement: str, found: str) -> ValueError:
+    def _idx_error(self, requirement: str, found: object) -> ValueError:
         return ValueError(f"{self.key} must {requirement} in {self.files[1]}; got {found}")
 
 

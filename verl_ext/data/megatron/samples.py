@@ -15,7 +15,7 @@ those of all epochs before. The indices, and the order of a blend, are kept as .
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +27,15 @@ from verl_ext.data.megatron.blend import BLEND_RULES, Order, check_weights
 from verl_ext.data.megatron.index import TokenIndex
 from verl_ext.files import cached_folder
 from verl_ext.text.tokenized import digest, file_facts
+from verl_ext.values import first_line
 
 FORMAT = 1  # to be raised when the same input gives other arrays
 KEY = "data.cache_dir"
-BLOCK = 1 << 18  # documents and rows located at a time
-MAX_INT32 = np.iinfo(np.int32).max
-MAX_UINT32 = np.iinfo(np.uint32).max
+BLOCK = 1 << 18  # documents located at a time
+MAX_INT32, MAX_UINT32 = np.iinfo(np.int32).max, np.iinfo(np.uint32).max
 
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # document, start, stop: int64[P] each
-Layout = Mapping[str, tuple[tuple[int, ...], Any]]  # name of an array: (shape, dtype)
-Blocks = Mapping[str, Iterable[NDArray[Any]]]  # name of an array: its rows, in blocks
+Shapes = Mapping[str, tuple[int, ...]]  # of arrays, by name
 
 
 @dataclass(eq=False)
@@ -89,15 +88,6 @@ class EpochPlan(NamedTuple):
     samples: int
     samples_before_last: int  # of the epochs shuffled together; samples where the last is one of them
 
-    def layout(self, num_documents: int, longest: int) -> Layout:
-        """The arrays of the indices, of documents of up to `longest` tokens."""
-        places = self.epochs * num_documents
-        return {
-            "document_index": ((places,), np.int32),
-            "sample_index": ((self.samples + 1, 2), np.int32 if max(places, longest) <= MAX_INT32 else np.int64),
-            "shuffle_index": ((self.samples,), np.uint32 if self.samples < MAX_UINT32 - 1 else np.int64),
-        }
-
 
 def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
     """ValueError where a corpus has fewer tokens than one sample needs."""
@@ -121,12 +111,10 @@ def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str
     check_has_sample(num_tokens, seq_len + 1, key)
     epochs = epochs_needed(num_tokens, seq_len, num_samples)
     samples = (epochs * num_tokens - 1) // seq_len
-    if epochs == 1:
-        return EpochPlan(epochs, samples, samples)
-    assert num_samples is not None
     before = ((epochs - 1) * num_tokens - 1) // seq_len
     per_epoch = (num_tokens - 1) // seq_len
-    separate = num_samples - before < 4 * per_epoch // 5  # Megatron's int(0.80 * per_epoch), for all up to 2^50
+    # Megatron's int(0.80 * per_epoch), for all up to 2^50
+    separate = num_samples is not None and epochs > 1 and num_samples - before < 4 * per_epoch // 5
     return EpochPlan(epochs, samples, before if separate else samples)
 
 
@@ -150,77 +138,44 @@ def build_sample_indices(
     Raises:
         ValueError: fewer tokens than one sample has; `key` is named.
     """
-    plan = plan_epochs(count_tokens(lengths, documents), seq_len, num_samples, key)
-    layout = plan.layout(len(lengths if documents is None else documents), int(lengths.max()))
-    document_index, shuffle_index = _shuffles(len(lengths), documents, plan, layout, seed)
-    sample_index, row = np.empty(*layout["sample_index"]), 0
-    for part in _sample_rows(lengths, document_index, seq_len, layout, block):
-        sample_index[row : row + len(part)] = part
-        row += len(part)
-    return SampleIndices(document_index, sample_index, shuffle_index, lengths)
-
-
-def _shuffles(
-    num_documents: int, documents: NDArray[Any] | None, plan: EpochPlan, layout: Layout, seed: int
-) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """(document_index, shuffle_index), in the order in which Megatron draws them."""
+    epochs, samples, before_last = plan_epochs(count_tokens(lengths, documents), seq_len, num_samples, key)
+    once = np.arange(len(lengths), dtype=np.int32) if documents is None else np.asarray(documents, np.int32)
+    document_index = np.tile(once, epochs)
+    shuffle_index = np.arange(samples, dtype=np.uint32 if samples < MAX_UINT32 - 1 else np.int64)
+    together = len(once) * (epochs - (before_last < samples))
     random = np.random.RandomState(seed)
-    once = np.arange(num_documents, dtype=np.int32) if documents is None else np.asarray(documents, np.int32)
-    separate_last = plan.samples_before_last < plan.samples
-    stream, together = np.tile(once, plan.epochs), len(once) * (plan.epochs - separate_last)
-    order = np.arange(plan.samples, dtype=layout["shuffle_index"][1])
-    for part in (
-        stream[:together],
-        stream[together:],
-        order[: plan.samples_before_last],
-        order[plan.samples_before_last :],
-    ):
-        random.shuffle(part)
-    return stream, order
-
-
-def _sample_rows(
-    lengths: NDArray[Any], document_index: NDArray[np.int32], seq_len: int, layout: Layout, block: int = BLOCK
-) -> Iterator[NDArray[Any]]:
-    """The rows of sample_index, ascending, block by block of documents."""
-    (rows, _), dtype = layout["sample_index"]
-    yield np.zeros((1, 2), dtype)  # also where the first document is empty
-    row, begin = 1, 0
+    for array, edge in ((document_index, together), (shuffle_index, before_last)):  # in Megatron's order
+        random.shuffle(array[:edge])
+        random.shuffle(array[edge:])
+    is_narrow = max(len(document_index), int(lengths.max())) <= MAX_INT32
+    sample_index = np.zeros((samples + 1, 2), np.int32 if is_narrow else np.int64)
+    row, begin = 1, 0  # row 0 is (0, 0), also where the first document is empty
     for first in range(0, len(document_index), block):
         length = lengths[document_index[first : first + block]]
         ends = np.cumsum(length, dtype=np.int64)
         end = begin + int(ends[-1])
-        stop = min(rows, -(-end // seq_len))  # rows before it have positions below `end`
-        while row < stop:
-            position = np.arange(row, min(row + block, stop), dtype=np.int64) * seq_len - begin
-            place = np.searchsorted(ends, position, side="right")
-            part = np.empty((len(position), 2), dtype)
-            part[:, 0] = place + first
-            part[:, 1] = position - ends[place] + length[place]
-            yield part
-            row += len(part)
-        begin = end
-    assert row == rows, "every sample must begin inside the stream"
+        stop = min(samples + 1, -(-end // seq_len))  # rows before it have positions below `end`
+        position = np.arange(row, stop, dtype=np.int64) * seq_len - begin
+        place = np.searchsorted(ends, position, side="right")
+        sample_index[row:stop, 0] = place + first
+        sample_index[row:stop, 1] = position - ends[place] + length[place]
+        row, begin = max(row, stop), end
+    return SampleIndices(document_index, sample_index, shuffle_index, lengths)
 
 
 class CachedSampleIndices(SampleIndices):
     """The memory-mapped arrays of a cached folder, as which it is pickled."""
 
-    def __init__(self, folder: Path, index: TokenIndex, layout: Layout) -> None:
-        super().__init__(**_mapped(folder, layout), lengths=index.lengths)
-        self._arguments = folder, index, layout
+    def __init__(self, folder: Path, index: TokenIndex, shapes: Shapes) -> None:
+        super().__init__(**_mapped(folder, shapes), lengths=index.lengths)
+        self._arguments = folder, index, shapes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CachedSampleIndices, self._arguments
 
 
 def cached_sample_indices(
-    root: Path,
-    index: TokenIndex,
-    documents: NDArray[Any] | None,
-    seq_len: int,
-    num_samples: int | None,
-    seed: int,
+    root: Path, index: TokenIndex, documents: NDArray[Any] | None, seq_len: int, num_samples: int | None, seed: int
 ) -> SampleIndices:
     """`build_sample_indices` of `documents` of `index` (None: all), kept in a folder of `root`.
 
@@ -228,19 +183,19 @@ def cached_sample_indices(
         ValueError: a corpus shorter than one sample (names index.key); a root that cannot be written, arrays that are
             not what they were (name data.cache_dir).
     """
-    num_tokens = index.num_tokens if documents is None else count_tokens(index.lengths, documents)
-    plan = plan_epochs(num_tokens, seq_len, num_samples, index.key)
-    layout = plan.layout(index.num_documents if documents is None else len(documents), int(index.lengths.max()))
     chosen = None if documents is None else np.ascontiguousarray(documents, np.int32)
+    num_tokens = index.num_tokens if chosen is None else count_tokens(index.lengths, chosen)
+    plan = plan_epochs(num_tokens, seq_len, num_samples, index.key)
+    places = plan.epochs * (index.num_documents if chosen is None else len(chosen))
+    shapes = {"document_index": (places,), "sample_index": (plan.samples + 1, 2), "shuffle_index": (plan.samples,)}
+
+    def build() -> dict[str, NDArray[Any]]:
+        built = build_sample_indices(index.lengths, chosen, seq_len, num_samples, seed, index.key)
+        return {name: getattr(built, name) for name in shapes}
+
     of_documents = None if chosen is None else hashlib.sha256(chosen.data).hexdigest()
     facts = [file_facts(index.files), index.digest, of_documents, seq_len, num_samples, seed]
-
-    def blocks() -> Blocks:
-        document_index, shuffle_index = _shuffles(index.num_documents, chosen, plan, layout, seed)
-        rows = _sample_rows(index.lengths, document_index, seq_len, layout)
-        return {"document_index": [document_index], "sample_index": rows, "shuffle_index": [shuffle_index]}
-
-    return CachedSampleIndices(_cached(root, "samples", facts, layout, blocks), index, layout)
+    return CachedSampleIndices(_cached(root, "samples", facts, build), index, shapes)
 
 
 def cached_blend(
@@ -253,47 +208,38 @@ def cached_blend(
             they were (name data.cache_dir).
     """
     check_weights(weights, key)
-    layout = {"source": ((n,), np.int16), "sample": ((n,), np.int64)}
-
-    def blocks() -> Blocks:
-        source, sample = BLEND_RULES[rule](weights, n, key)
-        return {"source": [source], "sample": [sample]}
-
+    names = ("source", "sample")
     facts = [[float(weight) for weight in weights], n, rule]
-    arrays = _mapped(_cached(root, "blend", facts, layout, blocks), layout)
+    folder = _cached(root, "blend", facts, lambda: dict(zip(names, BLEND_RULES[rule](weights, n, key), strict=True)))
+    arrays = _mapped(folder, dict.fromkeys(names, (n,)))
     return arrays["source"], arrays["sample"]
 
 
-def _cached(root: Path, kind: str, facts: list[Any], layout: Layout, blocks: Callable[[], Blocks]) -> Path:
-    """The folder of `root` that holds the arrays of `layout`, which follow from `facts` alone."""
+def _cached(root: Path, kind: str, facts: list[Any], build: Callable[[], Mapping[str, NDArray[Any]]]) -> Path:
+    """The folder of `root` that holds the arrays of `build`, which follow from `facts` alone."""
 
     def make(folder: Path) -> None:
-        for name, parts in blocks().items():
-            shape, dtype = layout[name]
-            header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        for name, array in build().items():
             # By writes alone: on a full disk they are an OSError with its number, where np.save has none and a memory
             # map ends the process.
             with open(folder / f"{name}.npy", "wb") as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for part in parts:
-                    file.write(np.ascontiguousarray(part).data)
+                np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+                file.write(array.data)
 
     return cached_folder(root, f"{kind}-{digest([FORMAT, *facts])}", make, key=KEY)
 
 
-def _mapped(folder: Path, layout: Layout) -> dict[str, NDArray[Any]]:
+def _mapped(folder: Path, shapes: Shapes) -> dict[str, NDArray[Any]]:
     """The arrays of a folder, read-only, as plain arrays: np.memmap costs more at every access."""
     arrays, must = {}, f"{KEY} must hold the indices that were written there"
-    for name, (shape, dtype) in layout.items():
+    for name, shape in shapes.items():
         path = folder / f"{name}.npy"
         try:
             array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{must}; {path}: {str(error).splitlines()[0]}") from error
-        if array.shape != shape or array.dtype != np.dtype(dtype):
-            raise ValueError(
-                f"{must}, {name} of {np.dtype(dtype).name}{list(shape)}; "
-                f"got {array.dtype.name}{list(array.shape)} in {folder}: remove it"
-            )
+            raise ValueError(f"{must}; {path}: {first_line(error)}") from error
+        if array.shape != shape or array.dtype.kind not in "iu":
+            got = f"{array.dtype.name}{list(array.shape)}"
+            raise ValueError(f"{must}, {name} of integers{list(shape)}; got {got} in {folder}: remove it")
         arrays[name] = array
     return arrays

@@ -1,9 +1,8 @@
 """Texts tokenized into Megatron's indexed form, an index for each source: cut after so many tokens, and counted."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.megatron.index import IndexWriter
 from verl_ext.progress import Progress
-from verl_ext.text.counts import Counts
+from verl_ext.text.documents import Counts
 from verl_ext.text.plain_text import PlainDocuments, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, total_bytes
@@ -31,7 +30,7 @@ class Written(NamedTuple):
 
 
 class TextIndex:
-    """A context that writes `prefix`.bin and .idx, complete after `close()` and removed after an error.
+    """A context that writes `prefix`.bin and .idx, complete after it and removed after an error.
 
     max_tokens: where the stream is cut: the document that reaches it is its last, shortened to fit, and no record after
     that document is counted or ends the run. key: the config key of the texts, which errors name.
@@ -48,16 +47,13 @@ class TextIndex:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None:
+        if kind is None:
+            self._writer.close()
+        else:
             self._writer.abandon()
-
-    def close(self) -> None:
-        """Finish both files."""
-        self._writer.close()
 
     @property
     def is_full(self) -> bool:
-        """Whether `max_tokens` is reached."""
         return self.max_tokens is not None and self.counts.tokens >= self.max_tokens
 
     def add(self, documents: PlainDocuments) -> Written:
@@ -69,8 +65,7 @@ class TextIndex:
         counts, special = self.counts, documents.special_tokens[: len(lengths)]
         counts.documents += len(lengths)
         counts.tokens += len(tokens)
-        values, times = np.unique(lengths, return_counts=True)
-        counts.lengths.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
+        counts.lengths.update(lengths.tolist())
         counts.add_special_tokens(int(special.sum()), int((special > 0).sum()))
         bad = [bad for bad in documents.bad if bad.after < len(lengths) or not self.is_full]
         for record in bad:
@@ -135,29 +130,23 @@ def write_text_indices(
                     yield done
                 yield Written(max(unread, 0), 0, 0)
                 _check_has_document(key, index.counts)
-                index.close()
         for key, count in counts.items():
             _check_has_document(key, count)
 
+    begun = time.monotonic()
     with closing(written()) as work:
-        if progress:
-            _show_progress(work, total_bytes(files))
-        else:
-            deque(work, maxlen=0)
+        first = []
+        for done in work:  # until there is a document: a mistake before it is told without a bar
+            first.append(done)
+            if done.tokens:
+                break
+        with Progress(total_bytes(files), "index") if progress else nullcontext() as bar:
+            if bar is not None:
+                bar.started = begun
+            for done in chain(first, work):
+                if bar is not None:
+                    bar.add(done)
     return counts
-
-
-def _show_progress(work: Iterator[Written], num_bytes: int | None) -> None:
-    """Do all the work, with a bar from the first document on: a mistake before it is told without one."""
-    begun, before = time.monotonic(), []
-    for written in work:
-        before.append(written)
-        if written.tokens:
-            break
-    with Progress(num_bytes, "index") as bar:
-        bar.started = begun
-        for written in chain(before, work):
-            bar.add(written)
 
 
 def _check_has_document(key: str, counts: Counts) -> None:

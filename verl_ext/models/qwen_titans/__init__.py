@@ -16,20 +16,5 @@ from verl_ext.models.qwen_titans.generation import generate_greedily
 from verl_ext.models.qwen_titans.memory import MemoryState, StreamState
 from verl_ext.models.qwen_titans.modeling import QwenTitansForCausalLM, QwenTitansOutput, is_memory_parameter
 
-__all__ = [
-    "VARIANTS",
-    "MemoryOptions",
-    "MemoryState",
-    "QwenTitansConfig",
-    "QwenTitansForCausalLM",
-    "QwenTitansOutput",
-    "StreamState",
-    "generate_greedily",
-    "is_memory_parameter",
-    "load_memory_checkpoint",
-    "read_memory_checkpoint",
-    "save_memory_checkpoint",
-]
-
 AutoConfig.register(QwenTitansConfig.model_type, QwenTitansConfig, exist_ok=True)
 AutoModelForCausalLM.register(QwenTitansConfig, QwenTitansForCausalLM, exist_ok=True)

@@ -12,28 +12,20 @@ from typing import Any
 
 import torch
 
+from verl_ext.files import whole_file
+
 _KEYS = {"memory_state_dict", "global_step"}
 
 
 def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, torch.Tensor], global_step: int) -> None:
-    """Write the file in whole or not at all: as its neighbour `.<name>.partial`, on the disk before it takes the name.
-
-    One process alone may write it at a time.
-    """
+    """Write the file whole or not at all; it is on the disk before it takes the name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().clone() for name, tensor in memory_state_dict.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # a killed run's, whose mode may be another
-    try:
-        with open(partial, "wb") as file:
-            torch.save({"memory_state_dict": state, "global_step": int(global_step)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as partial, open(partial, "wb") as file:
+        torch.save({"memory_state_dict": state, "global_step": int(global_step)}, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:

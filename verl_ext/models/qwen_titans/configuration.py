@@ -74,20 +74,18 @@ def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
     return chosen
 
 
-def _of_base(name: str) -> property:
-    """The base configuration's attribute of that name, read and written there."""
-    return property(
-        lambda self: getattr(self.base_config, name), lambda self, value: setattr(self.base_config, name, value)
-    )
+_OF_BASE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
+)
 
 
 class QwenTitansConfig(PreTrainedConfig):
     """A Qwen2 or Qwen3 configuration with a memory.
 
-    Attributes:
-        base_config: the base model's configuration, or its dict; what callers read (``vocab_size``, ``hidden_size``,
-            …) is passed through to it.
-        memory: the options as a plain dict, with every key of :class:`MemoryOptions`; read ``memory_options``.
+    base_config: the base model's configuration, or its dict; ``vocab_size`` and the like are read and written there.
+    memory: the options as a plain dict, with every key of :class:`MemoryOptions`; read ``memory_options``.
     """
 
     model_type = "qwen_titans"
@@ -95,22 +93,6 @@ class QwenTitansConfig(PreTrainedConfig):
 
     base_config: Any = None
     memory: dict[str, Any] | None = None
-
-    vocab_size = _of_base("vocab_size")
-    hidden_size = _of_base("hidden_size")
-    intermediate_size = _of_base("intermediate_size")
-    num_hidden_layers = _of_base("num_hidden_layers")
-    num_attention_heads = _of_base("num_attention_heads")
-    num_key_value_heads = _of_base("num_key_value_heads")
-    head_dim = _of_base("head_dim")
-    max_position_embeddings = _of_base("max_position_embeddings")
-    initializer_range = _of_base("initializer_range")
-    rms_norm_eps = _of_base("rms_norm_eps")
-    rope_parameters = _of_base("rope_parameters")
-    tie_word_embeddings = _of_base("tie_word_embeddings")
-    pad_token_id = _of_base("pad_token_id")
-    bos_token_id = _of_base("bos_token_id")
-    eos_token_id = _of_base("eos_token_id")
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.base_config = _base_config(self.base_config)
@@ -143,6 +125,16 @@ class QwenTitansConfig(PreTrainedConfig):
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
         """The base configuration, for callers that look for the language model's own."""
         return self.base_config
+
+
+def _of_base(name: str) -> property:
+    return property(
+        lambda self: getattr(self.base_config, name), lambda self, value: setattr(self.base_config, name, value)
+    )
+
+
+for _name in _OF_BASE:
+    setattr(QwenTitansConfig, _name, _of_base(_name))
 
 
 def _base_config(value: Any) -> PreTrainedConfig:

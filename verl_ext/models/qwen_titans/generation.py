@@ -38,14 +38,9 @@ def generate_greedily(
 ) -> torch.Tensor:
     """The most likely continuation of each prompt, ``[B, steps]`` with steps ≤ ``max_new_tokens``.
 
-    Args:
-        model: a ``QwenTitansForCausalLM``, also sharded; it is called through its forward alone.
-        input_ids: ``[B, T]``, padded on the right.
-        attention_mask: ``[B, T]``.
-        eos_token_ids: tokens that end a row; the end is part of it.
-        pad_token_id: what follows a row's end.
-        all_max: element-wise maximum of an int64 tensor over all ranks: every rank then runs the same forwards, as FSDP
-            needs. None: this rank is on its own.
+    model: a ``QwenTitansForCausalLM``, also sharded; input_ids, attention_mask ``[B, T]``, padded on the right; a row
+    ends with one of eos_token_ids, after which pad_token_id follows; all_max: element-wise maximum of an int64 tensor
+    over all ranks, so that every rank runs the same forwards, as FSDP needs; None: this rank is on its own.
     """
     require_right_padding(attention_mask)
     all_max = all_max or (lambda values: values)

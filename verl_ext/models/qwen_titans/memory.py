@@ -32,10 +32,9 @@ FORGETTING_CHUNKS = 8
 
 
 class MemoryState(NamedTuple):
-    """One layer's state in fp32 (fp64 for an fp64 model).
+    """One layer's state in fp32 (fp64 for an fp64 model); a memory of depth 1 has no second layer.
 
-    A tuple of tensors, so that FSDP2 and checkpointing find every tensor that enters and leaves a layer. A memory of
-    depth 1 has no second layer.
+    A tuple of tensors, so that FSDP2 and checkpointing find every tensor that enters and leaves a layer.
     """
 
     w1: torch.Tensor  # [B, H, dk, e]
@@ -74,13 +73,13 @@ class WriteRates(NamedTuple):
 
 
 class WriteCoefficients(NamedTuple):
-    """Weights of one sub-chunk's sums, named as in :func:`write_coefficients`."""
+    """Weights of one sub-chunk's sums: a, b, e ``[...]`` and c, m ``[..., s]`` of :func:`write_coefficients`."""
 
-    a: torch.Tensor  # [...]
-    b: torch.Tensor  # [...]
-    e: torch.Tensor  # [...]
-    c: torch.Tensor  # [..., s]
-    m: torch.Tensor  # [..., s]
+    a: torch.Tensor
+    b: torch.Tensor
+    e: torch.Tensor
+    c: torch.Tensor
+    m: torch.Tensor
 
 
 def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoefficients:
@@ -156,6 +155,10 @@ def surprise(
     return Surprise(da * shrink, z, dp * shrink)
 
 
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum(-1, keepdim=True)
+
+
 def _shrink(squared_norm: torch.Tensor, most: float) -> torch.Tensor:
     """The factor that brings a norm down to ``most``. Of the square: the derivative of a norm at 0 is no number."""
     return (squared_norm / most**2).clamp(min=1).rsqrt()
@@ -166,10 +169,9 @@ def limit_writes(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
 
     All of them are measured at the same weights. By the last layer, whose inputs are z ``[B, H, s, e]`` (depth 1: the
     keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
-    symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of magnitudes, which is held to 1. Where many keys are
-    alike, the memory would otherwise oscillate at its clamp, and gradients through it grow by orders of magnitude over
-    a sequence. Back-propagation takes the scale as a constant: on a small recall task, its own gradient kept the memory
-    from being learned.
+    symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of magnitudes, which is held to 1: where many keys are
+    alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the scale as a constant: with its
+    own gradient, the memory of a small recall task was not learned.
     """
     with torch.no_grad():
         root = by.c.sqrt()
@@ -196,10 +198,6 @@ def _written(
         a * weights + b * momentum - left @ (by.c.unsqueeze(-1) * right),
         e * momentum - left @ (by.m.unsqueeze(-1) * right),
     )
-
-
-def _squared(x: torch.Tensor) -> torch.Tensor:
-    return (x * x).sum(-1, keepdim=True)
 
 
 class LongTermMemory(nn.Module):
@@ -263,17 +261,14 @@ class LongTermMemory(nn.Module):
         read: bool = True,
         write: bool = True,
     ) -> tuple[torch.Tensor | None, MemoryState]:
-        """What the memory recalls for each token, and the state after them.
+        """What the memory recalls for each token of ``hidden[B, T, d]``, and the state after them.
+
+        The first is W_o M(h) ``[B, T, d]``, for mag M(h) ``[B, T, H * dk]``, in the parameters' dtype; None without
+        ``read``. Without ``write``, all tokens read the same state.
 
         Args:
-            hidden: ``[B, T, d]``.
             state: None for a new sample.
             written: bool ``[B, T]``, False where a token (padding) must not be written; None writes all.
-            read, write: whether to do so. Without writes, all tokens read the same state.
-
-        Returns:
-            W_o M(h) ``[B, T, d]``, for mag M(h) ``[B, T, H * dk]``, in the parameters' dtype (None without ``read``);
-            and the state.
         """
         dtype = self.q_proj.weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
@@ -392,18 +387,12 @@ class MemoryLayer(GradientCheckpointingLayer):
         init.zeros_(self.memory_gate.bias)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        state: MemoryState | None,
-        written: torch.Tensor | None,
-        write_only: bool = False,
+        self, hidden: torch.Tensor, state: MemoryState | None, written: torch.Tensor | None, write_only: bool = False
     ) -> tuple[Contribution | None, MemoryState]:
-        """The contribution to the layer and the state after these tokens.
+        """The contribution to the layer and the state after these tokens; state and written are the memory's.
 
         Args:
             hidden: ``[B, T, d]`` of one chunk: the layer's input; with ``write_only`` (mac) its output.
-            state: None for a new sample.
-            written: bool ``[B, T]``, False where a token must not be written; None writes all.
             write_only: mac's second call of a chunk; its first reads alone.
         """
         if write_only:

@@ -231,10 +231,8 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         """The last layer's output ``[B, n, d]`` before the final norm at the kept columns, and the layers' states."""
         size = self.options.chunk_size
         if memory_state is not None and memory_state.tokens % size:
-            raise ValueError(
-                f"memory_state must end at a multiple of model.memory.chunk_size ({size}); "
-                f"got {memory_state.tokens} tokens"
-            )
+            must = f"memory_state must end at a multiple of model.memory.chunk_size ({size})"
+            raise ValueError(f"{must}; got {memory_state.tokens} tokens")
         states: list[MemoryState | None] = list(memory_state or [None] * len(self.memory))
         chunks = input_ids.split(size, dim=1)
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)

@@ -1,4 +1,4 @@
-"""Opening tokenised folders, whoever wrote them: the scan, the category table, and one line for each that is wrong."""
+"""Opening tokenized folders, whoever wrote them: the scan, the category table, and one line for each that is wrong."""
 
 import pickle
 from collections import Counter
@@ -11,7 +11,7 @@ from datasets.features import LargeList
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tokenised_data import random_documents, write_tokenised
+from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.data.arrow import ListColumn, TokenizedData
 from verl_ext.data.left_out import OverLengthCount
@@ -44,16 +44,16 @@ def slow_scan(documents, spans):
 
 def scan_of(folder, max_tokens=100, policy="error", block_tokens=1 << 22):
     data = TokenizedData([folder])
-    return scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), block_tokens=block_tokens)
+    return scan_documents(data, cut_spans(data.lengths, max_tokens, policy), block_tokens=block_tokens)
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
 @pytest.mark.parametrize("block_tokens", [1, 10, 1000])
 def test_the_scan_counts_the_targets_of_every_span(tmp_path, documents, policy, block_tokens):
-    folder = write_tokenised(tmp_path / "data", documents, num_shards=3)
+    folder = write_tokenized(tmp_path / "data", documents, num_shards=3)
     data = TokenizedData([folder])
-    spans = cut_spans(data.lengths(), 6, policy)
-    over_length = OverLengthDocuments.of(data.lengths(), 6, policy)
+    spans = cut_spans(data.lengths, 6, policy)
+    over_length = OverLengthDocuments.of(data.lengths, 6, policy)
     scan = scan_documents(data, spans, over_length, block_tokens=block_tokens)
     found = (scan.targets.tolist(), scan.min_token_id, scan.max_token_id, scan.category_ids)
     assert found == slow_scan(documents, spans)
@@ -62,14 +62,14 @@ def test_the_scan_counts_the_targets_of_every_span(tmp_path, documents, policy, 
 
 def test_tokens_of_dropped_documents_do_not_count(tmp_path):
     documents = [document([0, 1]), document([0, 1, 1], category=7, tokens=[1, 999, -5]), document([0, 1], category=2)]
-    folder = write_tokenised(tmp_path / "data", documents)
+    folder = write_tokenized(tmp_path / "data", documents)
     scan = scan_of(folder, max_tokens=2, policy="drop")
     assert (scan.min_token_id, scan.max_token_id, scan.category_ids) == (1, 2, (1, 2))
 
 
 def test_a_first_token_is_never_a_target_and_its_category_does_not_occur(tmp_path):
     documents = [{"input_ids": [1, 2], "loss_mask": [1, 1], "category_ids": [9, 4]}, document([1])]
-    scan = scan_of(write_tokenised(tmp_path / "data", documents))
+    scan = scan_of(write_tokenized(tmp_path / "data", documents))
     assert scan.targets.tolist() == [1, 0]
     assert scan.category_ids == (4,)
 
@@ -117,10 +117,10 @@ def test_over_length_counts_are_those_of_each_document(
         for length in lengths
     ]
     documents.append(document([0, 1]))  # which fits and has a target
-    folder = write_tokenised(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
+    folder = write_tokenized(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
     data = TokenizedData([folder])
-    over = OverLengthDocuments.of(data.lengths(), max_tokens, policy)
-    scan = scan_documents(data, cut_spans(data.lengths(), max_tokens, policy), over, block_tokens=block_tokens)
+    over = OverLengthDocuments.of(data.lengths, max_tokens, policy)
+    scan = scan_documents(data, cut_spans(data.lengths, max_tokens, policy), over, block_tokens=block_tokens)
     assert scan.over_length == add_counts(slow_count(documents, over.rows, max_tokens, policy))
 
 
@@ -135,14 +135,14 @@ OTHER_WRITERS = {
 def test_folders_of_other_writers_give_the_same_rows(tmp_path, documents, writer):
     names = ("input_ids", "loss_mask", "category_ids", "length")
     features = Features(dict(zip(names, OTHER_WRITERS[writer], strict=True)))
-    ours = write_tokenised(tmp_path / "ours", documents)
+    ours = write_tokenized(tmp_path / "ours", documents)
     load_from_disk(ours).cast(features).save_to_disk(str(tmp_path / "theirs"), num_shards=2)
     assert_same_packs(SFTDataSet(ours, 20), SFTDataSet(str(tmp_path / "theirs"), 20))
 
 
 def test_documents_of_one_fixed_length_give_the_same_rows(tmp_path):
     documents = random_documents(np.random.default_rng(1), [6] * 5, vocab=50, categories=2)
-    ours = write_tokenised(tmp_path / "ours", documents)
+    ours = write_tokenized(tmp_path / "ours", documents)
     fixed = {"input_ids": "int32", "loss_mask": "int8", "category_ids": "int32"}
     features = {name: List(Value(kind), length=6) for name, kind in fixed.items()} | {"length": Value("int32")}
     load_from_disk(ours).cast(Features(features)).save_to_disk(str(tmp_path / "fixed"))
@@ -155,8 +155,8 @@ def test_columns_of_sliced_arrays_are_read_from_their_own_rows(large):
     whole = pa.array([[1, 2], [3], [], [4, 5, 6], [7]], kind)
     fixed = pa.array([[8, 9], [10, 11], [12, 13]], pa.list_(pa.int64(), 2))
     column = ListColumn([whole.slice(1, 3), fixed.slice(1, 2)], "input_ids", ("integer",), "data.train_dir")
-    assert [(first, counts.tolist()) for first, counts in column.row_lengths()] == [(0, [1, 0, 3]), (3, [2, 2])]
-    assert [column.row(row).tolist() for row in range(5)] == [[3], [], [4, 5, 6], [10, 11], [12, 13]]
+    assert column.row_lengths().tolist() == [1, 0, 3, 2, 2]
+    assert [column.block(row, row + 1)[1].tolist() for row in range(5)] == [[3], [], [4, 5, 6], [10, 11], [12, 13]]
     out = np.zeros(4, np.int64)
     pieces = column.pieces(np.asarray([4, 2, 0]), np.asarray([1, 1, 0]), np.asarray([1, 2, 1]))
     column.gather(pieces, out)
@@ -164,7 +164,7 @@ def test_columns_of_sliced_arrays_are_read_from_their_own_rows(large):
 
 
 def test_a_dataset_with_an_indices_mapping_is_read_in_its_order(tmp_path, documents):
-    ours = write_tokenised(tmp_path / "ours", documents)
+    ours = write_tokenized(tmp_path / "ours", documents)
     chosen = load_from_disk(ours).shuffle(seed=3).select([6, 0, 4])
     chosen.save_to_disk(str(tmp_path / "chosen"))
     rows = SFTDataSet(str(tmp_path / "chosen"), 100, strategy="none")
@@ -172,18 +172,18 @@ def test_a_dataset_with_an_indices_mapping_is_read_in_its_order(tmp_path, docume
 
 
 def test_several_folders_are_one_dataset(tmp_path, documents):
-    parts = [write_tokenised(tmp_path / str(at), documents[at::2], {1: "one", 2: "two", 3: "three"}) for at in (0, 1)]
+    parts = [write_tokenized(tmp_path / str(at), documents[at::2], {1: "one", 2: "two", 3: "three"}) for at in (0, 1)]
     concatenate_datasets([load_from_disk(part) for part in parts]).save_to_disk(str(tmp_path / "both"))
     both = SFTDataSet(parts, 20)
     assert_same_packs(both, SFTDataSet(str(tmp_path / "both"), 20))
     assert both.categories.names[0] == "one"
 
 
-def test_tokenised_data_pickles_as_its_paths(tmp_path, documents):
-    data = TokenizedData([write_tokenised(tmp_path / "data", documents)])
+def test_tokenized_data_pickles_as_its_paths(tmp_path, documents):
+    data = TokenizedData([write_tokenized(tmp_path / "data", documents)])
     text = pickle.dumps(data)
     assert len(text) < 500
-    assert pickle.loads(text).columns["input_ids"].row(3).tolist() == documents[3]["input_ids"].tolist()
+    assert pickle.loads(text).columns["input_ids"].block(3, 4)[1].tolist() == documents[3]["input_ids"].tolist()
 
 
 @settings(max_examples=15, deadline=None)
@@ -191,7 +191,7 @@ def test_tokenised_data_pickles_as_its_paths(tmp_path, documents):
 def test_blocks_cover_every_row_once_within_their_budget(tmp_path_factory, lengths, budget):
     documents = random_documents(np.random.default_rng(0), lengths, vocab=9, categories=1)
     folder = tmp_path_factory.mktemp("blocks") / "data"
-    data = TokenizedData([write_tokenised(folder, documents, num_shards=min(3, len(lengths)))])
+    data = TokenizedData([write_tokenized(folder, documents, num_shards=min(3, len(lengths)))])
     blocks = list(data.blocks(0, len(lengths), budget))
     assert [row for begin, end in blocks for row in range(begin, end)] == list(range(len(lengths)))
     for begin, end in blocks:
@@ -221,7 +221,7 @@ def test_a_file_an_empty_folder_and_any_other_folder_are_refused(tmp_path):
 
 
 def test_a_dataset_dict_is_refused_with_its_splits(tmp_path, documents):
-    one = load_from_disk(write_tokenised(tmp_path / "one", documents))
+    one = load_from_disk(write_tokenized(tmp_path / "one", documents))
     DatasetDict({"validation": one, "train": one}).save_to_disk(str(tmp_path / "dict"))
     assert_refused(tmp_path / "dict", "dict is a DatasetDict of train, validation: give .*/dict/train$")
     assert len(SFTDataSet(str(tmp_path / "dict" / "train"), 100)) == 1
@@ -229,7 +229,7 @@ def test_a_dataset_dict_is_refused_with_its_splits(tmp_path, documents):
 
 def test_a_folder_whose_arrow_file_is_missing_or_cut_is_refused(tmp_path, documents):
     folder = tmp_path / "data"
-    write_tokenised(folder, documents)
+    write_tokenized(folder, documents)
     arrow = next(folder.glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:200])
     assert_refused(folder, "data.train_dir must be a complete dataset folder; .* cannot be opened: ")
@@ -239,7 +239,7 @@ def test_a_folder_whose_arrow_file_is_missing_or_cut_is_refused(tmp_path, docume
 
 def test_a_broken_state_file_is_refused(tmp_path, documents):
     folder = tmp_path / "data"
-    write_tokenised(folder, documents)
+    write_tokenized(folder, documents)
     (folder / "state.json").write_text("{}")
     assert_refused(folder, "data.train_dir must be a complete dataset folder; .* cannot be opened: ")
 
@@ -251,7 +251,7 @@ def test_missing_columns_are_named(tmp_path):
 
 def test_a_dataset_without_documents_is_refused(tmp_path):
     for shards in (0, 1):
-        folder = write_tokenised(tmp_path / str(shards), [], num_shards=shards or None)
+        folder = write_tokenized(tmp_path / str(shards), [], num_shards=shards or None)
         assert_refused(folder, f"must hold at least one document; .*/{shards} has none$")
 
 
@@ -259,7 +259,7 @@ def test_a_dataset_without_documents_is_refused(tmp_path):
 def test_lengths_that_disagree_name_the_first_row(tmp_path, documents, column):
     documents[2][column] = 4 if column == "length" else documents[2][column][:4]
     documents[5][column] = 3 if column == "length" else documents[5][column][:3]
-    folder = write_tokenised(tmp_path / "data", documents, loss_weight=True)
+    folder = write_tokenized(tmp_path / "data", documents, loss_weight=True)
     named = "length 4 and 9 input_ids" if column == "length" else f"length 9 and 4 {column}"
     assert_refused(folder, rf"in every row; row 2 has {named} \(2 such rows\)$")
 
@@ -283,13 +283,13 @@ def test_columns_of_a_wrong_type_are_named(tmp_path, column, values, message):
 
 
 def test_loss_weight_in_one_of_two_folders_is_refused(tmp_path, documents):
-    folders = [write_tokenised(tmp_path / str(at), documents, loss_weight=bool(at)) for at in (0, 1)]
+    folders = [write_tokenized(tmp_path / str(at), documents, loss_weight=bool(at)) for at in (0, 1)]
     with pytest.raises(ValueError, match=r"must have loss_weight in all of its folders or in none; .*/0 lacks it"):
         SFTDataSet(folders, 100)
 
 
 def test_a_loss_mask_that_is_zero_everywhere_is_refused(tmp_path):
-    folder = write_tokenised(tmp_path / "data", [document([0, 0]), document([1, 0])])
+    folder = write_tokenized(tmp_path / "data", [document([0, 0]), document([1, 0])])
     assert_refused(folder, "data.train_dir must have target tokens; loss_mask is 0 everywhere .* its 2 documents$")
 
 
@@ -306,21 +306,21 @@ def test_a_loss_mask_that_is_zero_everywhere_is_refused(tmp_path):
 )
 def test_values_out_of_range_name_their_row(tmp_path, wrong, message):
     documents = [document([0, 1, 1]), {**document([0, 1]), **wrong}, document([0, 1])]
-    assert_refused(write_tokenised(tmp_path / "data", documents, loss_weight=True), message)
+    assert_refused(write_tokenized(tmp_path / "data", documents, loss_weight=True), message)
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(tmp_path):
-    scan = scan_of(write_tokenised(tmp_path / "data", [document([0, 1], tokens=[3, 40])]))
+    scan = scan_of(write_tokenized(tmp_path / "data", [document([0, 1], tokens=[3, 40])]))
     check_vocabulary((scan.min_token_id, scan.max_token_id), 41)
     with pytest.raises(ValueError, match=r"data.val_dir must hold .* \(0..39\); got ids from 3 to 40"):
         check_vocabulary((scan.min_token_id, scan.max_token_id), 40, key="data.val_dir")
-    negative = scan_of(write_tokenised(tmp_path / "negative", [document([0, 1], tokens=[-1, 40])]))
+    negative = scan_of(write_tokenized(tmp_path / "negative", [document([0, 1], tokens=[-1, 40])]))
     with pytest.raises(ValueError, match="got ids from -1 to 40"):
         check_vocabulary((negative.min_token_id, negative.max_token_id), 100)
 
 
 def test_max_tokens_below_every_document_is_refused(tmp_path, documents):
-    folder = write_tokenised(tmp_path / "data", documents[2:6:2] + documents[3:4])
+    folder = write_tokenized(tmp_path / "data", documents[2:6:2] + documents[3:4])
     assert_refused(folder, "got 2, but 3 of 3 documents are longer, the longest has 16 tokens", max_tokens=2)
     assert_refused(folder, "data.over_length=drop leaves none", max_tokens=2, over_length="drop")
 

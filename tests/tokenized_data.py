@@ -1,7 +1,7 @@
-"""Small tokenised folders for tests: the data contract written by hand, without the tokenise command.
+"""Small tokenized folders for tests: the data contract written by hand, without the tokenize command.
 
 documents = random_documents(rng, lengths=[5, 9], vocab=100, categories=2)
-write_tokenised(tmp_path / "data", documents, categories={1: "gsm8k", 2: "code"})
+write_tokenized(tmp_path / "data", documents, categories={1: "gsm8k", 2: "code"})
 """
 
 import json
@@ -41,14 +41,14 @@ def random_documents(rng: np.random.Generator, lengths: Iterable[int], vocab: in
     return documents
 
 
-def write_tokenised(
+def write_tokenized(
     path: str | Path,
     documents: Sequence[Document],
     categories: Mapping[int, str] | None = None,
     loss_weight: bool = False,
     **save: Any,
 ) -> str:
-    """Write `documents` (input_ids, loss_mask, category_ids, optional length and loss_weight) as a tokenised folder.
+    """Write `documents` (input_ids, loss_mask, category_ids, optional length and loss_weight) as a tokenized folder.
 
     `categories`, id -> name, becomes categories.json; without it there is none. `loss_weight` writes that column too.
     A missing length is len(input_ids), a missing loss_weight 1. `save` goes to save_to_disk (num_shards=…). Returns

@@ -1,6 +1,5 @@
-"""The tokenize command's closing tables and report.json: what was written, and everything that was not."""
+"""report.json and the closing tables of the tokenize and index commands: what was written, and all that was not."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -9,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.progress import aligned
+from verl_ext.files import write_json
+from verl_ext.progress import Row, aligned
 from verl_ext.text.chat import ChatOptions
-from verl_ext.text.counts import Counts, Run
-from verl_ext.text.documents import Documents
-from verl_ext.values import DataError, one_line
+from verl_ext.text.documents import Counts, Documents, Run
+from verl_ext.values import DataError, Options, one_line
 
 REPORT = "report.json"
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("num_workers", "overwrite", "preview")
 MAX_CATEGORIES = 1000
 NAMED = 12  # of fields and the like, in a line of the closing table
-_LEFT = ("category", "over max_tokens", "encoded as text", "bad record", "first")  # columns to the left
+_LEFT = ("source", "category", "over max_tokens", "encoded as text", "bad record", "first")  # columns to the left
 
 
 class Report:
-    """Counts by source, in the order of `sources`, and by category: the source, unless records give theirs.
+    """Counts by source and by category: the source, unless records give theirs.
 
     numbers: of the categories, from 1, in the order of `sources` or of the first document of each. read: records by
     source, those that `sample` left out included.
@@ -60,21 +59,18 @@ class Report:
     @property
     def total(self) -> Counts:
         """All sources together."""
-        total = Counts()
-        for counts in self.sources.values():
-            total.add(counts)
-        return total
+        return total(self.sources)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of report.json; it names no time, so that equal runs give equal files."""
-        total = self.total.as_dict()
-        del total["examples"]
+        in_all = self.total.as_dict()
+        del in_all["examples"]
         return {
             "tokenizer": self.options.model.tokenizer,
-            "options": {key: value for key, value in asdict(self.options).items() if key not in NOT_REPORTED},
+            "options": reported_options(self.options),
             "categories": {name: counts.as_dict() for name, counts in self.categories.items()},
             "sources": {name: self._source(name, counts) for name, counts in self.sources.items()},
-            "total": total,
+            "total": in_all,
         }
 
     def _source(self, name: str, counts: Counts) -> dict[str, Any]:
@@ -86,30 +82,18 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """Write report.json and categories.json into the dataset's folder."""
-        names = {str(number): name for name, number in self.numbers.items()}
-        for file, content in ((REPORT, self.as_dict()), ("categories.json", names)):
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            (folder / file).write_text(text, encoding="utf-8")
+        write_json(folder / REPORT, self.as_dict())
+        write_json(folder / "categories.json", {str(number): name for name, number in self.numbers.items()})
 
     def table(self) -> str:
-        """The closing table, and one each of documents over max_tokens, special tokens in text and bad records, where
-        there are any; then a line for everything else that a source's records were found to have."""
-        rows = [_row(name, counts) for name, counts in self.categories.items()]
-        if len(rows) > 1:
-            rows.append(_row("all", self.total))
-        tables = [
-            rows,
-            [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)],
-            special_token_rows("category", self.categories),
-            [
-                {"category": name, "bad record": reason, "records": f"{count:,}", "first": counts.examples[reason][0]}
-                for name, counts in self.categories.items()
-                for reason, count in sorted(counts.bad.items())
-            ],
-        ]
+        """The closing tables, then a line for everything else that a source's records were found to have."""
+        cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
-        parts = [aligned(table, _LEFT) for table in tables if table]
-        return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
+        summary, *problems = tables("category", self.categories, targets=True)
+        if len(self.categories) > 1:
+            summary.append(_summary("category", "all", self.total, targets=True))
+        parts = [as_text(summary, cut, *problems), "\n".join(notes)]
+        return "\n\n".join(filter(None, parts))
 
     def _notes(self, name: str, counts: Counts) -> Iterator[str]:
         """One line for each thing that a reader should know of a source."""
@@ -121,8 +105,8 @@ class Report:
         if ends := {text: count for text, count in counts.end_of_turn.items() if text}:
             yield f"end of turn: {_most(ends, ' turns')}"
         if counts.text_ends:
-            told = _most(counts.text_ends, " turns")
-            yield f"no token of the tokenizer, but learnt as text, is the end of turn {told}"
+            ends_as_text = _most(counts.text_ends, " turns")
+            yield f"no token of the tokenizer, but learnt as text, is the end of turn {ends_as_text}"
         if open_turns := counts.end_of_turn[""]:
             yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
         if counts.border_tokens:
@@ -138,29 +122,26 @@ class Report:
 def _most(counts: Mapping[str, int], unit: str = "") -> str:
     """`a (3 turns), b (1 turns)`: the most frequent."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
-    told = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)
-    return told + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
+    listed = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)
+    return listed + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
 
 
-def _row(name: str, counts: Counts) -> dict[str, str]:
-    row: dict[str, str | int] = {
-        "category": name,
-        "records": counts.records,
-        "bad": counts.bad.total(),
-        "documents": counts.documents,
-        "tokens": counts.tokens,
-        "targets": counts.target_tokens,
-        "share": f"{counts.target_share:.1%}",
-        "median": counts.length_quantile(0.5),
-        "p95": counts.length_quantile(0.95),
-        "max": max(counts.lengths, default=0),
-    }
-    return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
+def total(counts: Mapping[str, Counts]) -> Counts:
+    """The sum of several counts."""
+    found = Counts()
+    for each in counts.values():
+        found.add(each)
+    return found
 
 
-def special_token_rows(what: str, counts: Mapping[str, Counts]) -> list[dict[str, str]]:
-    """A row for each category (`what` it is called) whose texts hold names of special tokens."""
-    return [
+def reported_options(options: Options) -> dict[str, Any]:
+    """The options as a report has them."""
+    return {key: value for key, value in asdict(options).items() if key not in NOT_REPORTED}  # type: ignore[call-overload]
+
+
+def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[Row]]:
+    """Rows of what was written, of special tokens in texts, and of bad records, by category or source (`what`)."""
+    special = [
         {
             what: name,
             "encoded as text": "special tokens",
@@ -169,9 +150,38 @@ def special_token_rows(what: str, counts: Mapping[str, Counts]) -> list[dict[str
         for name, each in counts.items()
         if each.special_tokens
     ]
+    bad = [
+        {what: name, "bad record": reason, "records": f"{count:,}", "first": each.examples[reason][0]}
+        for name, each in counts.items()
+        for reason, count in sorted(each.bad.items())
+    ]
+    return [[_summary(what, name, each, targets) for name, each in counts.items()], special, bad]
 
 
-def _cut_rows(name: str, counts: Counts) -> Iterator[dict[str, str]]:
+def as_text(*rows: list[Row]) -> str:
+    """Tables with an empty line between them; none of no rows."""
+    return "\n\n".join(aligned(table, _LEFT) for table in rows if table)
+
+
+def _summary(what: str, name: str, counts: Counts, targets: bool) -> Row:
+    row: dict[str, str | int] = {
+        what: name,
+        "records": counts.records,
+        "bad": counts.bad.total(),
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+    }
+    if targets:
+        row |= {"targets": counts.target_tokens, "share": f"{counts.target_share:.1%}"}
+    row |= {
+        "median": counts.length_quantile(0.5),
+        "p95": counts.length_quantile(0.95),
+        "max": max(counts.lengths, default=0),
+    }
+    return {key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()}
+
+
+def _cut_rows(name: str, counts: Counts) -> Iterator[Row]:
     """A row for each thing that was done to documents over max_tokens: tokens are those removed (of `split`, cut)."""
     over = counts.over_length
     before = counts.tokens + over["dropped_tokens"] + over["truncated_tokens"]

@@ -1,6 +1,6 @@
-"""The command that tokenises chats, beside the tokenizer's own batch call.
+"""The command that tokenizes chats, beside the tokenizer's own batch call.
 
-    python benchmarks/tokenising.py --output tokenising.json
+    python benchmarks/tokenizing.py --output tokenizing.json
 
 Makes its own chats and tokenizer; `--records FILE.jsonl --tokenizer FOLDER` take yours. In every turn each contestant
 has the same chats:
@@ -87,7 +87,7 @@ def encode(tokenizer: Any, texts: list[str]) -> tuple[float, int]:
 
 def run_command(records: Path, tokenizer: Path, workers: int, folder: Path) -> float:
     """The seconds of the whole command."""
-    output = folder / "tokenised"
+    output = folder / "tokenized"
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "verl_ext", "tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
     command += [f"model.path={tokenizer}", f"num_workers={workers}"]
@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     texts = rendered_texts(records, tokenizer)
     rows: dict[int, list[dict[str, Any]]] = {workers: [] for workers in options.workers}
-    bar = tqdm(total=options.repeats * len(rows), desc="tokenise", file=sys.stderr)
+    bar = tqdm(total=options.repeats * len(rows), desc="tokenize", file=sys.stderr)
     tokens = 0
     for _ in range(options.repeats):
         for workers, turns in rows.items():

@@ -1,0 +1,20 @@
+"""The tokenizing benchmark at a small size: whole commands run beside the tokenizer; no timing is asserted."""
+
+import pytest
+
+from benchmarks import tokenizing
+
+
+def test_every_command_has_its_ratio(tmp_path):
+    options = tokenizing.arguments(["--chats", "60", "--repeats", "1", "--workers", "1"])
+    result = tokenizing.measure(options, tmp_path)
+    assert result["chats"] == 60
+    (turn,) = result["workers"]["1"]
+    assert 0 < turn["ratio_with_start"] == turn["encode_batch"] / turn["command"]
+    assert tokenizing.report(result).splitlines()[-1].startswith("1 workers")
+
+
+def test_records_without_their_tokenizer_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        tokenizing.arguments(["--records", "chats.jsonl"])
+    assert "--records must come with --tokenizer" in capsys.readouterr().err
