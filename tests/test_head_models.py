@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import transformers
+from transformers import AutoConfig
 
 from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
+from verl_ext.config import compose
+from verl_ext.config.model import PackedModel
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
@@ -90,3 +93,20 @@ def test_a_step_of_every_head_equals_plain_hugging_face(name, ranks, sequence_pa
         for parameter, gradient in expected.gradients.items():
             off = float((step.gradients[parameter].double() - gradient).norm() / max(gradient.norm(), 1e-12))
             assert off < TOLERANCE, f"{head}: {parameter} is off by {off:.1e} of its norm"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "notice"),
+    [
+        ("qwen3_tied", "fused", None),
+        ("granite_scaled", "fused", "loss.head=fused is targets here: GraniteForCausalLM"),
+        ("granite_scaled", "plain", None),
+        ("gpt2_tied", "fused", None),
+    ],
+)
+def test_a_head_that_needs_more_memory_than_asked_for_is_reported(name, asked, notice, folder):
+    config = compose([f"model.path={folder(name)}", "data.train_dir=unused", "parallel=cpu", f"loss.head={asked}"])
+    notices = PackedModel.notices(config, AutoConfig.from_pretrained(folder(name)), "cpu", None)
+    assert [line.startswith(notice) for line in notices if line.startswith("loss.head")] == [True] * (
+        notice is not None
+    )

@@ -81,6 +81,7 @@ class PackedModel(HFModelConfig):
         """(the config that the model runs with, problems) for the one that `model.path` holds; None with problems."""
         unsupported = support.model_support_problems(hf_config)
         problems = support.head_problems(config, hf_config) + unsupported + support.lora_problems(config, hf_config)
+        problems += support.block_problems(config, hf_config)
         return None if unsupported else hf_config, problems
 
     @classmethod
@@ -100,7 +101,7 @@ class PackedModel(HFModelConfig):
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
         """What is allowed, and may not be what was meant."""
         quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
-        return quadratic + support.router_notices(hf_config)
+        return quadratic + support.router_notices(hf_config) + support.output_notices(config, hf_config)
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:

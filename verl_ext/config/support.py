@@ -14,7 +14,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import choose_backend, flash_limit
+from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
+from verl_ext.losses import HEADS, row_bytes
 
 SP = "engine.ulysses_sequence_parallel_size"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -80,6 +82,27 @@ def _encoder_problems(cls: type, hf_config: Any) -> list[str]:
     if any(getattr(embedding, "padding_idx", None) is not None for embedding in embeddings):
         return [f"{name} must count positions from 0, as packs do; {cls.__name__} counts from pad_token_id + 1"]
     return []
+
+
+def block_problems(config: DictConfig, hf_config: Any) -> list[str]:
+    """Whether a fused head's block of logits holds a row of the model's vocabulary."""
+    given, vocabulary = config.loss.head_block_mib, hf_config.get_text_config().vocab_size
+    least = -(-row_bytes(vocabulary, torch.bfloat16) // 2**20)
+    if not isinstance(given, int) or not 0 < given < least:
+        return []
+    return [f"loss.head_block_mib must be at least {least}, a row of the model's {vocabulary} logits; got {given}"]
+
+
+def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
+    """Says that a model's head needs more memory than `loss.head` asks for."""
+    cls, asked = _model_class(hf_config), config.loss.head
+    if cls is None or asked not in HEADS:
+        return []
+    with torch.device("meta"):
+        use = head_use(cls(copy.deepcopy(hf_config)))
+    if HEADS.index(use) <= HEADS.index(asked):
+        return []
+    return [f"loss.head={asked} is {use} here: {cls.__name__} has no linear head whose logits it gives as they are"]
 
 
 def router_notices(hf_config: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """The exact loss of a step: coefficients from data, token losses from logits."""
 
-from verl_ext.losses.head_nll import BLOCK_BYTES, head_terms
+from verl_ext.losses.head_nll import BLOCK_BYTES, head_terms, row_bytes
 from verl_ext.losses.modes import (
     HEADS,
     MODES,

@@ -96,11 +96,15 @@ def head_terms(
     """
     assert labels.shape == coefficients.shape
     weight = factors[0][1]
-    bytes_per_row = weight.shape[0] * (4 if weight.dtype == torch.float32 else 4 + 2 * weight.element_size())
-    rows = max(1, block_bytes // bytes_per_row)
+    rows = max(1, block_bytes // row_bytes(weight.shape[0], weight.dtype))
     with torch.autocast(labels.device.type, enabled=False):
         learns = torch.is_grad_enabled()  # asked here: inside forward it never is
         return _HeadTerms.apply(labels, coefficients, bias, rows, learns, *(x for pair in factors for x in pair))
+
+
+def row_bytes(vocabulary: int, dtype: torch.dtype) -> int:
+    """Bytes of one row of a block: its logits in fp32; of a shorter type, also as they are and as their gradient."""
+    return vocabulary * (4 if dtype == torch.float32 else 4 + 2 * dtype.itemsize)
 
 
 def _logits(
