@@ -2,8 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 import transformers
-from transformers import AutoConfig
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
@@ -11,6 +15,7 @@ from tests.tiny_model import write_tiny_model
 from verl_ext.config import compose
 from verl_ext.config.model import PackedModel
 from verl_ext.data import CategoryTable
+from verl_ext.engines.head import FusedHead, HeadWork, TargetRows, head_use
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
@@ -110,3 +115,49 @@ def test_a_head_that_needs_more_memory_than_asked_for_is_reported(name, asked, n
     assert [line.startswith(notice) for line in notices if line.startswith("loss.head")] == [True] * (
         notice is not None
     )
+
+
+@given(is_target=st.lists(st.booleans(), min_size=1, max_size=60), ranks=st.integers(1, 5))
+def test_target_rows_are_shared_evenly_and_in_order(is_target, ranks):
+    flags = torch.tensor(is_target)
+    length = -(-len(is_target) // ranks)
+    shares = [TargetRows.of(flags, length, rank, ranks) for rank in range(ranks)]
+    targets = flags.nonzero().flatten().tolist()
+    assert [at for rank, share in enumerate(shares) for at in (share.held + rank * length).tolist()] == targets
+    assert [at for share in shares for at in share.at[share.rows].tolist()] == targets
+    for rank, share in enumerate(shares):
+        assert share.at.tolist() == targets
+        assert sum(share.send) == len(share.held)
+        assert sum(share.receive) == share.rows.stop - share.rows.start <= share.padded
+        assert share.receive == [other.send[rank] for other in shares]
+
+
+def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder("llama")), LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head"])
+    )
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    ids = torch.randint(4, 128, (1, 12))
+    labels, coefficients = ids[0, 1:], torch.rand(11)
+    assert head_use(model) == "fused"
+
+    def gradients(loss):
+        model.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    logits = model(ids).logits[0, :-1].float()
+    plain = gradients((coefficients * torch.nn.functional.cross_entropy(logits, labels, reduction="none")).sum())
+    head = FusedHead(model)
+    rows = TargetRows.of(torch.tensor([True] * 11 + [False]), 12, 0, 1)
+    with head.doing(HeadWork(labels, coefficients, rows, None, 3000)):
+        terms = model(ids, logits_to_keep=rows.held).logits[0, :, 0]
+    fused = gradients(terms.sum())
+    assert plain.keys() == fused.keys()
+    assert any("lora_A" in name for name in plain)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(fused[name], gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(ids).logits[0, :-1].float(), logits)  # logits again where there is no work
