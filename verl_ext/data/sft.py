@@ -15,7 +15,7 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ from verl_ext.packing import (
 from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.sources import SourceFile, absolute_path
 from verl_ext.text.tokenized import read_report, tokenized
-from verl_ext.values import option, whole_number
+from verl_ext.values import option, options_of, whole_number
 
 PAD_MODES = ("no_padding", "right")
 IGNORED = -100  # the label that Hugging Face losses leave out
@@ -324,7 +324,8 @@ class TextSet(SFTDataSet):
             raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.options, self.split, self.files = options, split, tuple(file.path for file in files)
-        values = {f.name: getattr(options, f.name) for f in fields(self.encoder) if hasattr(options, f.name)}
+        shared = options_of(type(options)).keys() & options_of(self.encoder).keys()
+        values = {name: getattr(options, name) for name in shared}
         encoder = self.encoder(tokenizer, **values, key=key)
         folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
         self._data = TokenizedData([str(folder)], key)
