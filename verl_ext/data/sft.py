@@ -354,7 +354,7 @@ class TextSet(SFTDataSet):
         return [*report, *super().over_length_report]
 
     def changed_documents(self) -> list[OverLengthRow]:
-        """What an SFTDataSet says, and the records that gave no document (told with the part to train on)."""
+        """As of an SFTDataSet, and the records that gave no document, which the training part reports."""
         bad = [
             OverLengthRow(category, f"bad record: {reason}", documents)
             for category, counts in read_report(self.folders[0])["categories"].items()
