@@ -159,10 +159,11 @@ class SFTDataSet(PackDataset):
         if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
-        self._rows = np.arange(len(data)) if rows is None else rows  # of the documents of this set, in use or not
-        self._in_use = self._rows[:max_samples] if max_samples > 0 else self._rows
+        self._rows = rows  # of the documents of this set, in use or not
+        first = slice(max_samples if max_samples > 0 else None)
+        self._in_use: Any = first if rows is None else rows[first]  # a slice where rows would only count: 8 bytes each
         spans = cut_spans(data.lengths[self._in_use], options.max_tokens, options.over_length, key)
-        self.spans = Spans(self._in_use[spans.row], spans.start, spans.length)
+        self.spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
         self.plan: PackPlan
         how = options.max_tokens, options.strategy, options.seed
         if options.mixture_options is None:
@@ -218,7 +219,7 @@ class SFTDataSet(PackDataset):
     def over_length(self) -> OverLengthDocuments:
         """The documents longer than a pack."""
         lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
-        return OverLengthDocuments.of(lengths, self.max_tokens, policy, self._in_use)
+        return OverLengthDocuments.of(lengths, self.max_tokens, policy, None if self._rows is None else self._in_use)
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -245,7 +246,8 @@ class SFTDataSet(PackDataset):
     @cached_property
     def _category_rows(self) -> CategoryRows:
         columns = self._data.document_columns
-        total = int(self._data.lengths[self._rows].sum(dtype=np.int64))
+        lengths = self._data.lengths if self._rows is None else self._data.lengths[self._rows]
+        total = int(lengths.sum(dtype=np.int64))
         return CategoryRows(None if columns is None else columns.category, self.category_names, total)
 
     @cached_property
@@ -256,7 +258,9 @@ class SFTDataSet(PackDataset):
 
     def changed_documents(self) -> list[OverLengthRow]:
         """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        beyond, lengths = self._rows[len(self._in_use) :], self._data.lengths
+        lengths = self._data.lengths
+        rows = np.arange(len(lengths)) if self._rows is None else self._rows
+        beyond = rows[len(lengths[self._in_use]) :]
         left_out = self._category_rows.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
         return [*self.over_length_report, *left_out]
 
