@@ -129,7 +129,7 @@ def _has_files(folder: Path) -> bool:
 def output_problems(
     output_dir: str, overwrite: bool, marker: str, keep: Iterable[str | os.PathLike[str] | None], kept: str
 ) -> list[str]:
-    """One line where `output_dir` must not be written, none where it may; told before anything is computed.
+    """One line where `output_dir` must not be written, none where it may; checked before anything is computed.
 
     Args:
         marker: file by which a folder that the command wrote is known; only such a one is replaced.
@@ -192,7 +192,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
     note = root / f"{name}.failed"
     before = _changed(note)
     try:
-        if folder.exists():  # told by all that see it: of a run's ranks, only the first is heard
+        if folder.exists():  # raised by all that see it: of a run's ranks, only the first is heard
             _logger.warning("%s is made anew: %s", folder, wrong)
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):

@@ -51,9 +51,9 @@ def option(
     """A field of an :class:`Options` dataclass.
 
     Args:
-        default: what it is when it is not given; a list or dict is copied for every instance.
+        default: its value when it is not given; a list or dict is copied for every instance.
         meaning: one line for `--help` and the configuration reference.
-        choices: the texts that it may be.
+        choices: the values that are allowed.
         least, most, above: bounds of a number; null passes where the annotation allows it.
         required: null and an empty value are refused.
     """

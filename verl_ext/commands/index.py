@@ -58,7 +58,7 @@ def run(options: IndexOptions) -> str:
     Raises `UsageError` and `DataError`, each one line.
     """
     files = find_source_files(options.patterns)
-    # Also made here: a tokenizer that lacks a token is told before any process is started.
+    # Also made here: a tokenizer that lacks a token is refused before any process is started.
     tokenizer = load_text_tokenizer(options.model, options, options.add_bos)
     num_bytes = total_bytes(files)
     useful = available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)

@@ -29,7 +29,7 @@ class Ranks:
     rank, size = 0, 1
 
     def guard(self) -> AbstractContextManager[None]:
-        """Around work that may fail on one rank: a ValueError or OSError inside ends the run on all, told once."""
+        """Around work that may fail on one rank: a ValueError or OSError inside ends the run on all, reported once."""
         return nullcontext()
 
     def broadcast(self, value: Any) -> Any:
@@ -134,7 +134,7 @@ class DatasetOptions(Options):
         return {"train_dir": node["val_dir"]}
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        """A line for each path that cannot be what the family reads; told before a model is read."""
+        """A line for each path that cannot be what the family reads, before a model is read."""
         return ()
 
 

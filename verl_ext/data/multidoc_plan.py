@@ -201,7 +201,7 @@ class SourceFinder:
         return Source(name, TokenIndex(folder / "text", self.key), weight, is_text=True, **records)
 
     def _fingerprint(self, files: Sequence[SourceFile]) -> str:
-        """Of everything that the tokens follow from."""
+        """Of everything that the tokens depend on."""
         options = self.options
         return digest(
             [

@@ -67,7 +67,7 @@ class PreTrainOptions(TextSetOptions, RecordOptions):
             yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return ()  # globs and URLs: told when they are opened
+        return ()  # globs and URLs: checked when they are opened
 
     @classmethod
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def _scan(
     block_tokens: int,
 ) -> DocumentScan:
     """The documents of is_read bool[N] from their tokens, the others from their columns."""
-    columns, of_tokens = data.document_columns, is_read[spans.row]
+    columns = data.document_columns
+    of_tokens: Any = slice(None) if columns is None else is_read[spans.row]  # a slice copies nothing
     part = _Part(data, Spans(spans.row[of_tokens], spans.start[of_tokens], spans.length[of_tokens]), over)
     if is_read.any():
         with ranks.guard():

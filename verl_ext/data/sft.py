@@ -15,7 +15,7 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ from verl_ext.packing import (
 from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.sources import SourceFile, absolute_path
 from verl_ext.text.tokenized import read_report, tokenized
-from verl_ext.values import option, whole_number
+from verl_ext.values import option, options_of, whole_number
 
 PAD_MODES = ("no_padding", "right")
 IGNORED = -100  # the label that Hugging Face losses leave out
@@ -159,10 +159,11 @@ class SFTDataSet(PackDataset):
         if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
-        self._rows = np.arange(len(data)) if rows is None else rows  # of the documents of this set, in use or not
-        self._in_use = self._rows[:max_samples] if max_samples > 0 else self._rows
+        self._rows = rows  # of the documents of this set, in use or not
+        first = slice(max_samples if max_samples > 0 else None)
+        self._in_use: Any = first if rows is None else rows[first]  # a slice where rows would only count: 8 bytes each
         spans = cut_spans(data.lengths[self._in_use], options.max_tokens, options.over_length, key)
-        self.spans = Spans(self._in_use[spans.row], spans.start, spans.length)
+        self.spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
         self.plan: PackPlan
         how = options.max_tokens, options.strategy, options.seed
         if options.mixture_options is None:
@@ -218,7 +219,7 @@ class SFTDataSet(PackDataset):
     def over_length(self) -> OverLengthDocuments:
         """The documents longer than a pack."""
         lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
-        return OverLengthDocuments.of(lengths, self.max_tokens, policy, self._in_use)
+        return OverLengthDocuments.of(lengths, self.max_tokens, policy, None if self._rows is None else self._in_use)
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -245,7 +246,8 @@ class SFTDataSet(PackDataset):
     @cached_property
     def _category_rows(self) -> CategoryRows:
         columns = self._data.document_columns
-        total = int(self._data.lengths[self._rows].sum(dtype=np.int64))
+        lengths = self._data.lengths if self._rows is None else self._data.lengths[self._rows]
+        total = int(lengths.sum(dtype=np.int64))
         return CategoryRows(None if columns is None else columns.category, self.category_names, total)
 
     @cached_property
@@ -256,7 +258,9 @@ class SFTDataSet(PackDataset):
 
     def changed_documents(self) -> list[OverLengthRow]:
         """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
-        beyond, lengths = self._rows[len(self._in_use) :], self._data.lengths
+        lengths = self._data.lengths
+        rows = np.arange(len(lengths)) if self._rows is None else self._rows
+        beyond = rows[len(lengths[self._in_use]) :]
         left_out = self._category_rows.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
         return [*self.over_length_report, *left_out]
 
@@ -324,7 +328,8 @@ class TextSet(SFTDataSet):
             raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.options, self.split, self.files = options, split, tuple(file.path for file in files)
-        values = {f.name: getattr(options, f.name) for f in fields(self.encoder) if hasattr(options, f.name)}
+        shared = options_of(type(options)).keys() & options_of(self.encoder).keys()
+        values = {name: getattr(options, name) for name in shared}
         encoder = self.encoder(tokenizer, **values, key=key)
         folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
         self._data = TokenizedData([str(folder)], key)
@@ -353,7 +358,7 @@ class TextSet(SFTDataSet):
         return [*report, *super().over_length_report]
 
     def changed_documents(self) -> list[OverLengthRow]:
-        """What an SFTDataSet says, and the records that gave no document (told with the part to train on)."""
+        """As of an SFTDataSet, and the records that gave no document, which the training part reports."""
         bad = [
             OverLengthRow(category, f"bad record: {reason}", documents)
             for category, counts in read_report(self.folders[0])["categories"].items()

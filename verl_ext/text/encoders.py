@@ -201,7 +201,7 @@ class TextEncoder:
         return mask_from_offsets(text, encoded.offsets, spans)
 
     def _short(self, texts: list[str]) -> Iterator[Encoded]:
-        """The tokens of short texts, with a fast tokenizer by its own calls: transformers makes lists of everything.
+        """The tokens of short texts. A fast tokenizer is called itself, since transformers turns everything into lists.
 
         Where tokens are bytes of the text their characters are counted, and the tokenizer need not follow them.
         """

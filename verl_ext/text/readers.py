@@ -96,7 +96,7 @@ def read_batches(
     """Yield the files' chunks, in order, in batches of about `batch_bytes` of text at the most.
 
     `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
-    becomes its batch's `failure` and ends its source, so that it is told only where the documents before it do not
+    becomes its batch's `failure` and ends its source, so that it is reported only where the documents before it do not
     fill the source, however far ahead of them it was found.
     """
     for source, own in groupby(files, key=lambda file: file.category_id):

@@ -54,7 +54,7 @@ WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
 MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS hold
 
 _logger = logging.getLogger(__name__)
-_told: set[tuple[Path, str]] = set()
+_reported: set[tuple[Path, str]] = set()
 
 
 class Encoder(Protocol):
@@ -98,8 +98,8 @@ def tokenized(
     folder = cached_folder(root, name, lambda to: _write(to, files, names, encoder, batch_bytes))
     if _fingerprint(files, names, encoder) != name:
         raise ValueError(f"{encoder.key} must not change while it is tokenized; one of its {len(files)} files did")
-    if (folder, encoder.key) not in _told:
-        _told.add((folder, encoder.key))
+    if (folder, encoder.key) not in _reported:
+        _reported.add((folder, encoder.key))
         for line in encoder.notices(read_report(folder)["total"]):
             _logger.warning("%s", line)
     return folder

@@ -136,7 +136,7 @@ def write_text_indices(
     begun = time.monotonic()
     with closing(written()) as work:
         first = []
-        for done in work:  # until there is a document: a mistake before it is told without a bar
+        for done in work:  # until there is a document: a mistake before it is reported without a bar
             first.append(done)
             if done.tokens:
                 break
