@@ -24,7 +24,7 @@ from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.dataset import RunLength
 from verl_ext.data.mixture import mixture_notices
-from verl_ext.losses import LossSpec, category_weight_table
+from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.packing import CostModel
 from verl_ext.trainer.checkpoint import PlanState, refuse_locked
@@ -125,9 +125,7 @@ class Run:
 
     def loss_for(self, dataset: PackDataset) -> LossSpec:
         """The configured loss over a dataset's category table."""
-        loss = self.config.loss
-        weights = category_weight_table(loss.category_weights, dataset.categories.names)
-        return LossSpec(loss.mode, weights, loss.documents_per_pack)
+        return self.config.loss.spec(dataset.categories.names)
 
 
 def prepare(composed: DictConfig) -> Run:
