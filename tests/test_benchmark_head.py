@@ -1,0 +1,30 @@
+"""The heads of benchmarks/head_memory.py compute the same; no timing is asserted."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import head_memory
+
+HEADS = ["plain", "targets", "fused", "verl"]
+
+
+def test_every_head_has_the_loss_and_gradient_of_plain_logits(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "head.json"
+    sizes = ["--tokens", "24", "--targets", "0.3", "1.0", "--hidden", "16", "--vocabulary", "300"]
+    monkeypatch.setattr(sys, "argv", ["head_memory.py", *sizes, "--heads", *HEADS, "--output", str(output)])
+    head_memory.main()
+    cells = json.loads(output.read_text())
+    assert [cell["head"] for cell in cells] == HEADS * 2
+    assert all(cell["loss"] == pytest.approx(cells[cells.index(cell) // 4 * 4]["loss"], rel=1e-5) for cell in cells)
+    assert capsys.readouterr().out.count("100%") == len(HEADS)
+
+
+def test_heads_that_differ_are_no_result():
+    cells = [
+        {"head": name, "tokens": 8, "targets": 1.0, "loss": loss, "gradient": 1.0}
+        for name, loss in (("a", 1), ("b", 2))
+    ]
+    with pytest.raises(ValueError, match="a and b differ in loss"):
+        head_memory.check_equal(cells)
