@@ -21,7 +21,7 @@ from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.head import FusedHead, HeadWork, TargetRows, head_use
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
-from verl_ext.engines.step import StepEngine, on_device
+from verl_ext.engines.step import StepEngine, on_device, pinned
 from verl_ext.losses import BLOCK_BYTES, HEADS, token_nll
 
 # What only verl's reinforcement learning asks of prepare_model_outputs; verl's own code computes it.
@@ -93,8 +93,8 @@ class PackedEngine(StepEngine):
         model_inputs, output_args = self.prepare_model_inputs(micro_batch)
         model_inputs["document_layout"] = layout.padded(output_args["pad_size"])
         if rows is not None:
-            model_inputs["logits_to_keep"] = rows.held.to(device, non_blocking=True)
-            output_args |= self._target_args(micro_batch, rows)
+            model_inputs["logits_to_keep"] = pinned(rows.held, device).to(device, non_blocking=True)
+            output_args |= self._target_args(micro_batch, rows, device) | {"held": model_inputs["logits_to_keep"]}
         return model_inputs, output_args, micro_batch
 
     def _target_rows(self, micro_batch: TensorDict) -> TargetRows | None:
@@ -112,8 +112,9 @@ class PackedEngine(StepEngine):
         asked = tu.get_non_tensor_data(micro_batch, "head", default="plain")
         return max(asked, self.head_use, key=HEADS.index)
 
-    def _target_args(self, micro_batch: TensorDict, rows: TargetRows) -> dict[str, Any]:
-        at = rows.at.to(get_device_id(), non_blocking=True)
+    def _target_args(self, micro_batch: TensorDict, rows: TargetRows, device: Any) -> dict[str, Any]:
+        """What :meth:`prepare_model_outputs` reads of the targets, and the work of a fused head."""
+        at = pinned(rows.at, device).to(device, non_blocking=True)
         args: dict[str, Any] = {"rows": rows, "at": at, "work": None}
         if self._head_of(micro_batch) == "fused":
             mine, ids = at[rows.rows], micro_batch["input_ids"].values()
@@ -194,7 +195,7 @@ class PackedEngine(StepEngine):
         if rows is None:
             nll = token_nll(logits, labels, inplace_backward=True)
         else:
-            held = rows.held.to(labels.device, non_blocking=True)
+            held = output_args["held"]
             of_targets = token_nll(logits, labels[held], inplace_backward=True)
             nll = of_targets.new_zeros(len(labels)).index_put((held,), of_targets)
         nll = self._gather_and_unpad_packed(nll, output_args["pad_size"])

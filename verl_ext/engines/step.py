@@ -186,15 +186,15 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
         if isinstance(value, torch.Tensor) and value.is_nested:
             shared: Any = value.offsets()  # type: ignore[attr-defined]
             if id(shared) not in offsets:
-                offsets[id(shared)] = _pinned(shared, device).to(device, non_blocking=True)
+                offsets[id(shared)] = pinned(shared, device).to(device, non_blocking=True)
             flat = value.values().to(device, non_blocking=True)
             moved[key] = torch.nested.nested_tensor_from_jagged(flat, offsets[id(shared)])
         elif isinstance(value, torch.Tensor):
-            moved[key] = _pinned(value, device).to(device, non_blocking=True)
+            moved[key] = pinned(value, device).to(device, non_blocking=True)
     return moved
 
 
-def _pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+def pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """A small tensor page-locked on its way from the host to CUDA, without which the copy waits."""
     return tensor.pin_memory() if tensor.device.type == "cpu" and torch.device(device).type == "cuda" else tensor
 
