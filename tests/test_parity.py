@@ -56,12 +56,13 @@ CASES += [replace(case, head=head) for case in CASES if case.mode == "sequence" 
 FEW_CASES = [case for case in CASES if case.mode in ("token", "longwriter") and case.accumulation == 4]
 # Gradients reduced after the last micro-batch alone, without what verl recomputes by default.
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
-LAYOUTS = {  # the last has more ranks than key/value heads, and packs shorter than it has ranks
+LAYOUTS = {  # the last two have more ranks than key/value heads, and packs shorter than it has ranks
     Layout(1, 1): CASES,
     Layout(2, 1): CASES,
     Layout(2, 2): CASES,
     Layout(4, 2, _LEAN): CASES,
     Layout(4, 4): FEW_CASES,
+    Layout(3, 3): FEW_CASES,  # 4 query and 2 key/value heads become 6 and 6
 }
 RUNS = [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in LAYOUTS.items() for case in cases]
 

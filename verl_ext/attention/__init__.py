@@ -1,5 +1,6 @@
 """Attention inside the documents of a pack."""
 
+from verl_ext.attention.heads import HeadPadding
 from verl_ext.attention.kernels import (
     BACKENDS,
     PACKED_ATTENTION,

@@ -8,7 +8,7 @@ Registered through transformers' ``AttentionInterface``, so that no model is pat
    q, k, v  ──all-to-all──►  T tokens of H/n heads  ──kernel──►  ──all-to-all──►  T/n tokens of H heads
 ```
 
-DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509. Key/value heads fewer than ranks are repeated, as verl does.
+DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509.
 """
 
 import torch
@@ -19,6 +19,7 @@ from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_world_size,
 )
 
+from verl_ext.attention.heads import HeadPadding
 from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
@@ -65,8 +66,10 @@ def packed_attention(
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
     ranks = get_ulysses_sequence_parallel_world_size()
-    if ranks > 1:
-        query, key, value = _scatter_heads(query, key, value, ranks)
+    padding = HeadPadding.of(query.size(2), key.size(2), ranks)
+    if ranks > 1:  # [B, T/n, heads, E] to [B, T, heads/n, E]
+        query, key, value = padding.query(query), padding.key_value(key), padding.key_value(value)
+        query, key, value = (gather_seq_scatter_heads(x, seq_dim=1, head_dim=2) for x in (query, key, value))
     if document_layout is None:
         if _layout_required:
             raise ValueError(
@@ -82,7 +85,7 @@ def packed_attention(
     options = KernelOptions(scaling, sliding_window, dropout)
     output = kernel(*tokens, document_layout, options).unflatten(0, (rows, length))
     if ranks > 1:
-        output = gather_heads_scatter_seq(output, head_dim=2, seq_dim=1)
+        output = padding.output(gather_heads_scatter_seq(output, head_dim=2, seq_dim=1))
     return output.contiguous(), None
 
 
@@ -96,16 +99,6 @@ def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> 
     if unsupported:
         needs = f"model.path: {type(module).__name__} needs {', '.join(unsupported)}"
         raise ValueError(f"{needs}, which {PACKED_ATTENTION} does not compute")
-
-
-def _scatter_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``[1, T/n, heads, E]`` to ``[1, T, heads/n, E]``; key/value heads are first repeated up to the rank count."""
-    repeats = max(ranks // key.size(2), 1)
-    key, value = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (key, value))
-    query, key, value = (gather_seq_scatter_heads(x, seq_dim=1, head_dim=2) for x in (query, key, value))
-    return query, key, value
 
 
 def _rows_layout(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:

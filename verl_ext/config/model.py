@@ -101,7 +101,8 @@ class PackedModel(HFModelConfig):
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
         """What is allowed, and may not be what was meant."""
         quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
-        return quadratic + support.router_notices(hf_config) + support.output_notices(config, hf_config)
+        heads = support.padding_notices(config, hf_config) + support.output_notices(config, hf_config)
+        return quadratic + support.router_notices(hf_config) + heads
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:

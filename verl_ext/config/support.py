@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.attention import choose_backend, flash_limit
+from verl_ext.attention import HeadPadding, choose_backend, flash_limit
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.losses import HEADS, row_bytes
@@ -117,18 +117,30 @@ def router_notices(hf_config: Any) -> list[str]:
 
 
 def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Whether Ulysses can split the model's heads: query heads divide, key/value heads divide or repeat."""
-    sp = config.engine.ulysses_sequence_parallel_size
+    """Whether every sequence-parallel rank can have a head."""
+    sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
+    if not isinstance(sp, int) or heads is None or sp <= heads[0]:
+        return []
+    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp}"]
+
+
+def padding_notices(config: DictConfig, hf_config: Any) -> list[str]:
+    """Says what heads cost that the sequence-parallel size does not divide."""
+    sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
+    zero = HeadPadding.of(*heads, sp).zero_heads if heads else 0
+    if not heads or not zero:
+        return []
+    return [
+        f"{SP}={sp} does not divide the model's {heads[0]} attention heads of {heads[1]} key/value heads: {zero} zero "
+        f"heads are added, {zero / heads[0]:.0%} more attention"
+    ]
+
+
+def _heads(hf_config: Any) -> tuple[int, int] | None:
+    """(query heads, key/value heads), None where a config names none."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(sp, int) or sp <= 1 or not heads:
-        return []
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % sp:
-        return [f"{SP} must divide the model's {heads} attention heads; got {sp}"]
-    if kv_heads % sp and sp % kv_heads:
-        return [f"{SP} must divide the model's {kv_heads} key/value heads or be a multiple of them; got {sp}"]
-    return []
+    return (heads, getattr(text, "num_key_value_heads", None) or heads) if heads else None
 
 
 def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:

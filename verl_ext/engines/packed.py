@@ -40,7 +40,12 @@ class PackedEngine(StepEngine):
 
     def _build_module(self) -> torch.nn.Module:
         """verl's module, with rotary frequencies in fp32 and by document."""
-        module = super()._build_module()
+        # verl's patch of flash attention for Ulysses is not used, and refuses heads that are padded here.
+        ranks, self.ulysses_sequence_parallel_size = self.ulysses_sequence_parallel_size, 1
+        try:
+            module = super()._build_module()
+        finally:
+            self.ulysses_sequence_parallel_size = ranks
         restore_rope_precision(module)
         choose_rope_by_document(module, self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0)
         return module
