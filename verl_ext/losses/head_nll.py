@@ -59,7 +59,7 @@ class _HeadTerms(torch.autograd.Function):
                 if dw is not None:
                     _add_product(dw, slope.t(), x[block])
         ctx.gradients, ctx.bias_gradient = gradients, bias_gradient
-        ctx.dtypes = [x.dtype for x in factors], None if bias is None else bias.dtype
+        ctx.dtypes = [*(x.dtype for x in factors), None if bias is None else bias.dtype]
         ctx.mark_non_differentiable(nll)
         # Where nothing is learnt, an infinite nll must not become NaN by a product with 0.
         return torch.where(coefficients != 0, coefficients * nll, 0.0), nll
@@ -68,10 +68,11 @@ class _HeadTerms(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = grad_outputs[0][:1]  # the same for every term; none of no terms
         scale = factor.sum()
-        dtypes, bias_dtype = ctx.dtypes
-        scaled = [None if x is None else (x * scale).to(dtype) for x, dtype in zip(ctx.gradients, dtypes, strict=True)]
-        bias = None if ctx.bias_gradient is None else (ctx.bias_gradient * scale).to(bias_dtype)
-        del ctx.gradients, ctx.bias_gradient
+        gradients = [*ctx.gradients, ctx.bias_gradient]
+        del ctx.gradients, ctx.bias_gradient  # of a weight's size: scaled in place
+        *scaled, bias = (
+            None if x is None else x.mul_(scale).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
         return None, None, bias, None, None, *scaled
 
 
