@@ -72,8 +72,8 @@ def measure(head: str, tokens: int, share: float, hidden_size: int, vocabulary: 
     weight = torch.empty(vocabulary, hidden_size).normal_(std=0.02).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,))
     coefficients = (torch.rand(tokens) < share).float()
-    HEADS[head](hidden[:8], weight[:64], labels[:8] % 64, torch.ones(8)).backward()  # imports, first calls
-    hidden.grad = weight.grad = None
+    few = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    HEADS[head](*few, torch.arange(8), torch.ones(8)).backward()  # imports, first calls
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
     loss = HEADS[head](hidden, weight, labels, coefficients)
