@@ -47,17 +47,18 @@ class _HeadTerms(torch.autograd.Function):
             peak, target = probability.amax(-1, keepdim=True), probability.gather(1, label)
             total = probability.sub_(peak).exp_().sum(-1, keepdim=True)
             nll[block] = (total.log() - (target - peak)).squeeze(1)
-            if not (wants_bias or any(wants)):
-                continue
-            slope = probability.mul_(coefficient / total).scatter_add_(1, label, -coefficient)
-            if bias_gradient is not None:
-                bias_gradient += slope.sum(0)
-            slope = slope.to(weights[0].dtype)
-            for x, weight, dx, dw in zip(hidden, weights, gradients[::2], gradients[1::2], strict=True):
-                if dx is not None:
-                    torch.mm(slope, weight, out=dx[block])
-                if dw is not None:
-                    _add_product(dw, slope.t(), x[block])
+            if wants_bias or any(wants):
+                slope = probability.mul_(coefficient / total).scatter_add_(1, label, -coefficient)
+                if bias_gradient is not None:
+                    bias_gradient += slope.sum(0)
+                slope = slope.to(weights[0].dtype)
+                for x, weight, dx, dw in zip(hidden, weights, gradients[::2], gradients[1::2], strict=True):
+                    if dx is not None:
+                        torch.mm(slope, weight, out=dx[block])
+                    if dw is not None:
+                        _add_product(dw, slope.t(), x[block])
+                del slope
+            del probability  # or the next block would be in memory beside it
         ctx.gradients, ctx.bias_gradient = gradients, bias_gradient
         ctx.dtypes = [*(x.dtype for x in factors), None if bias is None else bias.dtype]
         ctx.mark_non_differentiable(nll)
