@@ -130,6 +130,12 @@ def test_target_rows_are_shared_evenly_and_in_order(is_target, ranks):
         assert share.receive == [other.send[rank] for other in shares]
 
 
+def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
+    for more in ({"use_dora": True}, {"lora_bias": True}):
+        base = AutoModelForCausalLM.from_pretrained(folder("llama"))
+        assert head_use(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
+
+
 def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder("llama")), LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head"])

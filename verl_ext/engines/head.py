@@ -78,7 +78,7 @@ class HeadWork:
 
 
 class FusedHead:
-    """The output embedding of a module, which gives ``(loss term, nll)`` per target while it has :meth:`work`.
+    """The output embedding of a module, which gives ``(loss term, nll)`` per target inside :meth:`doing`.
 
     FSDP's hooks stay around its forward: its weight is whole inside, gathered as for logits.
     """
@@ -146,12 +146,13 @@ def head_use(module: Any) -> str:
         return "plain"
     head = module.get_output_embeddings()
     base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
-    is_linear = (
-        isinstance(base, nn.Linear)
-        and type(base).forward is nn.Linear.forward
+    is_linear = isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
+    is_plain = head is base or (
+        hasattr(head, "lora_A")  # and neither DoRA nor a bias in the adapter
         and not getattr(head, "lora_variant", None)
+        and all(adapter.bias is None for adapter in head.lora_B.values())
     )
-    return "fused" if is_linear and _gives_logits_unchanged(type(model), model.config) else "targets"
+    return "fused" if is_linear and is_plain and _gives_logits_unchanged(type(model), model.config) else "targets"
 
 
 @dataclass

@@ -122,10 +122,9 @@ class PackedEngine(StepEngine):
         at = pinned(rows.at, device).to(device, non_blocking=True)
         args: dict[str, Any] = {"rows": rows, "at": at, "work": None}
         if self._head_of(micro_batch) == "fused":
-            mine, ids = at[rows.rows], micro_batch["input_ids"].values()
-            following = micro_batch["next_ids"].values() if "next_ids" in micro_batch else ids.roll(-1)
+            mine = at[rows.rows]
             args["work"] = HeadWork(
-                following[mine],
+                _next_ids(micro_batch)[mine],
                 micro_batch["loss_coefficients"].values()[mine],
                 rows,
                 self.ulysses_parallel_group if self.use_ulysses_sp else None,
@@ -145,7 +144,6 @@ class PackedEngine(StepEngine):
         if _needs_verl(micro_batch):
             return super().prepare_model_inputs(micro_batch)
         ids, positions = micro_batch["input_ids"].values(), micro_batch["position_ids"].values()
-        following = micro_batch["next_ids"].values() if "next_ids" in micro_batch else ids.roll(-1)
         pad = self._pad_size(len(ids))
         model_inputs: dict[str, Any] = {
             "input_ids": self._sequence_slice(ids, pad).unsqueeze(0),
@@ -154,7 +152,7 @@ class PackedEngine(StepEngine):
         }
         if getattr(self.model_config.hf_config, "output_router_logits", False):
             model_inputs["output_router_logits"] = False  # transformers would compute its own loss of this batch
-        return model_inputs, {"pad_size": pad, "labels": self._sequence_slice(following, pad)}
+        return model_inputs, {"pad_size": pad, "labels": self._sequence_slice(_next_ids(micro_batch), pad)}
 
     def _pad_size(self, tokens: int) -> int:
         """Padding after all tokens: to verl's bucket (`engine.pad_to_length`), then to a multiple of n."""
@@ -212,6 +210,11 @@ class PackedEngine(StepEngine):
             return pairs
         padded = torch.nn.functional.pad(pairs, (0, 0, 0, rows.padded - len(pairs)))
         return gather_outputs_and_unpad(padded, gather_dim=0)[: len(rows.at)]
+
+
+def _next_ids(micro_batch: TensorDict) -> torch.Tensor:
+    """int64[T]: the token after each position."""
+    return micro_batch["next_ids"].values() if "next_ids" in micro_batch else micro_batch["input_ids"].values().roll(-1)
 
 
 def _needs_verl(micro_batch: TensorDict) -> bool:
