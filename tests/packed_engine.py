@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.config import compose
@@ -22,17 +23,20 @@ from verl_ext.values import plain
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 
-def build_worker(model: str | os.PathLike, sequence_parallel: int = 1, overrides: Sequence[str] = ()) -> TrainingWorker:
+def build_worker(
+    model: str | os.PathLike, sequence_parallel: int = 1, overrides: Sequence[str] = (), parallel: str = "cpu"
+) -> TrainingWorker:
     """A worker in full fp32 whose engine is initialised; its learning rate is 0, so steps leave the parameters alone.
 
-    ``overrides`` are command-line overrides of conf/sft.yaml; call it on every rank of an open process group.
+    ``overrides`` are command-line overrides of conf/sft.yaml, ``parallel`` is its group; call it on every rank of an
+    open process group.
     """
     select_engine()
     config = compose(
         [
             f"model.path={model}",
             "data.train_dir=unused",
-            "parallel=cpu",
+            f"parallel={parallel}",
             f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
             f"engine.mixed_precision={_FP32}",
             "optim.lr=0",
@@ -74,10 +78,17 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
     with engine.train_mode():
         engine.optimizer_zero_grad()
         engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, sums))
-        # A copy: on one rank full_tensor is the gradient itself, which the optimizer step clips in place.
-        gradients = {
-            name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.grad is not None
-        }
+        gradients = _gradients(engine)
         grad_norm = engine.optimizer_step()
     report = sums.reduced(all_reduce).report("train", collate.categories.names)
     return Measured(report, grad_norm, gradients if dist.get_rank() == 0 else {})
+
+
+def _gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole gradients by Hugging Face's names, unscaled; copies, as the optimizer step clips in place."""
+    module, scale = engine.module, engine.scaler.get_scale() if engine.scaler is not None else 1.0
+    if isinstance(module, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+            found = {name: p.grad / scale for name, p in module.named_parameters() if p.grad is not None}
+        return {name.replace("_fsdp_wrapped_module.", ""): gradient for name, gradient in found.items()}
+    return {name: p.grad.full_tensor() / scale for name, p in module.named_parameters() if p.grad is not None}

@@ -19,8 +19,10 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 _SECONDS = 240
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.rank_server"])
+# A process that has looked for a GPU cannot fork ranks that use it.
+_context = multiprocessing.get_context("forkserver" if os.environ.get("VERL_PLATFORM") == "cpu" else "spawn")
+if _context.get_start_method() == "forkserver":
+    _context.set_forkserver_preload(["tests.rank_server"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

@@ -1,0 +1,125 @@
+"""The attention kernels on random packs, against attention of single documents in fp64.
+
+A kernel may be twice as far off as the same formula written out in its own precision, and no further.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.attention import document_layout, has_flash_attn
+from verl_ext.attention.kernels import KERNELS, KernelOptions
+
+FLASH = pytest.mark.skipif(not has_flash_attn(), reason="needs the flash-attn package")
+BACKENDS = [pytest.param("flash_attn", marks=FLASH), "varlen", "sdpa"]
+
+
+@st.composite
+def packs(draw):
+    """Lengths of documents, (query heads per key/value head, key/value heads, head size), a window or None."""
+    lengths = draw(
+        st.one_of(
+            st.lists(st.integers(1, 300), min_size=1, max_size=12),
+            st.lists(st.just(1), min_size=1, max_size=64),  # one-token documents alone
+            st.tuples(st.integers(1000, 3000), st.just(1), st.integers(1, 500)).map(list),
+        )
+    )
+    heads = draw(st.sampled_from([1, 2, 3, 4, 7, 8])), draw(st.sampled_from([1, 2]))
+    return (
+        lengths,
+        (*heads, draw(st.sampled_from([64, 80, 96, 128, 192, 256]))),
+        draw(st.sampled_from([None, None, 1, 7, 128])),
+    )
+
+
+def kernel(name: str, device: torch.device):
+    """The kernel; where it does not run on the device, the test is skipped."""
+    if device.type == "cpu" and name != "sdpa":
+        pytest.skip("needs a CUDA GPU")
+    return KERNELS[name]
+
+
+def tensors(lengths, shape, device, seed=0):
+    """bf16 queries, keys and values ``[T, heads, E]`` that want gradients, and an upstream gradient."""
+    groups, kv_heads, size = shape
+    torch.manual_seed(seed)
+    tokens = sum(lengths)
+    heads = (groups * kv_heads, kv_heads, kv_heads, groups * kv_heads)
+    q, k, v, upstream = (torch.randn(tokens, h, size, device=device, dtype=torch.bfloat16) for h in heads)
+    return [x.requires_grad_() for x in (q, k, v)], upstream
+
+
+def layout_of(lengths, device):
+    return document_layout(torch.cat([torch.arange(n) for n in lengths]), device)
+
+
+def written_out(query, key, value, lengths, window):
+    """Causal attention, softmax and all, document by document, in the tensors' own precision."""
+    groups = query.size(1) // key.size(1)
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    outputs = []
+    for start, end in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()]):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
+        at = torch.arange(end - start, device=query.device)
+        distance = at[:, None] - at[None, :]
+        seen = (distance >= 0) & (distance < (window or end - start))
+        scores = (q @ k.transpose(1, 2)) / query.size(-1) ** 0.5
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def with_gradients(output, inputs, upstream):
+    return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_kernel_is_as_exact_as_its_precision_on_any_pack(name, device):
+    function = kernel(name, device)
+
+    @given(packs())
+    @settings(max_examples=60 if device.type == "cuda" else 5)
+    def on_any_pack(pack):
+        lengths, shape, window = pack
+        inputs, upstream = tensors(lengths, shape, device)
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        want = with_gradients(written_out(*exact, lengths, window), exact, upstream.double())
+        same = with_gradients(written_out(*inputs, lengths, window), inputs, upstream)
+        output = function(*inputs, layout_of(lengths, device), KernelOptions(window=window))
+        for part, ours, plain, truth in zip(
+            ("output", "dq", "dk", "dv"), with_gradients(output, inputs, upstream), same, want, strict=True
+        ):
+            off, allowed = (float((x.double() - truth).norm()) for x in (ours, plain))
+            assert off <= 2 * allowed + 1e-3 * float(upstream.norm()), f"{part}: {off} against {allowed}"
+
+    on_any_pack()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_four_thousand_documents_are_one_call(name, device):
+    function = kernel(name, device)
+    lengths = [1 + i % 3 for i in range(4096)]
+    inputs, upstream = tensors(lengths, (2, 1, 64), device)
+    found = with_gradients(function(*inputs, layout_of(lengths, device), KernelOptions()), inputs, upstream)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = with_gradients(written_out(*exact, lengths, None), exact, upstream.double())
+    for ours, truth in zip(found, want, strict=True):
+        assert float((ours.double() - truth).norm()) <= 1e-2 * float(truth.norm())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_document_is_untouched_by_its_neighbours_to_the_last_bit(name, device):
+    function = kernel(name, device)
+    lengths = [5, 200, 1, 130, 64]
+    inputs, _ = tensors(lengths, (4, 2, 128), device)
+    layout = layout_of(lengths, device)
+    before = function(*inputs, layout, KernelOptions()).split(lengths)
+    changed = [x.detach().clone() for x in inputs]
+    for x in changed:
+        x.split(lengths)[1].normal_()
+    after = function(*changed, layout, KernelOptions()).split(lengths)
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True, True, True]
+    for x in torch.autograd.grad(before[3].float().square().sum(), inputs):
+        assert [bool(part.any()) for part in x.split(lengths)] == [False, False, False, True, False]

@@ -1,0 +1,175 @@
+"""A whole optimizer step on the GPU: loss, category losses and every gradient.
+
+fp32 is compared with plain Hugging Face on the same GPU, document by document (tests/reference.py); everything in half
+precision with the engine in fp32. Tolerances are relative: fp32 1e-4; half precision 0.5 % of the loss and 5 % of a
+parameter's gradient by its norm, of which rounding of weights and activations to bf16 alone gives about 1 %.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.packed_engine import build_worker, train_step
+from tests.ranks import run_ranks
+from tests.reference import Document, Reference, load_eager, pack_row
+from tests.tiny_model import VOCABULARY, write_tiny_model
+from verl_ext.attention import has_flash_attn
+from verl_ext.attention.packed import set_backend
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.batch import StepCollator, StepLoss
+
+CATEGORIES = CategoryTable((1, 2), ("code", "chat"))
+LENGTHS = ((700, 1, 90), (33, 260, 5), (512,), (2, 2, 300))
+BF16 = ("engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}",)
+FP16 = ("engine.mixed_precision={param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}",)
+CASES = {
+    "bf16": BF16,
+    "no checkpointing": (*BF16, "model.enable_gradient_checkpointing=false"),
+    "gradients reduced at the end": (*BF16, "engine.use_no_sync_for_gradient_accumulation=true"),
+    "fp16 with a scaler": FP16,
+    "fsdp1": (*BF16, "engine.strategy=fsdp"),
+    "optimizer offload": (*BF16, "engine.optimizer_offload=true"),
+    "parameter offload": (*BF16, "engine.param_offload=true", "engine.optimizer_offload=true"),
+    "offload policy": (*BF16, "engine.offload_policy=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Two layers of a Qwen3 whose shape the flash kernels take."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 4096}
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), **shape, initializer_range=0.05))
+
+
+def documents() -> list[list[Document]]:
+    rng = np.random.default_rng(0)
+
+    def document(length: int) -> Document:
+        mask = [0, *rng.integers(0, 2, length - 1).tolist()]
+        category = [int(rng.integers(1, 3))] * length
+        return Document(
+            rng.integers(4, VOCABULARY, length).tolist(), mask, category, rng.uniform(0.5, 2, length).tolist()
+        )
+
+    return [[document(length) for length in lengths] for lengths in LENGTHS]
+
+
+PACKS = documents()
+
+
+def collator(mode: str = "token") -> StepCollator:
+    return StepCollator(LossSpec(mode, np.array([1.0, 0.5, 3.0])), CATEGORIES)
+
+
+def step(model: str, overrides=(), head: str = "fused", backend: str = "auto", mode: str = "token", parallel="auto"):
+    """One step in two micro-batches, from the same weights each time."""
+    set_backend(backend)
+    engine = build_worker(model, overrides=overrides, parallel=parallel).engine
+    return train_step(engine, [pack_row(pack) for pack in PACKS], collator(mode), 2, head)
+
+
+@pytest.fixture(scope="module")
+def in_fp32(model, one_rank):
+    return step(model, backend="sdpa")
+
+
+def assert_close(found, want, loss: float, gradient: float) -> None:
+    for name, value in want.report.items():
+        assert found.report[name] == pytest.approx(value, rel=loss), name
+    assert found.grad_norm == pytest.approx(want.grad_norm, rel=gradient)
+    assert found.gradients.keys() == want.gradients.keys()
+    for name, truth in want.gradients.items():
+        off = float((found.gradients[name].double() - truth.double()).norm() / truth.double().norm())
+        assert off < gradient, f"{name} is off by {off:.1e} of its norm"
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence", "longwriter"])
+@pytest.mark.parametrize("head", ["fused", "targets", "plain"])
+def test_in_fp32_a_step_equals_single_documents_in_plain_hugging_face(mode, head, model, device, one_rank):
+    found = step(model, head=head, backend="sdpa", mode=mode)
+    with torch.device(device):
+        reference = Reference(load_eager(model).to(device), [d for pack in PACKS for d in pack])
+        want = reference.step(PACKS, mode, {1: 0.5, 2: 3.0})
+    assert found.report["train/loss"] == pytest.approx(want.loss, rel=1e-4)
+    for name, truth in want.gradients.items():
+        assert float((found.gradients[name].double() - truth).norm() / truth.norm()) < 1e-4, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_stays_near_fp32(case, model, in_fp32, device):
+    if device.type == "cpu" and case in ("fsdp1", "offload policy"):
+        pytest.skip("needs a CUDA GPU")
+    assert_close(step(model, CASES[case]), in_fp32, 5e-3, 5e-2)
+
+
+@pytest.mark.parametrize("head", ["targets", "plain"])
+@pytest.mark.parametrize("backend", ["flash_attn", "varlen", "sdpa"])
+def test_every_kernel_and_head_stays_near_fp32(backend, head, model, in_fp32, device):
+    if device.type == "cpu" and backend != "sdpa":
+        pytest.skip("needs a CUDA GPU")
+    if backend == "flash_attn" and not has_flash_attn():
+        pytest.skip("needs the flash-attn package")
+    assert_close(step(model, BF16, head, backend), in_fp32, 5e-3, 5e-2)
+
+
+def test_liger_kernels_stay_near_fp32(model, in_fp32, gpu):
+    pytest.importorskip("liger_kernel")
+    assert_close(step(model, (*BF16, "model.use_liger=true")), in_fp32, 5e-3, 5e-2)
+
+
+def test_lora_in_half_precision_stays_near_fp32(model, one_rank):
+    lora = ("model.lora_rank=8", "model.lora_alpha=16", "model.target_modules=[q_proj,v_proj,down_proj]")
+    steps = []
+    for more in ((), BF16):
+        torch.manual_seed(0)
+        steps.append(step(model, (*lora, *more)))
+    want, found = steps
+    moved = {name for name, gradient in want.gradients.items() if bool(gradient.any())}
+    assert moved  # B starts at 0, so that A's gradient is 0
+    assert found.report["train/loss"] == pytest.approx(want.report["train/loss"], rel=5e-3)
+    for name in moved:
+        assert float((found.gradients[name] - want.gradients[name]).norm() / want.gradients[name].norm()) < 5e-2
+
+
+def test_no_micro_batch_waits_for_the_gpu(model, one_rank, gpu):
+    engine = build_worker(model, overrides=BF16, parallel="auto").engine
+    collate = collator()
+    batch = collate([pack_row(pack) for pack in PACKS])
+    loss = StepLoss(float(batch.normaliser), 1, None)
+
+    for mode in ("default", "error"):  # the first step makes streams and loads kernels
+        micro_batches = list(batch.micro_batches(1, head="fused"))
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                engine.accumulate(micro_batches, loss)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def _on_a_shared_gpu(model: str, sequence_parallel: int, on_gpu: bool):
+    import os
+
+    os.environ["LOCAL_RANK"] = "0"
+    if on_gpu:
+        torch.cuda.set_device(0)
+    set_backend("auto")
+    engine = build_worker(model, sequence_parallel, BF16, parallel="auto").engine
+    found = train_step(engine, [pack_row(pack) for pack in PACKS], collator(), 2, "fused")
+    return found.report, found.grad_norm, {name: g.cpu() for name, g in found.gradients.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_two_ranks_that_share_a_gpu_give_what_one_gives(sequence_parallel, model, in_fp32, device):
+    (report, grad_norm, gradients), (other, *_) = run_ranks(
+        _on_a_shared_gpu, 2, model, sequence_parallel, device.type == "cuda"
+    )
+    assert report == other
+    assert report["train/loss"] == pytest.approx(in_fp32.report["train/loss"], rel=5e-3)
+    assert grad_norm == pytest.approx(in_fp32.grad_norm, rel=5e-2)
+    for name, truth in in_fp32.gradients.items():
+        truth = truth.cpu()
+        assert float((gradients[name] - truth).norm() / truth.norm()) < 5e-2, name
