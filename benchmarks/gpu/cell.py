@@ -1,0 +1,206 @@
+"""A cell of run.py with verl in its process: ours and stock verl. Prints one JSON line."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu import setting
+from benchmarks.gpu.run import SHAPES
+from benchmarks.lengths import Document, write_dataset
+from verl_ext.trainer.distributed import process_group
+
+POSITIONS = 2**23
+
+
+def prepare(spec: dict[str, Any]) -> dict[str, Any]:
+    """Write the model: random weights in bf16, half as many key/value heads as query heads, tied embeddings."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    shape, folder = spec["shape"], Path(spec["folder"]) / spec["shape"]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **SHAPES[shape],
+        num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
+        head_dim=setting.head_size(shape),
+        vocab_size=setting.vocabulary(shape),
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
+    return {}
+
+
+def contestant(spec: dict[str, Any], budget: int, documents: list[Document], steps: int) -> Any:
+    """Ours or stock verl, with the model of the shape."""
+    from benchmarks.contestants import Setting
+    from benchmarks.quiet import no_progress_bars, quiet
+    from verl_ext.plugin import register_engine
+
+    no_progress_bars()
+    register_engine()
+    folder = Path(spec["folder"])
+    data = folder / f"data-{spec['shape']}-{budget}"
+    if not data.is_dir():
+        write_dataset(documents, data)
+    shared = ["model.enable_gradient_checkpointing=true", "optim.lr=1e-5", "data.strategy=best_fit"]
+    if torch.cuda.is_available():
+        shared.append("engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}")
+    if spec["contestant"] == "ours_liger":
+        shared.append("model.use_liger=true")
+    name = f"{spec['contestant']}-{spec['shape']}-{budget}"
+    common = Setting(folder / spec["shape"], data, folder / "runs", budget, steps, tuple(shared))
+    with quiet():
+        if spec["contestant"].startswith("ours"):
+            return common.packed(name, "best_fit")
+        return common.stock(name, None)
+
+
+def as_step(documents: list[Document], folder: Path) -> Any:
+    """Documents as a contestant loads them."""
+    from benchmarks.contestants import Step
+
+    write_dataset(documents, folder)
+    return Step(documents, folder)
+
+
+def throughput(spec: dict[str, Any]) -> dict[str, Any]:
+    """Of the contestant at one size of pack."""
+    documents = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], spec["steps"])
+    built = contestant(spec, spec["pack"], documents[0], spec["steps"] + 2)
+    own = Path(spec["folder"]) / f"steps-{os.getpid()}"
+    batches = [built.load(as_step(step, own / str(index))) for index, step in enumerate(documents)]
+    return setting.throughput(built.train, batches, spec, documents)
+
+
+def longest(spec: dict[str, Any]) -> dict[str, Any]:
+    """Of the contestant: single documents, a quarter of whose tokens are targets."""
+    few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
+    built = contestant(spec, POSITIONS, few, 1000)
+    rng = np.random.default_rng(0)
+
+    def train(length: int) -> None:
+        mask = (np.arange(length) >= length * 3 // 4).astype(np.int64)
+        ids = rng.integers(0, setting.vocabulary(spec["shape"]), length)
+        document = {"input_ids": ids, "loss_mask": mask, "category_ids": mask}
+        if spec["contestant"] == "verl":
+            built.train(built.collate([document]))
+            return
+        pack = {name: torch.from_numpy(values) for name, values in document.items()}
+        built.train(built.collate([{**pack, "position_ids": torch.arange(length)}]))
+
+    return setting.longest(train, spec["first"])
+
+
+def shares(spec: dict[str, Any]) -> dict[str, Any]:
+    """Of our step's time: modules by CUDA events around them, forward, recomputation and backward."""
+    documents = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], 1)
+    built = contestant(spec, spec["pack"], documents[0], 4)
+    own = Path(spec["folder"]) / f"steps-{os.getpid()}"
+    warm, batch = (built.load(as_step(step, own / str(index))) for index, step in enumerate(documents))
+    built.train(warm)
+    spans = Spans()
+    engine = built.trainer.engine
+    for name, module in engine.module.named_modules():
+        kind = {"self_attn": "attention", "mlp": "mlp", "lm_head": "head"}.get(name.rsplit(".", 1)[-1])
+        if kind is not None:
+            spans.watch(module, kind)
+    with spans.around(engine, "optimizer_step", "optimizer"):
+        busy, seconds = _busy(lambda: built.train(batch))
+    found = {kind: spans.seconds(kind) / seconds for kind in ("attention", "mlp", "head", "optimizer")}
+    return {**found, "other": max(busy / seconds - sum(found.values()), 0.0), "waiting": max(1 - busy / seconds, 0.0)}
+
+
+def _busy(train: Any) -> tuple[float, float]:
+    """(seconds in which kernels ran, seconds of the step)."""
+    if not torch.cuda.is_available():
+        seconds = setting.timed(train)
+        return seconds, seconds
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds = setting.timed(train)
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6, seconds
+
+
+class Spans:
+    """Time between marks on the GPU's stream, by kind."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Any] = {}
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def watch(self, module: torch.nn.Module, kind: str) -> None:
+        """Every forward and backward of the module from now on."""
+        key = id(module)
+        module.register_forward_pre_hook(lambda *_: self._begin(key))
+        module.register_forward_hook(lambda *_: self._end(key, kind))
+        module.register_full_backward_pre_hook(lambda *_: self._begin(-key))
+        module.register_full_backward_hook(lambda *_: self._end(-key, kind))
+
+    @contextlib.contextmanager
+    def around(self, owner: Any, method: str, kind: str) -> Iterator[None]:
+        """Every call of a method inside."""
+        original = getattr(owner, method)
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._begin(0)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._end(0, kind)
+
+        setattr(owner, method, marked)
+        try:
+            yield
+        finally:
+            delattr(owner, method)
+
+    def seconds(self, kind: str) -> float:
+        """Of all spans of the kind."""
+        setting.synchronize()
+        own = [(begin, end) for name, begin, end in self._spans if name == kind]
+        return sum(begin.elapsed_time(end) / 1e3 if torch.cuda.is_available() else end - begin for begin, end in own)
+
+    def _begin(self, key: int) -> None:
+        self._open[key] = self._mark()
+
+    def _end(self, key: int, kind: str) -> None:
+        if key in self._open:
+            self._spans.append((kind, self._open.pop(key), self._mark()))
+
+    @staticmethod
+    def _mark() -> Any:
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+KINDS = {"prepare": prepare, "throughput": throughput, "longest": longest, "shares": shares}
+
+
+def main() -> None:
+    """Measure the cell that the command line describes."""
+    spec = setting.spec_of_this_process()
+    if spec["kind"] == "prepare":
+        prepare(spec)
+        print("{}")
+        return
+    with process_group():
+        print(json.dumps(KINDS[spec["kind"]](spec)))
+
+
+if __name__ == "__main__":
+    main()

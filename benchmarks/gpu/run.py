@@ -1,0 +1,194 @@
+"""What one GPU gives: tokens per second and MFU beside stock verl and TRL, longest context, where a step's time goes.
+
+    python benchmarks/gpu/run.py                 # writes RESULTS.md beside this file
+    python benchmarks/gpu/run.py --quick         # tiny shapes, on a CPU too: whether it runs
+
+TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR trl`, then `--trl DIR`.
+
+Every cell is a process of its own, so that its memory is its own. A contestant that is not installed, or does not fit,
+is a row that says so.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = ("throughput", "longest", "shares")
+CONTESTANTS = ("ours", "ours_liger", "verl", "trl")
+SHAPES: dict[str, dict[str, int]] = {  # Qwen3's; tied embeddings, heads of 128
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+NOTES = """\
+Same random weights, documents, AdamW, bf16 compute over fp32 weights and gradient checkpointing for everybody; a
+step's documents differ, and are the same for all. Lengths are LongAlign's mixture scaled to the pack
+(benchmarks/lengths.py), a quarter of the tokens are targets. `verl` is 0.9.1 with dynamic batches under the same token
+limit and no padding (its fused head fails under FSDP2); `trl` packs best-fit without padding, with its chunked loss.
+Tokens are the documents' own. MFU: 6 FLOPs for each token and matrix parameter, the head over all tokens included, and
+causal attention inside documents; nothing for recomputation. Peak: `torch.cuda.max_memory_reserved`."""
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1.7B"])
+    parser.add_argument("--packs", nargs="+", type=int, default=[8192, 32_768, 131_072], help="tokens of a pack")
+    parser.add_argument("--step-tokens", type=int, default=262_144, help="of an optimizer step, about")
+    parser.add_argument("--steps", type=int, default=4, help="measured, after one more")
+    parser.add_argument("--first-length", type=int, default=65_536, help="where the search for the longest begins")
+    parser.add_argument("--trl", help="a folder that holds TRL alone; without it TRL is left out")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"))
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: whether everything runs")
+    options = parser.parse_args()
+    if not options.trl:
+        options.contestants = [name for name in options.contestants if name != "trl"]
+    if options.quick:
+        options.shapes, options.packs, options.step_tokens = ["tiny"], [512], 1024
+        options.steps, options.first_length = 2, 256
+    elif not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU; --quick runs tiny shapes on a CPU")
+    return options
+
+
+def cell(kind: str, folder: Path, trl: str | None = None, **given: Any) -> dict[str, Any]:
+    """What the cell measured, or {"failed": why}; TRL's process alone finds TRL."""
+    script = "trl_cell.py" if given.get("contestant") == "trl" else "cell.py"
+    spec = json.dumps({"kind": kind, "folder": str(folder), **given})
+    print(f"{kind}: {', '.join(f'{key} {value}' for key, value in given.items())}", file=sys.stderr, flush=True)
+    command = [sys.executable, str(Path(__file__).with_name(script)), spec]
+    paths = [trl] if trl and given.get("contestant") == "trl" else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {**given, "failed": "out of memory" if "out of memory" in done.stderr else reason[:160]}
+    return {**given, **json.loads(lines[-1])}
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The cells of every section."""
+    for shape in options.shapes:
+        prepared = cell("prepare", folder, shape=shape)
+        if "failed" in prepared:
+            raise SystemExit(f"error: {prepared['failed']}")
+    sizes = {"step_tokens": options.step_tokens, "steps": options.steps}
+    found: dict[str, list[dict[str, Any]]] = {}
+    if "throughput" in options.sections:
+        found["throughput"] = [
+            cell("throughput", folder, options.trl, contestant=contestant, shape=shape, pack=pack, **sizes)
+            for shape in options.shapes
+            for pack in options.packs
+            for contestant in options.contestants
+        ]
+    if "longest" in options.sections:
+        found["longest"] = [
+            cell("longest", folder, options.trl, contestant=contestant, shape=shape, first=options.first_length)
+            for shape in options.shapes
+            for contestant in options.contestants
+        ]
+    if "shares" in options.sections:
+        found["shares"] = [
+            cell("shares", folder, contestant="ours", shape=shape, pack=pack, **sizes)
+            for shape in options.shapes
+            for pack in options.packs
+        ]
+    return found
+
+
+def report(found: dict[str, list[dict[str, Any]]]) -> str:
+    """RESULTS.md."""
+    lines = [
+        "# Results on one GPU",
+        "",
+        machine(),
+        "",
+        f"    python {' '.join(['benchmarks/gpu/run.py', *sys.argv[1:]])}",
+    ]
+    lines += ["", NOTES]
+    if rows := found.get("throughput"):
+        head = ("shape", "pack", "contestant", "tokens/s", "× verl", "MFU", "peak GB")
+        lines += ["", "## Tokens per second", "", *table(head, [throughput_row(row, rows) for row in rows])]
+    if rows := found.get("longest"):
+        head = ("shape", "contestant", "in 80 GB", "in the whole card", "tokens/s there")
+        lines += ["", "## Longest document", "", *table(head, [longest_row(row) for row in rows])]
+    if rows := found.get("shares"):
+        kinds = ("attention", "mlp", "head", "optimizer", "other", "waiting")
+        cells = [
+            [
+                row["shape"],
+                f"{row['pack']:,}",
+                *([row["failed"]] if "failed" in row else [f"{row[k]:.0%}" for k in kinds]),
+            ]
+            for row in rows
+        ]
+        lines += ["", "## Shares of a step's time", "", *table(("shape", "pack", *kinds), cells)]
+    return "\n".join(lines) + "\n"
+
+
+def throughput_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """The figures, or why there are none."""
+    start = [row["shape"], f"{row['pack']:,}", row["contestant"]]
+    if "failed" in row:
+        return [*start, row["failed"]]
+    peers = [r for r in rows if (r["shape"], r["pack"]) == (row["shape"], row["pack"]) and "failed" not in r]
+    stock = next((r["tokens_per_second"] for r in peers if r["contestant"] == "verl"), None)
+    mfu = "–" if row["mfu"] is None else f"{row['mfu']:.2f}"
+    ratio = "–" if stock is None else f"{row['tokens_per_second'] / stock:.2f}"
+    return [*start, f"{row['tokens_per_second']:,.0f}", ratio, mfu, f"{row['peak'] / 1e9:.1f}"]
+
+
+def longest_row(row: dict[str, Any]) -> list[str]:
+    """The figures, or why there are none."""
+    start = [row["shape"], row["contestant"]]
+    if "failed" in row:
+        return [*start, row["failed"]]
+    return [*start, f"{row['in_80_gb']:,}", f"{row['longest']:,}", f"{row['tokens_per_second']:,.0f}"]
+
+
+def table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    """Markdown; a short row's last cell is its reason."""
+    filled = [row + [""] * (len(head) - len(row)) for row in rows]
+    return [f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *filled]]
+
+
+def machine() -> str:
+    """GPU, driver and versions in a line."""
+    parts = [platform.processor() or platform.machine()]
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+        parts = [torch.cuda.get_device_name(), f"driver {driver[0] if driver else 'unknown'}"]
+    parts.append(f"torch {torch.__version__}")
+    for package in ("verl", "transformers", "flash-attn", "liger-kernel"):
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            parts.append(f"no {package}")
+    return ", ".join(parts)
+
+
+def main() -> None:
+    """Measure and write."""
+    options = arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        text = report(measure(options, Path(folder)))
+    options.output.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A cell of run.py with TRL's SFTTrainer in its process, and no verl: verl 0.9.1's model patches fail beside it."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.utils import is_flash_attn_2_available
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.gpu import setting
+
+
+class Counting(SFTTrainer):
+    """Keeps what each micro-batch held: lengths of documents, by optimizer step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lengths: dict[int, list[int]] = {}
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        positions = inputs["position_ids"].flatten().cpu().numpy()
+        lengths = np.diff(np.append(np.flatnonzero(positions == 0), len(positions)))
+        self.lengths.setdefault(self.state.global_step, []).extend(lengths.tolist())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class Clock(TrainerCallback):
+    """When each optimizer step began and ended."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        setting.synchronize()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        setting.synchronize()
+        self.seconds.append(time.perf_counter() - self._began)
+        if len(self.seconds) == 1:
+            setting.peak_memory()
+
+
+def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulation: int, steps: int) -> Counting:
+    """TRL's best for long packs: best-fit packing without padding, flash attention if installed, its chunked loss."""
+    cuda = torch.cuda.is_available()
+    folder = Path(spec["folder"])
+    attention = "flash_attention_2" if cuda and is_flash_attn_2_available() else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / spec["shape"], dtype=torch.float32, attn_implementation=attention
+    )
+    config = SFTConfig(
+        output_dir=str(folder / "trl"),
+        max_length=budget,
+        packing=True,
+        packing_strategy="bfd",
+        completion_only_loss=True,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulation,
+        max_steps=steps,
+        learning_rate=1e-5,
+        bf16=cuda,
+        use_cpu=not cuda,
+        gradient_checkpointing=True,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        loss_type="chunked_nll",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    columns = {
+        "input_ids": [document["input_ids"].tolist() for document in documents],
+        "completion_mask": [document["loss_mask"].tolist() for document in documents],
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder / spec["shape"])
+    return Counting(model, args=config, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer)
+
+
+def throughput(spec: dict[str, Any]) -> dict[str, Any]:
+    """Tokens per second, MFU and peak over all steps but the first."""
+    steps = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], spec["steps"])
+    accumulation = max(round(spec["step_tokens"] / spec["pack"]), 1)
+    documents = [document for step in steps for document in step]
+    built, clock = trainer(spec, documents, spec["pack"], accumulation, spec["steps"] + 1), Clock()
+    built.add_callback(clock)
+    built.train()
+    lengths = [length for step, found in built.lengths.items() if step > 0 for length in found]
+    measured = [{"input_ids": np.empty(length)} for length in lengths]
+    seconds = sum(clock.seconds[1:])
+    return {
+        "tokens_per_second": sum(lengths) / seconds,
+        "mfu": setting.mfu(setting.flops(spec["shape"], measured), seconds),
+        "peak": setting.peak_memory(),
+    }
+
+
+def longest(spec: dict[str, Any]) -> dict[str, Any]:
+    """Single documents, a quarter of whose tokens are targets."""
+    few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
+    built = trainer(spec, few, 512, 1, 1)
+    built.create_optimizer()
+    built.current_gradient_accumulation_steps = 1  # set by its train()
+    model = built.accelerator.prepare(built.model)
+    model.train()
+    if built.args.gradient_checkpointing:
+        built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def train(length: int) -> None:
+        ids = torch.randint(setting.vocabulary(spec["shape"]), (1, length))
+        labels = ids.masked_fill(torch.arange(length) < length * 3 // 4, -100)
+        batch = {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length)[None]}
+        built.training_step(model, batch)
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+
+    return setting.longest(train, spec["first"])
+
+
+def main() -> None:
+    """Measure the cell that the command line describes."""
+    spec = setting.spec_of_this_process()
+    print(json.dumps({"throughput": throughput, "longest": longest}[spec["kind"]](spec)))
+
+
+if __name__ == "__main__":
+    main()
