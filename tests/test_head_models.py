@@ -59,10 +59,13 @@ DOCUMENTS = documents()
 PACKS = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[2], DOCUMENTS[3]], [DOCUMENTS[4], DOCUMENTS[5]]]
 
 
-def train(model: str, heads: list[str]):
+def train(model: str, heads: list[str], dtype: str = "fp32"):
     from tests.packed_engine import build_worker, train_step
 
-    engine = build_worker(model, sequence_parallel=2).engine
+    precision = f"engine.mixed_precision={{param_dtype:{dtype},reduce_dtype:fp32,buffer_dtype:fp32}}"
+    engine = build_worker(model, sequence_parallel=2, overrides=(precision,)).engine
+    if engine.scaler is not None:  # gradients of so few targets are large
+        engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 1024.0})
     collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
     packs = [pack_row(pack) for pack in PACKS]
     return engine.head_use, [train_step(engine, packs, collate, len(packs), head) for head in heads]
@@ -96,6 +99,21 @@ def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel
         for parameter, gradient in expected.gradients.items():
             off = float((step.gradients[parameter].double() - gradient).norm() / max(gradient.norm(), 1e-12))
             assert off < TOLERANCE, f"{head}: {parameter} is off by {off:.1e} of its norm"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_in_half_precision_a_step_is_no_further_from_plain_hugging_face_than_that_of_plain_logits(dtype, folder):
+    model = folder("qwen3_tied")
+    expected = Reference(load_eager(str(model)), DOCUMENTS).step(PACKS, "token", {})
+    names = list(expected.gradients)
+    truth = torch.cat([expected.gradients[name].flatten() for name in names])
+    _, steps = run_ranks(train, 2, str(model), ["fused", "targets", "plain"], dtype)[0]
+    vectors = [torch.cat([step.gradients[name].double().flatten() for name in names]) for step in steps]
+    fused, targets, plain = (float((vector - truth).norm() / truth.norm()) for vector in vectors)
+    assert max(fused, targets) <= 1.2 * plain
+    assert plain < 0.05
+    for step in steps:
+        assert step.report["train/loss"] == pytest.approx(expected.loss, rel=5e-3)
 
 
 @pytest.mark.parametrize(
