@@ -60,6 +60,9 @@ def contestant(spec: dict[str, Any], budget: int, documents: list[Document], ste
         shared.append("engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}")
     if spec["contestant"] == "ours_liger":
         shared.append("model.use_liger=true")
+    if spec["contestant"] == "ours_fa3":
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+        shared.append("attention.backend=varlen")
     name = f"{spec['contestant']}-{spec['shape']}-{budget}"
     common = Setting(folder / spec["shape"], data, folder / "runs", budget, steps, tuple(shared))
     with quiet():

@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("throughput", "longest", "shares")
-CONTESTANTS = ("ours", "ours_liger", "verl", "trl")
+CONTESTANTS = ("ours", "ours_liger", "ours_fa3", "verl", "trl")
 SHAPES: dict[str, dict[str, int]] = {  # Qwen3's; tied embeddings, heads of 128
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -35,8 +35,9 @@ Same random weights, documents, AdamW, bf16 compute over fp32 weights and gradie
 step's documents differ, and are the same for all. Lengths are LongAlign's mixture scaled to the pack
 (benchmarks/lengths.py), a quarter of the tokens are targets. `verl` is 0.9.1 with dynamic batches under the same token
 limit and no padding (its fused head fails under FSDP2); `trl` packs best-fit without padding, with its chunked loss.
-Tokens are the documents' own. MFU: 6 FLOPs for each token and matrix parameter, the head over all tokens included, and
-causal attention inside documents; nothing for recomputation. Peak: `torch.cuda.max_memory_reserved`."""
+`ours_fa3` is torch's varlen attention with its switch to FlashAttention 3. Tokens are the documents' own. MFU: 6 FLOPs
+for each token and matrix parameter, the head over all tokens included, and causal attention inside documents; nothing
+for recomputation. Peak: `torch.cuda.max_memory_reserved`."""
 
 
 def arguments() -> argparse.Namespace:
