@@ -25,6 +25,7 @@ from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.router import RouterLoss
 
 SCALER = "gradient_scaler.pt"  # in a checkpoint of an fp16 run
@@ -65,6 +66,12 @@ class StepEngine(FSDPEngineWithLMHead):
             self.scaler = ShardedGradScaler(
                 get_device_name(), growth_interval=_STEADY_STEPS, process_group=dist.group.WORLD
             )
+
+    def _build_module(self) -> torch.nn.Module:
+        """verl's module with the activation options of the model node."""
+        module = super()._build_module()
+        apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
+        return module
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.
