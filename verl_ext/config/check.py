@@ -219,6 +219,8 @@ def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
         )
     if config.engine.offload_policy and (device == "cpu" or accelerator is None):
         problems.append("engine.offload_policy must be false on CPU, where host memory holds everything; got true")
+    elif config.engine.offload_policy and strategy == "fsdp":
+        problems.append("engine.offload_policy=true needs engine.strategy=fsdp2: verl's FSDP1 ignores it; got fsdp")
     if problem := choice_problem("engine.strategy", strategy, ("fsdp", "fsdp2")):
         problems.append(problem)
     elif strategy == "fsdp" and (device == "cpu" or accelerator is None):
