@@ -70,11 +70,11 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
     family=st.sampled_from(sorted(FAMILIES)), rows=st.integers(1, 2), tokens=st.integers(1, 40), tile=st.integers(1, 50)
 )
 def test_an_mlp_of_any_family_is_that_of_the_whole_sequence(family, rows, tokens, tile):
-    whole = tileable_mlps(model_of(family))[-1]
+    whole = tileable_mlps(model_of(family))[-1].double()
     tiled = copy.deepcopy(whole)
     TiledMLP(tiled, tile)
-    x = torch.randn(rows, tokens, H, requires_grad=True)
-    assert_close(gradients(tiled, tiled(x), x), gradients(whole, whole(x), x))
+    x = torch.randn(rows, tokens, H, dtype=torch.float64, requires_grad=True)
+    assert_close(gradients(tiled, tiled(x), x), gradients(whole, whole(x), x), tolerance=1e-13)
     with torch.no_grad():
         torch.testing.assert_close(tiled(x), whole(x))
 

@@ -145,10 +145,8 @@ class StepEngine(FSDPEngineWithLMHead):
 
         verl 0.9.1's ``hf_model`` has PEFT's names, which plain transformers cannot load.
         """
-        with (
-            self.eval_mode(),
-            merged_lora_context(self.module, backup_adapters=True),
-        ):  # eval_mode loads what is offloaded
+        # eval_mode loads weights that are offloaded
+        with self.eval_mode(), merged_lora_context(self.module, backup_adapters=True):
             merged = normalize_peft_param_name(self.module.state_dict())
             gathered = {name: gather_to_rank0(tensor) for name, tensor in merged.items()}
         if self.rank == 0:
