@@ -118,6 +118,13 @@ def test_a_graph_is_differentiated_twice_and_a_dropped_one_is_forgotten():
         assert torch.equal(kept.get_parameter(name).grad, parameter.grad)
 
 
+def test_layers_that_are_not_checkpointed_are_an_error():
+    model = model_of("llama")
+    model.gradient_checkpointing_disable()
+    with pytest.raises(ValueError, match=r"needs model\.enable_gradient_checkpointing=true"):
+        apply_activation_options(model, HOST)
+
+
 class Stream:
     """What has ended before the stream's next operation: for each stream, the number of its last such one."""
 

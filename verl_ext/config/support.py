@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import HeadPadding, choose_backend, flash_limit
-from verl_ext.engines.activations import tileable_mlps, untileable
+from verl_ext.engines.activations import NEEDS_CHECKPOINTS, tileable_mlps, untileable
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.losses import HEADS, row_bytes
@@ -110,7 +110,7 @@ def activation_problems(config: DictConfig) -> Iterator[str]:
     """What the activation options need of other options."""
     model = config.model
     if model.activation_offload is True and model.enable_gradient_checkpointing is False:
-        yield "model.activation_offload=true needs model.enable_gradient_checkpointing=true; got false"
+        yield NEEDS_CHECKPOINTS
     if model.mlp_tile_tokens is not None and config.engine.strategy == "fsdp":
         yield "model.mlp_tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp"
 

@@ -3,8 +3,8 @@
 `model.activation_offload`: with gradient checkpointing, all that a layer keeps is the hidden state that entered it. It
 lies in host memory from the layer's forward to its backward, copied beside the computation:
 
-    computation   forward k         │ forward k+1       …  │ backward k+1 │ recompute k, backward k
-    copies        in of k → host    │ in of k+1 → host  …  │ in of k ←    │ in of k-1 ←
+    computation   forward k │ forward k+1    …    recompute k+1, backward │ recompute k, backward
+    copies        k → host  │ k+1 → host     …    k → device              │ k-1 → device
 
 `model.mlp_tile_tokens`: the MLP of a layer runs over tiles of so many tokens, each computed again for its gradient, so
 that `[tile, I]` is all that exists of its intermediate activations: the tiled MLP of ALST
@@ -44,10 +44,13 @@ class ActivationOptions(Options):
     )
 
 
+NEEDS_CHECKPOINTS = "model.activation_offload=true needs model.enable_gradient_checkpointing=true; got false"
+
+
 def apply_activation_options(module: Any, options: ActivationOptions) -> None:
     """Install what the options ask for on a model of Hugging Face's, before adapters and FSDP wrap it.
 
-    Raises ValueError where the model's layers allow neither.
+    Raises ValueError where no layer is checkpointed, or none has an MLP that can be tiled.
     """
     if options.mlp_tile_tokens is not None:
         mlps = tileable_mlps(module)
@@ -56,10 +59,12 @@ def apply_activation_options(module: Any, options: ActivationOptions) -> None:
         for mlp in mlps:
             TiledMLP(mlp, options.mlp_tile_tokens)
     if options.activation_offload:
+        checkpointed = [layer for layer in module.modules() if getattr(layer, "gradient_checkpointing", False)]
+        if not checkpointed:
+            raise ValueError(NEEDS_CHECKPOINTS)
         keep_on_host = HostCheckpoints()
-        for layer in module.modules():
-            if getattr(layer, "gradient_checkpointing", False):
-                layer._gradient_checkpointing_func = keep_on_host
+        for layer in checkpointed:
+            layer._gradient_checkpointing_func = keep_on_host
 
 
 class _Kept:

@@ -210,8 +210,12 @@ def pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
-    # verl offloads weights without waiting for their copies: read on the host they could be half there.
-    full = tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    if isinstance(tensor, DTensor):
+        # verl offloads weights without waiting for their copies: read on the host they could be half there.
+        on_device: Any = tensor.to(get_device_id())
+        full = on_device.full_tensor()
+    else:
+        full = tensor.detach().clone()
     return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
 
 
