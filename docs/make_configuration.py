@@ -12,6 +12,7 @@ from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.run import TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.data.dataset import DataOptions
+from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions
 from verl_ext.values import Option, Options, options_of, show
 
@@ -52,6 +53,7 @@ def _lines() -> Iterator[str]:
         )
         yield from _table(family.Options)
     titles: dict[str, type[Options]] = {
+        "`model`, beside verl's": ActivationOptions,
         "`loss`": LossOptions,
         "`attention`": AttentionOptions,
         "`trainer`": TrainerOptions,

@@ -100,9 +100,17 @@ def _first_gradients(options):
     return memory, gradients, run.plan.packs(0).tolist()
 
 
+# What is kept of activations: on the host, and of tiles of 20 tokens, which end inside rows and chunks.
+KEPT = {"mac": ["model.activation_offload=true", "model.mlp_tile_tokens=20"], "mal": ["model.mlp_tile_tokens=20"]}
+
+
 @pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal"])
 def test_gradients_of_a_step_are_plain_transformers(variant, options, tiny_model, files, tmp_path):
-    more = [f"model.memory.variant={variant}", f"trainer.default_local_dir={tmp_path / variant}"]
+    more = [
+        *KEPT.get(variant, ()),
+        f"model.memory.variant={variant}",
+        f"trainer.default_local_dir={tmp_path / variant}",
+    ]
     memory, gradients, packs = run_ranks(_first_gradients, 2, [*options, *more])[0]
     rows = _rows(tiny_model, files, tmp_path)
     model = fresh_model(tiny_model, variant=variant)

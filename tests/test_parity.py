@@ -34,7 +34,8 @@ class Layout:
     overrides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"dp{self.ranks // self.sequence_parallel}_sp{self.sequence_parallel}"
+        shape = f"dp{self.ranks // self.sequence_parallel}_sp{self.sequence_parallel}"
+        return "-".join([shape, *(override.split("=")[0].rpartition(".")[2] for override in self.overrides)])
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Case:
 
 CASES = [Case(mode, packing, k) for mode in MODES for packing in ("none", "packed") for k in (1, 4)]
 CASES += [Case(mode, packing, 4) for mode in MODES for packing in ("padded", "labelled")]
+CASES += [Case("sequence", "packed", 2)]
 CASES += [Case("sequence", packing, 4, head) for packing in ("packed", "labelled") for head in ("targets", "plain")]
 FEW_CASES = [case for case in CASES if case.mode in ("token", "longwriter") and case.accumulation == 4]
 # Gradients reduced after the last micro-batch alone, without what verl recomputes by default.
@@ -64,6 +66,12 @@ LAYOUTS = {  # the last two have more ranks than key/value heads, and packs shor
     Layout(4, 4): FEW_CASES,
     Layout(3, 3): FEW_CASES,  # 4 query and 2 key/value heads become 6 and 6
 }
+# What is kept of activations: on the host, of tiles of 5 tokens.
+_ON_HOST, _TILED = ("model.activation_offload=true",), ("model.mlp_tile_tokens=5",)
+_KEPT = {(2, 1): [_ON_HOST, _TILED + _ON_HOST], (2, 2): [_TILED, _TILED + _ON_HOST]}
+for shape, asked in _KEPT.items():
+    for overrides in asked:
+        LAYOUTS[Layout(*shape, overrides)] = [Case("sequence", "packed", accumulation) for accumulation in (1, 2)]
 RUNS = [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in LAYOUTS.items() for case in cases]
 
 

@@ -36,7 +36,7 @@ MODELS = {
 CASES = list(itertools.product(("packed", "padded", "labelled"), (1, 4)))
 LAYOUTS = {  # ranks, of which so many share a sequence: overrides
     (1, 1): (),
-    (2, 1): (),
+    (2, 1): ("model.activation_offload=true",),
     (4, 2): ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false"),
 }
 

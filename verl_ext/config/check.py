@@ -33,7 +33,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "model.use_fused_kernels": (False, "verl 0.9.1's fused head fails under FSDP2"),
     "model.model_type": ("language_model", "packs train language models"),
     "model.mtp.enable": (False, "packs train the next token alone"),
-    "model.tiled_mlp.enabled": (False, "verl's SFT engine does not apply it"),
+    "model.tiled_mlp.enabled": (False, "verl's SFT engine does not apply it; model.mlp_tile_tokens is what works here"),
+    "model.enable_activation_offload": (
+        False,
+        "verl's computes the head and its logits twice; model.activation_offload=true is what works here",
+    ),
     "model.lora.rank": (0, "it is Megatron's; model.lora_rank is the one that works here"),
     "engine.forward_only": (False, "it would not train"),
     "engine.qat.enable": (False, "it was never run with packs"),
@@ -215,6 +219,8 @@ def device_problems(config: DictConfig, accelerator: str | None) -> list[str]:
         )
     if config.engine.offload_policy and (device == "cpu" or accelerator is None):
         problems.append("engine.offload_policy must be false on CPU, where host memory holds everything; got true")
+    elif config.engine.offload_policy and strategy == "fsdp":
+        problems.append("engine.offload_policy=true needs engine.strategy=fsdp2: verl's FSDP1 ignores it; got fsdp")
     if problem := choice_problem("engine.strategy", strategy, ("fsdp", "fsdp2")):
         problems.append(problem)
     elif strategy == "fsdp" and (device == "cpu" or accelerator is None):

@@ -16,6 +16,7 @@ from verl.workers.config import HFModelConfig
 
 from verl_ext.attention import BACKENDS, PACKED_ATTENTION
 from verl_ext.config import support
+from verl_ext.engines.activations import ActivationOptions
 from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
 from verl_ext.plugin import CHUNKED, PACKED
 from verl_ext.values import Options, choice_problem, nearest_name, plain, show
@@ -25,9 +26,10 @@ _ATTENTION = "attn_implementation"  # below override_config, verl's own: it is n
 
 
 @dataclass
-class PackedModel(HFModelConfig):
+class PackedModel(HFModelConfig, ActivationOptions):
     """Any causal language model of Hugging Face's, with attention inside the documents of a pack.
 
+    Its fields are verl's and those of ActivationOptions.
     `override_config` reaches `hf_config` through :func:`override`. What a kind of model declares:
 
     engine_vendor: names its engine in `verl_ext.plugin`.
@@ -74,14 +76,14 @@ class PackedModel(HFModelConfig):
     @classmethod
     def config_problems(cls, config: DictConfig) -> Iterable[str | None]:
         """A line for each option that this kind of model cannot have."""
-        return ()
+        yield from support.activation_problems(config)
 
     @classmethod
     def adapted(cls, config: DictConfig, hf_config: Any) -> tuple[Any, list[str]]:
         """(the config that the model runs with, problems) for the one that `model.path` holds; None with problems."""
         unsupported = support.model_support_problems(hf_config)
         problems = support.head_problems(config, hf_config) + unsupported + support.lora_problems(config, hf_config)
-        problems += support.block_problems(config, hf_config)
+        problems += support.block_problems(config, hf_config) + support.tile_problems(config, hf_config)
         return None if unsupported else hf_config, problems
 
     @classmethod
@@ -102,7 +104,7 @@ class PackedModel(HFModelConfig):
         """What is allowed, and may not be what was meant."""
         quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
         heads = support.padding_notices(config, hf_config) + support.output_notices(config, hf_config)
-        return quadratic + support.router_notices(hf_config) + heads
+        return quadratic + support.router_notices(hf_config) + heads + support.tile_notices(config, hf_config)
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
@@ -144,6 +146,7 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def config_problems(cls, config: DictConfig) -> Iterable[str | None]:
+        yield from super().config_problems(config)
         yield choice_problem("model.train", config.model.train, ("all", "memory"))
         yield choice_problem("attention.backend", config.attention.backend, _CHUNK_ATTENTION)
         for key, (allowed, why) in _ONLY_WITH_MEMORY.items():
@@ -195,7 +198,6 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
     "model.lora_adapter_path": (None, "it has no adapters"),
     "model.use_liger": (False, "liger does not know the model"),
-    "model.enable_activation_offload": (False, "its engine keeps activations where they are"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),
 }

@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import HeadPadding, choose_backend, flash_limit
+from verl_ext.engines.activations import NEEDS_CHECKPOINTS, tileable_mlps, untileable
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.losses import HEADS, row_bytes
@@ -103,6 +104,43 @@ def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
     if HEADS.index(use) <= HEADS.index(asked):
         return []
     return [f"loss.head={asked} is {use} here: {cls.__name__} has no linear head whose logits it gives as they are"]
+
+
+def activation_problems(config: DictConfig) -> Iterator[str]:
+    """What the activation options need of other options."""
+    model = config.model
+    if model.activation_offload is True and model.enable_gradient_checkpointing is False:
+        yield NEEDS_CHECKPOINTS
+    if model.mlp_tile_tokens is not None and config.engine.strategy == "fsdp":
+        yield "model.mlp_tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp"
+
+
+def tile_problems(config: DictConfig, hf_config: Any) -> list[str]:
+    """Whether a model's layers have MLPs that `model.mlp_tile_tokens` can tile."""
+    tokens, mlps = config.model.mlp_tile_tokens, _tileable(config, hf_config)
+    if mlps is None or mlps:
+        return []
+    return [untileable(f"a {type(hf_config).__name__}", tokens)]
+
+
+def tile_notices(config: DictConfig, hf_config: Any) -> list[str]:
+    """Says how many layers `model.mlp_tile_tokens` leaves as they are."""
+    mlps, layers = _tileable(config, hf_config), hf_config.get_text_config().num_hidden_layers
+    if mlps is None or mlps >= layers:
+        return []
+    return [
+        f"model.mlp_tile_tokens={config.model.mlp_tile_tokens} is of {mlps} of {layers} layers: the others, mixtures "
+        "of experts say, are computed for all tokens at once"
+    ]
+
+
+def _tileable(config: DictConfig, hf_config: Any) -> int | None:
+    """How many MLPs can be tiled, None where that is not asked for or not known yet."""
+    cls = _model_class(hf_config)
+    if config.model.mlp_tile_tokens is None or cls is None:
+        return None
+    with torch.device("meta"):
+        return len(tileable_mlps(cls(copy.deepcopy(hf_config))))
 
 
 def router_notices(hf_config: Any) -> list[str]:

@@ -46,7 +46,7 @@ class ChunkedEngine(StepEngine):
 
     def _build_module(self) -> torch.nn.Module:
         """verl's module with the memory of `model.memory_checkpoint`; `model.train=memory` freezes all else."""
-        module = super()._build_module()
+        module: Any = super()._build_module()
         if self.model_config.memory_checkpoint:
             load_memory_checkpoint(module, self.model_config.memory_checkpoint)
         if self.model_config.train == "memory":

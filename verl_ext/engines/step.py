@@ -18,13 +18,14 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
 from verl.utils.transformers_compat import drop_tied_target_keys
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.router import RouterLoss
 
 SCALER = "gradient_scaler.pt"  # in a checkpoint of an fp16 run
@@ -65,6 +66,12 @@ class StepEngine(FSDPEngineWithLMHead):
             self.scaler = ShardedGradScaler(
                 get_device_name(), growth_interval=_STEADY_STEPS, process_group=dist.group.WORLD
             )
+
+    def _build_module(self) -> torch.nn.Module:
+        """verl's module with the activation options of the model node."""
+        module = super()._build_module()
+        apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
+        return module
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.
@@ -118,6 +125,7 @@ class StepEngine(FSDPEngineWithLMHead):
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint, with the scaler's state; ``hf_model`` of a LoRA run has its adapters merged."""
+        get_torch_device().synchronize()  # verl offloads the optimizer without waiting for its copies on the host
         manager = self.checkpoint_manager
         contents = manager.checkpoint_save_contents
         merges = self._is_lora and manager.should_save_hf_model
@@ -137,7 +145,8 @@ class StepEngine(FSDPEngineWithLMHead):
 
         verl 0.9.1's ``hf_model`` has PEFT's names, which plain transformers cannot load.
         """
-        with merged_lora_context(self.module, backup_adapters=True):
+        # eval_mode loads weights that are offloaded
+        with self.eval_mode(), merged_lora_context(self.module, backup_adapters=True):
             merged = normalize_peft_param_name(self.module.state_dict())
             gathered = {name: gather_to_rank0(tensor) for name, tensor in merged.items()}
         if self.rank == 0:
@@ -201,7 +210,12 @@ def pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    if isinstance(tensor, DTensor):
+        # verl offloads weights without waiting for their copies: read on the host they could be half there.
+        on_device: Any = tensor.to(get_device_id())
+        full = on_device.full_tensor()
+    else:
+        full = tensor.detach().clone()
     return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
 
 

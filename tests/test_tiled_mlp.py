@@ -1,0 +1,306 @@
+"""MLPs over tiles of tokens: the values and gradients of the whole sequence, its memory a tile's, no more work."""
+
+import copy
+import types
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.ranks import run_ranks
+from verl_ext.config import compose
+from verl_ext.config.model import model_kind
+from verl_ext.config.support import tile_notices, tile_problems
+from verl_ext.engines.activations import ActivationOptions, TiledMLP, apply_activation_options, tileable_mlps
+
+H, INTERMEDIATE = 24, 80
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": H,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"vocab_size": 64, "n_embd": H, "n_layer": 2, "n_head": 4, "n_inner": INTERMEDIATE, "resid_pdrop": 0.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {  # what transformers calls a kind of model: fields of its config
+    **dict.fromkeys(["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "phi"], SIZES),
+    "gpt2": GPT2,
+    "qwen3_moe_with_a_dense_layer": {**SIZES, **EXPERTS, "mlp_only_layers": [1]},
+}
+
+
+def config_of(name: str, **more: object) -> transformers.PreTrainedConfig:
+    fields = {**FAMILIES.get(name, SIZES), **more}
+    return transformers.AutoConfig.for_model(name.removesuffix("_with_a_dense_layer"), **fields)
+
+
+def model_of(name: str, **more: object) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config_of(name, **more)).train()
+
+
+def gradients(module: nn.Module, output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Of a weighted sum of the output, with respect to the inputs and the parameters."""
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
+    wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)]
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-6) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert float((ours - theirs).norm()) <= tolerance * float(theirs.norm())
+
+
+@settings(max_examples=25)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)), rows=st.integers(1, 2), tokens=st.integers(1, 40), tile=st.integers(1, 50)
+)
+def test_an_mlp_of_any_family_is_that_of_the_whole_sequence(family, rows, tokens, tile):
+    whole = tileable_mlps(model_of(family))[-1].double()
+    tiled = copy.deepcopy(whole)
+    TiledMLP(tiled, tile)
+    x = torch.randn(rows, tokens, H, dtype=torch.float64, requires_grad=True)
+    assert_close(gradients(tiled, tiled(x), x), gradients(whole, whole(x), x), tolerance=1e-13)
+    with torch.no_grad():
+        torch.testing.assert_close(tiled(x), whole(x))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_dropout_draws_the_same_masks_again(adapted):
+    """Of its own, or of adapters inside; the reference runs the same tiles one by one and keeps them all."""
+    model = model_of("gpt2", resid_pdrop=0.4)
+    mlp = tileable_mlps(model)[0]
+    if adapted:
+        get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["c_fc"], fan_in_fan_out=True))
+    reference = copy.deepcopy(mlp)
+    TiledMLP(mlp, 6)
+    x = torch.randn(1, 20, H, requires_grad=True)
+    torch.manual_seed(3)
+    expected = torch.cat([reference(part) for part in x.split(6, dim=1)], dim=1)
+    torch.manual_seed(3)
+    output = mlp(x)
+    torch.rand(5)  # what is drawn in between
+    drawn = torch.get_rng_state()
+    assert_close(gradients(mlp, output, x), gradients(reference, expected, x))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_half_precision_sums_the_tiles_of_a_weight_in_fp32():
+    whole = tileable_mlps(model_of("llama"))[0]
+    exact, tiled = copy.deepcopy(whole).double(), copy.deepcopy(whole).bfloat16()
+    exact.load_state_dict(tiled.state_dict())
+    untiled = copy.deepcopy(tiled)
+    TiledMLP(tiled, 2)
+    x = torch.randn(1, 400, H).bfloat16().requires_grad_()
+    reference = gradients(exact, exact(x.double()), x)
+
+    def error(mlp: nn.Module) -> float:
+        return max(float((g - r).norm() / r.norm()) for g, r in zip(gradients(mlp, mlp(x), x), reference, strict=True))
+
+    assert error(tiled) < 1.1 * error(untiled)
+
+
+def test_under_autocast_values_and_gradients_are_those_of_the_whole_sequence():
+    whole = tileable_mlps(model_of("llama"))[0]
+    tiled = copy.deepcopy(whole)
+    TiledMLP(tiled, 8)
+    x = torch.randn(1, 30, H, requires_grad=True)
+    answers = []
+    for mlp in (tiled, whole):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = mlp(x)
+        assert output.dtype == torch.bfloat16
+        answers.append(gradients(mlp, output, x))
+    assert_close(*answers, tolerance=5e-3)
+
+
+def test_a_forward_that_a_kernel_package_has_put_in_its_place_is_tiled():
+    """As liger does: a method bound to the instance, whose backward writes its gradients over what it saved."""
+
+    class SiLUMul(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return nn.functional.silu(gate) * up
+
+        @staticmethod
+        def backward(ctx, upstream):
+            gate, up = ctx.saved_tensors
+            share = torch.sigmoid(gate)
+            of_gate = upstream * up * share * (1 + gate * (1 - share))
+            up.copy_(upstream * gate * share)
+            return gate.copy_(of_gate), up
+
+    def swiglu(self, x):
+        return self.down_proj(SiLUMul.apply(self.gate_proj(x), self.up_proj(x)))
+
+    model = model_of("qwen2")
+    expected = copy.deepcopy(model)
+    for mlp in tileable_mlps(model):
+        mlp.forward = types.MethodType(swiglu, mlp)
+    apply_activation_options(model, ActivationOptions(mlp_tile_tokens=7))
+    ids = torch.randint(64, (1, 30))
+    answers = [gradients(m, m(input_ids=ids).logits) for m in (model, expected)]
+    assert_close(*answers, tolerance=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor with so many features that any operation gives."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features, self.tokens = features, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and tensor.shape[-1] == self.features:
+                self.tokens = max(self.tokens, tensor.numel() // self.features)
+        return output
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_intermediate_activation_is_larger_than_a_tile(checkpointing):
+    model = model_of("llama")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(64, (1, 300))
+
+    def largest() -> int:
+        with Largest(INTERMEDIATE) as seen:
+            model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.sum().backward()
+        return seen.tokens
+
+    assert largest() == 300
+    apply_activation_options(model, ActivationOptions(mlp_tile_tokens=32))
+    assert largest() == 32
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [(False, 2), (True, 2)])
+def test_each_tile_is_computed_twice_also_where_the_layer_is_recomputed(checkpointing, times):
+    model = model_of("llama")
+    calls = []
+    for mlp in tileable_mlps(model):
+        mlp.act_fn.register_forward_hook(lambda _, __, output: calls.append(output.shape[-2]))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    apply_activation_options(model, ActivationOptions(mlp_tile_tokens=10))
+    model(input_ids=torch.randint(64, (1, 25)), use_cache=False).logits.sum().backward()
+    assert sorted(calls) == sorted([10, 10, 5] * 2 * times)
+
+
+class Collectives(TorchDispatchMode):
+    """How often each collective is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _collectives(options: ActivationOptions) -> dict[str, int]:
+    """Those of a step of two micro-batches on FSDP2, with gradient checkpointing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of("llama")
+    model.gradient_checkpointing_enable()
+    apply_activation_options(model, options)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with Collectives() as seen:
+        for _ in range(2):
+            model(input_ids=torch.randint(64, (1, 30)), use_cache=False).logits.sum().backward()
+    return dict(seen.counts)
+
+
+def _collectives_of_both() -> list[dict[str, int]]:
+    return [_collectives(ActivationOptions()), _collectives(ActivationOptions(mlp_tile_tokens=4))]
+
+
+def test_parameters_are_gathered_and_gradients_reduced_as_often_as_without_tiles():
+    whole, tiled = run_ranks(_collectives_of_both, 2)[0]
+    assert tiled == whole
+    assert {"c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"} <= whole.keys()
+
+
+def test_a_parameter_that_is_not_gathered_around_the_mlp_is_an_error():
+    """As where FSDP wraps a part of it: no gradient is lost in silence."""
+    mlp = tileable_mlps(model_of("llama"))[0]
+    mlp.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    TiledMLP(mlp, 4)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        mlp(torch.randn(1, 9, H)).sum().backward()
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What is said of 64 tokens a tile for a model: (problems, notices)."""
+    config = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", "model.mlp_tile_tokens=64"])
+
+    def of(name: str, **more: object) -> tuple[list[str], list[str]]:
+        hf_config = config_of(name, **more)
+        return tile_problems(config, hf_config), tile_notices(config, hf_config)
+
+    return of
+
+
+def test_layers_of_experts_are_left_as_they_are_and_a_model_of_them_alone_is_refused(told):
+    for family in FAMILIES:
+        problems, notices = told(family)
+        assert problems == []
+        assert [line.split(":")[0] for line in notices] == (
+            ["model.mlp_tile_tokens=64 is of 1 of 2 layers"] if "moe" in family else []
+        )
+    for family, experts in {"qwen3_moe": EXPERTS, "mixtral": {"num_local_experts": 4}}.items():
+        (problem,), _ = told(family, **experts)
+        assert problem.endswith("none of whose layers has an MLP that reads each token by itself; got 64")
+        model = model_of(family, **experts)
+        with pytest.raises(ValueError, match=r"model\.mlp_tile_tokens must be null for"):
+            apply_activation_options(model, ActivationOptions(mlp_tile_tokens=64))
+
+
+def test_an_mlp_of_remote_code_or_of_unknown_parts_is_not_tiled():
+    model = model_of("llama")
+    model.model.layers[0].mlp.shift = nn.Conv1d(H, H, 3)
+    model.model.layers[1].mlp.__class__ = type("LlamaMLP", (type(model.model.layers[1].mlp),), {"__module__": "remote"})
+    assert tileable_mlps(model) == []
+
+
+REFUSED = [
+    (
+        ["model.activation_offload=true", "model.enable_gradient_checkpointing=false"],
+        "model.activation_offload=true needs model.enable_gradient_checkpointing=true; got false",
+    ),
+    (
+        ["model.mlp_tile_tokens=64", "engine.strategy=fsdp"],
+        "model.mlp_tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp",
+    ),
+]
+
+
+@pytest.mark.parametrize("model", ["packed", "lora", "qwen_titans"])
+@pytest.mark.parametrize(("overrides", "line"), REFUSED)
+def test_what_the_options_need_is_told_in_one_line(overrides, line, model):
+    config = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", f"model={model}", *overrides])
+    assert line in list(model_kind(config).config_problems(config))

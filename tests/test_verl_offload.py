@@ -1,0 +1,85 @@
+"""verl's own offloads with packs: `engine.param_offload`, `engine.optimizer_offload`.
+
+On a CPU both places are host memory, so bits are compared, and the order of verl's transfers is recorded: whatever
+reads weights or the optimizer's state must find them loaded.
+"""
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import build, metrics, train
+
+OFFLOAD = ("engine.param_offload=true", "engine.optimizer_offload=true")
+
+
+@pytest.fixture
+def options(tmp_path, tiny_model):
+    documents = random_documents(np.random.default_rng(0), [20] * 24, VOCABULARY, 1)
+    data = write_tokenized(tmp_path / "data", documents)
+    return [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}", "trainer.test_freq=1"]
+
+
+def train_one_after_the_other(runs: list[list[str]]) -> None:
+    for overrides in runs:
+        os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+        train(overrides)
+
+
+def test_an_offloaded_run_and_its_resume_equal_a_plain_one_to_the_last_bit(options, tmp_path):
+    def run(folder: str, steps: int, *overrides: str) -> list[str]:
+        output = (f"trainer.default_local_dir={tmp_path / folder}", f"trainer.total_training_steps={steps}")
+        return [*options, *output, *overrides]
+
+    runs = [run("plain", 3), run("offloaded", 2, *OFFLOAD), run("offloaded", 3, *OFFLOAD)]
+    run_ranks(train_one_after_the_other, 2, runs)
+    expected, found = (
+        {key: value for key, value in metrics(tmp_path / name).items() if not key[1].endswith("per_second")}
+        for name in ("plain", "offloaded")
+    )
+    assert {step for step, _ in expected} == {1, 2, 3}
+    assert found == expected
+
+
+def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """What used weights or optimizer state and where those were then, and where they are at the end.
+
+    verl is told that the device is no CPU, so that it tells loading from offloading.
+    """
+    from verl.workers.engine import base
+    from verl.workers.engine.fsdp import transformer_impl as verl
+
+    at: dict[str, str] = {}
+    uses: list[tuple[str, str]] = []
+
+    def moves(name: str, what: str, place: str) -> None:
+        setattr(verl, name, lambda *_: at.update({what: place}))
+
+    moves("load_fsdp_model_to_gpu", "weights", "device")
+    moves("offload_fsdp_model_to_cpu", "weights", "host")
+    moves("load_fsdp_optimizer", "optimizer", "device")
+    moves("offload_fsdp_optimizer", "optimizer", "host")
+    trainer = build(overrides)
+    base.get_device_name = verl.get_device_name = lambda: "cuda"
+    trainer.engine.to("cpu")  # as initialize() does
+    module, optimizer = trainer.engine.module, trainer.engine.optimizer
+    module.register_forward_pre_hook(lambda *_: uses.append(("forward", at["weights"])))
+    module.register_state_dict_pre_hook(lambda *_: uses.append(("save", at["weights"])))
+    optimizer.register_step_pre_hook(lambda *_: uses.append(("step", at["weights"])))
+    optimizer.register_step_pre_hook(lambda *_: uses.append(("step", at["optimizer"])))
+    trainer.fit()
+    return uses, at
+
+
+@pytest.mark.parametrize("model", ["packed", "lora"])
+def test_weights_are_loaded_whenever_they_are_used_and_offloaded_at_the_end(model, options, tmp_path):
+    exported = ("checkpoint.save_contents=[model,optimizer,extra,hf_model]", f"model={model}", *OFFLOAD)
+    output = (f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2")
+    ((uses, at),) = run_ranks(watched, 1, [*exported, *options, *output])
+    assert {use for use, _ in uses} == {"forward", "step", "save"}
+    assert {place for _, place in uses} == {"device"}
+    assert at == {"weights": "host", "optimizer": "host"}
