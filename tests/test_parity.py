@@ -27,14 +27,16 @@ CATEGORY_WEIGHTS = {"gsm8k": 0.5, "code": 3.0}
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, how many of them share a sequence, and what else is asked of the engine."""
+    """Ranks, how many of them share a sequence (Ulysses × groups), and what else is asked of the engine."""
 
     ranks: int
-    sequence_parallel: int
+    ulysses: int
     overrides: tuple[str, ...] = ()
+    groups: int = 1
 
     def __str__(self) -> str:
-        return f"dp{self.ranks // self.sequence_parallel}_sp{self.sequence_parallel}"
+        shared = f"{self.ulysses}x{self.groups}" if self.groups > 1 else f"{self.ulysses}"
+        return f"dp{self.ranks // (self.ulysses * self.groups)}_sp{shared}"
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,22 @@ CASES = [Case(mode, packing, k) for mode in MODES for packing in ("none", "packe
 CASES += [Case(mode, packing, 4) for mode in MODES for packing in ("padded", "labelled")]
 CASES += [Case("sequence", packing, 4, head) for packing in ("packed", "labelled") for head in ("targets", "plain")]
 FEW_CASES = [case for case in CASES if case.mode in ("token", "longwriter") and case.accumulation == 4]
+CONTEXT_CASES = [Case("token", packing, 4) for packing in ("packed", "padded", "labelled")]
+CONTEXT_CASES += [Case("sequence", "packed", 4, head) for head in ("targets", "plain")]
 # Gradients reduced after the last micro-batch alone, without what verl recomputes by default.
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
-LAYOUTS = {  # the last two have more ranks than key/value heads, and packs shorter than it has ranks
+LAYOUTS = {  # the fifth and sixth have more ranks than key/value heads, and packs shorter than it has ranks
     Layout(1, 1): CASES,
     Layout(2, 1): CASES,
     Layout(2, 2): CASES,
     Layout(4, 2, _LEAN): CASES,
     Layout(4, 4): FEW_CASES,
     Layout(3, 3): FEW_CASES,  # 4 query and 2 key/value heads become 6 and 6
+    # Chunks of 1 to 6 tokens, shorter than most documents; on three ranks every pack but one is padded.
+    Layout(2, 1, groups=2): CONTEXT_CASES,
+    Layout(4, 1, groups=4): CONTEXT_CASES,
+    Layout(4, 2, _LEAN, groups=2): CONTEXT_CASES,
+    Layout(3, 1, groups=3): CONTEXT_CASES,
 }
 RUNS = [pytest.param(layout, case, id=f"{layout}-{case}") for layout, cases in LAYOUTS.items() for case in cases]
 
@@ -109,7 +118,8 @@ def _train(model: str, layout: Layout) -> dict:
     """A layout's cases on this rank, one engine for all of them; gradients come from rank 0 alone."""
     from tests.packed_engine import build_worker
 
-    engine = build_worker(model, layout.sequence_parallel, layout.overrides).engine
+    context = f"parallel.context_parallel_size={layout.groups}"
+    engine = build_worker(model, layout.ulysses, (*layout.overrides, context)).engine
     return {case: _train_case(engine, case) for case in LAYOUTS[layout]}
 
 

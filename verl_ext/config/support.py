@@ -19,6 +19,7 @@ from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.losses import HEADS, row_bytes
 
 SP = "engine.ulysses_sequence_parallel_size"
+CP = "parallel.context_parallel_size"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _APART = {"full_attention", "sliding_attention", "attention"}
@@ -121,7 +122,7 @@ def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
     sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
     if not isinstance(sp, int) or heads is None or sp <= heads[0]:
         return []
-    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp}"]
+    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp} ({CP} multiplies it)"]
 
 
 def padding_notices(config: DictConfig, hf_config: Any) -> list[str]:
