@@ -2,12 +2,11 @@
 
 from itertools import accumulate, chain
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.attention import DocumentLayout, SequenceShards
+from verl_ext.attention import SequenceShards
 from verl_ext.attention.context import KeyExchange
 from verl_ext.attention.kernels import KernelOptions, sdpa
 
@@ -70,7 +69,10 @@ def test_shards_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengt
             for place, part in zip(exchange.own, rank.slice(x).chunk(2), strict=True):
                 rows[place] = part
             # What the others send to this rank, in their order.
-            sent = [[other.slice(x)[part] for part in _sent_to(rank.group, e)] for other, e in zip(ranks, exchanges, strict=True)]
+            sent = [
+                [other.slice(x)[part] for part in _sent_to(rank.group, e)]
+                for other, e in zip(ranks, exchanges, strict=True)
+            ]
             assert [sum(map(len, parts)) for parts in sent] == exchange.receive_sizes
             for place, part in zip(exchange.received, chain(*sent), strict=True):
                 rows[place] = part
@@ -89,8 +91,4 @@ def _sent_to(group: int, exchange: KeyExchange) -> list[slice]:
     """The rows that a group is sent."""
     ends = [0, *accumulate(exchange.send_sizes)]
     filled = [0, *accumulate(part.stop - part.start for part in exchange.send)]
-    return [
-        part
-        for part, start in zip(exchange.send, filled, strict=False)
-        if ends[group] <= start < ends[group + 1]
-    ]
+    return [part for part, start in zip(exchange.send, filled, strict=False) if ends[group] <= start < ends[group + 1]]

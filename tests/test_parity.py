@@ -120,6 +120,7 @@ def _train(model: str, layout: Layout) -> dict:
 
     context = f"parallel.context_parallel_size={layout.groups}"
     engine = build_worker(model, layout.ulysses, (*layout.overrides, context)).engine
+    assert engine.get_data_parallel_size() * layout.ulysses * layout.groups == layout.ranks
     return {case: _train_case(engine, case) for case in LAYOUTS[layout]}
 
 

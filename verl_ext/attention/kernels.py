@@ -54,12 +54,9 @@ def sdpa(
     for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
         q = query[slice(*queries)].transpose(0, 1).unsqueeze(0)
         k, v = (x[slice(*keys)].transpose(0, 1).unsqueeze(0) for x in (key, value))
-        outputs += _windowed(q, k, v, options) if _has_window(k, options) else [_causal(q, k, v, options)]
+        is_windowed = options.window is not None and options.window < k.size(2)
+        outputs += _windowed(q, k, v, options) if is_windowed else [_causal(q, k, v, options)]
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
-
-
-def _has_window(key: torch.Tensor, options: KernelOptions) -> bool:
-    return options.window is not None and options.window < key.size(2)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions) -> torch.Tensor:
@@ -75,9 +72,11 @@ def _windowed(
 ) -> Iterator[torch.Tensor]:
     """A call for each block of queries, with the keys that its window reaches: no mask of all by all.
 
-    A number of keys that is a multiple of 16 lets the fused kernel take the mask as it is, and blocks share it.
+    What takes a mask and holds no scores is the memory-efficient kernel inside sdpa: it has no grouped heads, and takes
+    a mask as it is, shared by all blocks, where keys are a multiple of 16.
     """
     assert options.window is not None
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
     before = key.size(2) - query.size(2)
     reach = -(-(options.window - 1) // 16) * 16
     masks: dict[tuple[int, int], torch.Tensor] = {}
@@ -90,7 +89,7 @@ def _windowed(
             masks[shape] = _window_mask(*shape, options.window, query)
         k, v = key[:, :, first:end], value[:, :, first:end]
         given: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
-        yield F.scaled_dot_product_attention(q, k, v, masks[shape], **given, enable_gqa=True)
+        yield F.scaled_dot_product_attention(q, k, v, masks[shape], **given)
 
 
 def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> torch.Tensor:

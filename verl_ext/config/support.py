@@ -235,20 +235,16 @@ def chosen_backend(
 
 
 def quadratic_memory_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
-    """Where sdpa on a GPU may hold scores or a mask of ``[l, l]`` for a document of l tokens.
-
-    The flash kernel inside sdpa takes no mask, and what no fused kernel takes is computed with all scores in memory.
+    """Where sdpa on a GPU may hold scores of ``[l, l]`` for a document of l tokens: without its flash kernel, torch
+    computes grouped heads with all scores in memory. Layers with a window hold those of blocks.
     """
     backend, limit = chosen_backend(config, hf_config, "cuda", capability)
-    layers, window = windowed_layers(hf_config.get_text_config())
-    reasons = [f"flash attention needs {limit}"] if limit else []
-    if window is not None and window < config.data.max_tokens:
-        reasons.append(f"{layers} layers with a sliding window of {window} tokens need a mask")
-    if backend != "sdpa" or not reasons:
+    layers = hf_config.get_text_config().num_hidden_layers
+    if backend != "sdpa" or not limit or windowed_layers(hf_config.get_text_config())[0] == layers:
         return []
     return [
         f"attention.backend={config.attention.backend} uses sdpa, whose memory may grow here with the square of a "
-        f"document's length: {'; '.join(reasons)}"
+        f"document's length: flash attention needs {limit}"
     ]
 
 
