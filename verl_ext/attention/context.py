@@ -1,23 +1,21 @@
 """Keys and values between the groups of ranks that share a pack (`parallel.context_parallel_size`).
 
-A rank has the queries of its group's two chunks, and needs the keys of their documents from the beginning:
+A rank has the queries of its group's two chunks, and needs the keys of their documents from the beginning, or as far as
+a window reaches back:
 
 ```
-documents     │ A         │ B                     │ C     │      of a window, only as many tokens as it reaches back
-chunks        │ 0     │ 1     │ 2     │ 3     │ 4     │ 5     │
-group 0 has   │k k k k│                               │k k k k│
-needs                                             │k k│          C's beginning, from group 1
-group 1 has           │k k k k│               │k k k k│
-needs             │a a│         b b b b b b b b                  a for chunk 1, b for chunk 4, of which a document's
-                                                                 last tokens are queries
+chunks        │   0   │   1   │   2   │   3   │
+documents     │ A         │ B             │ C │
+group 0       │ q k   │   ····│·······│ q k   │      B's keys come from group 1, for the queries of chunk 3
+group 1       │·······│ q k   │ q k   │              A's from group 0, for those of chunk 1
 ```
 
 Who needs what follows from the documents alone, so that nothing is asked for. Gradients of keys and values return the
 same way and are added where they came from. The keys that a rank knows lie in one tensor in the pack's order, and the
 attention reads them there: one kernel call for both chunks where their keys lie apart, else one for each.
 
-Legend: T tokens of a pack with padding, n ranks that share it, L tokens of a chunk, K key/value heads of a rank, E head
-size; w a layer's window.
+Legend: T tokens of a pack with padding, L tokens of a chunk, H query and K key/value heads of a rank inside attention,
+E head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -143,24 +141,22 @@ def _calls(
 ) -> tuple[KernelCall, ...]:
     """A call for each chunk, or one for all where their keys follow each other and nothing is seen twice."""
     keys = [Run(_first_key(offsets, run.start, window), run.end) for run in own]
-    lengths = []
-    for run, key in zip(own, keys, strict=True):
-        found = list(pieces(offsets, *run))
-        starts = [max(offsets[document], key.start) for document, _, _ in found]
-        lengths.append(
-            (
-                [end - start for _, start, end in found],
-                [end - start for start, (_, _, end) in zip(starts, found, strict=True)],
-            )
-        )
+    lengths = [_lengths(offsets, run, key.start) for run, key in zip(own, keys, strict=True)]
     if keys[0].end <= keys[1].start:
-        queries, seen = ([*first, *second] for first, second in zip(*lengths, strict=True))
+        queries, seen = ([*early, *late] for early, late in zip(*lengths, strict=True))
         layout = DocumentLayout.of(queries, device, seen)
         return (KernelCall(slice(0, _tokens(own)), slice(0, _tokens(known)), layout),)
     return tuple(
         KernelCall(_rows(own, run), _rows(known, key), DocumentLayout.of(queries, device, seen))
         for run, key, (queries, seen) in zip(own, keys, lengths, strict=True)
     )
+
+
+def _lengths(offsets: Sequence[int], run: Run, first_key: int) -> tuple[list[int], list[int]]:
+    """How many queries, and how many keys from ``first_key`` on, each document has in a run."""
+    found = list(pieces(offsets, *run))
+    queries = [end - start for _, start, end in found]
+    return queries, [end - max(offsets[document], first_key) for document, _, end in found]
 
 
 @dataclass(frozen=True)
@@ -211,8 +207,10 @@ class _Gather(torch.autograd.Function):
         rows = [own[part] for part in exchange.send]
         received = _all_to_all(rows, own, exchange.send_sizes, exchange.receive_sizes, across)
         known = own.new_empty(exchange.known, *own.shape[1:])
-        _place(known, exchange.own, own)
-        _place(known, exchange.received, received)
+        for place, part in zip(exchange.own, own.chunk(2), strict=True):
+            known[place] = part
+        for place, part in zip(exchange.received, received.split(_sizes(exchange.received)), strict=True):
+            known[place] = part
         return tuple(part for call in exchange.calls for part in known[call.keys].split(ctx.sizes, dim=-1))
 
     @staticmethod
@@ -227,11 +225,8 @@ class _Gather(torch.autograd.Function):
         returned = _all_to_all(rows, known, exchange.receive_sizes, exchange.send_sizes, ctx.across)
         # A group's share is rounded once, the sum over groups is not rounded in between.
         total = torch.cat([known[place] for place in exchange.own]).to(torch.promote_types(known.dtype, torch.float32))
-        first = 0
-        for part in exchange.send:
-            size = part.stop - part.start
-            total[part] += returned[first : first + size]
-            first += size
+        for place, part in zip(exchange.send, returned.split(_sizes(exchange.send)), strict=True):
+            total[place] += part
         key, value = total.to(known.dtype).split(ctx.sizes, dim=-1)
         return key, value, None, None
 
@@ -245,10 +240,5 @@ def _all_to_all(
     return received
 
 
-def _place(known: torch.Tensor, places: Sequence[slice], rows: torch.Tensor) -> None:
-    """Copy rows, which follow each other, to these places."""
-    first = 0
-    for place in places:
-        size = place.stop - place.start
-        known[place] = rows[first : first + size]
-        first += size
+def _sizes(places: Sequence[slice]) -> list[int]:
+    return [place.stop - place.start for place in places]
