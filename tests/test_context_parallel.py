@@ -118,7 +118,8 @@ CASES = [
 def _tensors(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values ``[24, heads, E]`` of a pack, and weights of their attention."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(24, heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
+    shapes = ((4, 8), (2, 8), (2, 6), (4, 6))
+    return tuple(torch.randn(24, *shape, generator=generator).to(dtype) for shape in shapes)
 
 
 def _attend() -> dict:

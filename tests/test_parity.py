@@ -114,14 +114,18 @@ def _packs(packing: str) -> list[list[Document]]:
     return [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
 
 
-def _train(model: str, layout: Layout) -> dict:
-    """A layout's cases on this rank, one engine for all of them; gradients come from rank 0 alone."""
+def _train(model: str, ranks: int) -> dict:
+    """The cases of all layouts of these ranks, one engine for each layout; gradients come from rank 0 alone."""
     from tests.packed_engine import build_worker
 
-    context = f"parallel.context_parallel_size={layout.groups}"
-    engine = build_worker(model, layout.ulysses, (*layout.overrides, context)).engine
-    assert engine.get_data_parallel_size() * layout.ulysses * layout.groups == layout.ranks
-    return {case: _train_case(engine, case) for case in LAYOUTS[layout]}
+    answers = {}
+    for layout, cases in LAYOUTS.items():
+        if layout.ranks == ranks:
+            context = f"parallel.context_parallel_size={layout.groups}"
+            engine = build_worker(model, layout.ulysses, (*layout.overrides, context)).engine
+            assert engine.get_data_parallel_size() * layout.ulysses * layout.groups == layout.ranks
+            answers |= {(layout, case): _train_case(engine, case) for case in cases}
+    return answers
 
 
 def _train_case(engine, case: Case):
@@ -152,13 +156,13 @@ def expected(tiny_model):
 
 @pytest.fixture(scope="module")
 def measured(tiny_model):
-    """Every rank's answer to a case on a layout; a layout's ranks start once."""
-    runs: dict[Layout, list[dict]] = {}
+    """Every rank's answer to a case on a layout; so many ranks start once."""
+    runs: dict[int, list[dict]] = {}
 
     def of(layout: Layout, case: Case) -> list:
-        if layout not in runs:
-            runs[layout] = run_ranks(_train, layout.ranks, str(tiny_model), layout)
-        return [answers[case] for answers in runs[layout]]
+        if layout.ranks not in runs:
+            runs[layout.ranks] = run_ranks(_train, layout.ranks, str(tiny_model), layout.ranks)
+        return [answers[layout, case] for answers in runs[layout.ranks]]
 
     return of
 
