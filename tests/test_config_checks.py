@@ -321,6 +321,8 @@ _HEADS_OF_32 = {**HEADS, "head_dim": 32}
         (Qwen3Config(**{**HEADS, "head_dim": 12}), {}, (9, 0), "the model's is 12"),
         (Qwen3Config(**HEADS), {"engine__mixed_precision": {"param_dtype": "fp32"}}, (9, 0), "half precision"),
         (MistralConfig(**HEADS, sliding_window=64), {"attention__backend": "sdpa"}, (9, 0), None),  # masks of blocks
+        (MistralConfig(**HEADS, sliding_window=64), {"attention__backend": "sdpa"}, (7, 5), None),
+        (MistralConfig(**HEADS, sliding_window=4096), {"data__max_tokens": 4096}, (7, 5), "newer; got 7.5"),
     ],
 )
 def test_sdpa_on_a_gpu_is_told_where_its_memory_may_be_quadratic(good, model, updates, capability, told):

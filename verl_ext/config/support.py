@@ -122,7 +122,7 @@ def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
     sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
     if not isinstance(sp, int) or heads is None or sp <= heads[0]:
         return []
-    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp} ({CP} multiplies it)"]
+    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp}; {CP} lets more ranks share a pack"]
 
 
 def padding_notices(config: DictConfig, hf_config: Any) -> list[str]:
@@ -235,12 +235,15 @@ def chosen_backend(
 
 
 def quadratic_memory_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
-    """Where sdpa on a GPU may hold scores of ``[l, l]`` for a document of l tokens: without its flash kernel, torch
-    computes grouped heads with all scores in memory. Layers with a window hold those of blocks.
+    """Where sdpa on a GPU may hold scores of ``[l, l]`` for a document of l tokens.
+
+    Without its flash kernel torch computes grouped heads with all scores in memory; of a window, those of a block.
     """
     backend, limit = chosen_backend(config, hf_config, "cuda", capability)
-    layers = hf_config.get_text_config().num_hidden_layers
-    if backend != "sdpa" or not limit or windowed_layers(hf_config.get_text_config())[0] == layers:
+    text = hf_config.get_text_config()
+    layers, window = windowed_layers(text)
+    has_window = window is not None and window < config.data.max_tokens and layers == text.num_hidden_layers
+    if backend != "sdpa" or not limit or has_window:
         return []
     return [
         f"attention.backend={config.attention.backend} uses sdpa, whose memory may grow here with the square of a "
