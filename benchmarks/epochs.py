@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         overrides=(NO_LEARNING,),
     )
     methods = build_methods(names, setting, documents, options.steps, options.micro_batch_size, options.seed)
-    model = cost_model("flops", AutoConfig.from_pretrained(setting.model), sequence_parallel_size=1)
+    model = cost_model("flops", AutoConfig.from_pretrained(setting.model), ulysses=1)
     rows = {name: _row(methods[name], passes) for name, passes in _compete(methods, options.repeats, model).items()}
     _check_targets(rows)
     tokens = sum(len(document["input_ids"]) for document in documents)

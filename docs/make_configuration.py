@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_ext.attention import AttentionOptions
+from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.commands.babilong.command import BabilongOptions
 from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
@@ -56,6 +56,7 @@ def _lines() -> Iterator[str]:
         "`model`, beside verl's": ActivationOptions,
         "`loss`": LossOptions,
         "`attention`": AttentionOptions,
+        "`parallel`": ParallelOptions,
         "`trainer`": TrainerOptions,
     }
     for name, kind in model_kinds().items():

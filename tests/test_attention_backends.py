@@ -1,10 +1,22 @@
 """Which kernel runs where, and what it is given."""
 
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_ext.attention import AttentionOptions, choose_backend, document_layout, flash_limit, has_flash_attn
-from verl_ext.attention.kernels import KernelOptions, in_autocast_dtype, varlen
+from verl_ext.attention import (
+    AttentionOptions,
+    DocumentLayout,
+    choose_backend,
+    document_layout,
+    flash_limit,
+    has_flash_attn,
+)
+from verl_ext.attention.kernels import KERNELS, KernelOptions, in_autocast_dtype, varlen
 
 
 def test_the_fastest_backend_of_a_device_is_chosen():
@@ -88,3 +100,72 @@ def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes
     output = varlen(query, key, value, layout, KernelOptions(window=3))
     assert given == {"heads": (4, 2 if takes_grouped_heads else 4), "sizes": (16, 16), "window": (2, 0)}
     assert torch.equal(output, value.repeat_interleave(2, dim=1))
+
+
+def _last_queries_of_keys(query, key, value, cu_q, cu_k, max_q, max_k, window, scale):
+    """What the C++ of flash attention computes of ``[T, heads, E]``, from all scores: a document's queries are those of
+    its last keys."""
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        assert q1 - q0 <= max_q
+        assert k1 - k0 <= max_k
+        distance = torch.arange(k1 - k0)[k1 - k0 - (q1 - q0) :, None] - torch.arange(k1 - k0)
+        seen = (distance >= 0) & ((distance <= window[0]) if window[0] >= 0 else True)
+        k, v = (x[k0:k1].repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+        scores = torch.einsum("qhe,khe->hqk", query[q0:q1], k) * scale
+        outputs.append(torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def flash_stand_ins(monkeypatch):
+    """CPU functions in place of the two flash kernels, with their signatures."""
+    import torch.nn.attention.varlen as module
+
+    def varlen_attn(query, key, value, *lengths, scale, window_size, enable_gqa):
+        assert window_size[1] == 0
+        return _last_queries_of_keys(query, key, value, *lengths, window_size, scale)
+
+    def flash(query, key, value, *lengths, dropout_p, softmax_scale, causal, window_size, deterministic):
+        assert causal
+        return _last_queries_of_keys(query, key, value, *lengths, window_size, softmax_scale)
+
+    monkeypatch.setattr(module, "varlen_attn", varlen_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40, 600])
+def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every_kernel(window, flash_stand_ins):
+    queries, keys = (3, 1, 700, 5, 600), (3, 9, 700, 11, 1300)  # of sdpa several blocks
+    layout = DocumentLayout.of(queries, "cpu", keys)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
+        for tokens, heads, size in ((sum(queries), 4, 8), (sum(keys), 2, 8), (sum(keys), 2, 6))
+    )
+    options = KernelOptions(scale=0.3, window=window)
+    lengths = (layout.cu_seqlens, layout.keys.cu_seqlens, max(queries), max(keys))
+    expected = _last_queries_of_keys(query, key, value, *lengths, options.flash_window, options.scale)
+    for kernel in KERNELS.values():
+        torch.testing.assert_close(kernel(query, key, value, layout, options), expected)
+
+
+class Sizes(TorchDispatchMode):
+    """Records the bytes of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        tensors = output if isinstance(output, (tuple, list)) else [output]
+        self.seen += [tensor.untyped_storage().nbytes() for tensor in tensors if torch.is_tensor(tensor)]
+        return output
+
+
+def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
+    x = torch.randn(4096, 1, 8)
+    with Sizes() as sizes:
+        KERNELS["sdpa"](x, x, x, DocumentLayout.of([4096], "cpu"), KernelOptions(window=100))
+    assert max(sizes.seen) < 4096 * 4096 / 4

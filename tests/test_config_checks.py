@@ -53,6 +53,7 @@ def test_a_good_config_passes_and_gives_the_models_config(good):
     assert check_run(good, 1).num_attention_heads == 12
     check_run(changed(good, engine__ulysses_sequence_parallel_size=2), 4)
     check_run(changed(good, engine__ulysses_sequence_parallel_size=4), 4)  # key/value heads repeat: 4 is 2 × 2
+    check_run(changed(good, engine__ulysses_sequence_parallel_size=4, parallel__context_parallel_size=4), 16)
     check_run(changed(good, engine__ulysses_sequence_parallel_size=8), 8)  # groups of 6 heads become groups of 8
     check_run(changed(good, trainer__device="auto"), 2)
     check_run(changed(good, attention__backend="sdpa", data__val_dir=good.data.train_dir, trainer__test_freq=3), 2)
@@ -154,6 +155,22 @@ TABLE = [
         "engine.ulysses_sequence_parallel_size must divide the number of ranks; got 3 with 4 ranks",
     ),
     ({"engine__ulysses_sequence_parallel_size": 0}, 4, None, "must be at least 1; got 0"),
+    (
+        {"engine__ulysses_sequence_parallel_size": 2, "parallel__context_parallel_size": 3},
+        4,
+        None,
+        "engine.ulysses_sequence_parallel_size × parallel.context_parallel_size must divide the number of ranks; got "
+        "2 × 3 with 4 ranks",
+    ),
+    (
+        {"data__train_batch_size": 3, "parallel__context_parallel_size": 2},
+        4,
+        None,
+        "2 × 1 = 2 (ranks 4, engine.ulysses_sequence_parallel_size × parallel.context_parallel_size 1 × 2); got 3",
+    ),
+    ({"parallel__context_parallel_size": 0}, 4, None, "parallel.context_parallel_size must be at least 1; got 0"),
+    ({"parallel__context_parallel_size": 1.5}, 4, None, "parallel.context_parallel_size must be a whole number; got"),
+    ({"parallel__context_parallel_size": "two"}, 4, None, "parallel.context_parallel_size must be a whole number; got"),
     (
         {"engine__ulysses_sequence_parallel_size": 16},
         16,
@@ -314,19 +331,9 @@ _HEADS_OF_32 = {**HEADS, "head_dim": 32}
         (Qwen3Config(**_HEADS_OF_32), {}, (7, 5), "newer; got 7.5"),
         (Qwen3Config(**{**HEADS, "head_dim": 12}), {}, (9, 0), "the model's is 12"),
         (Qwen3Config(**HEADS), {"engine__mixed_precision": {"param_dtype": "fp32"}}, (9, 0), "half precision"),
-        (MistralConfig(**HEADS, sliding_window=64), {}, (9, 0), None),  # flash kernels have windows
-        (
-            MistralConfig(**HEADS, sliding_window=64),
-            {"attention__backend": "sdpa"},
-            (9, 0),
-            "1 layers with a sliding window of 64 tokens need a mask",
-        ),
-        (
-            MistralConfig(**HEADS, sliding_window=4096),
-            {"attention__backend": "sdpa", "data__max_tokens": 4096},
-            (9, 0),
-            None,
-        ),
+        (MistralConfig(**HEADS, sliding_window=64), {"attention__backend": "sdpa"}, (9, 0), None),  # masks of blocks
+        (MistralConfig(**HEADS, sliding_window=64), {"attention__backend": "sdpa"}, (7, 5), None),
+        (MistralConfig(**HEADS, sliding_window=4096), {"data__max_tokens": 4096}, (7, 5), "newer; got 7.5"),
     ],
 )
 def test_sdpa_on_a_gpu_is_told_where_its_memory_may_be_quadratic(good, model, updates, capability, told):

@@ -170,7 +170,8 @@ def test_flags_pass_untouched_and_bare_compose_refuses_them():
         (
             "parallel=ulyses2",
             "unknown choice parallel=ulyses2; nearest: ulysses2; "
-            "available: auto, cpu, fsdp2, ulysses2, ulysses4, ulysses8",
+            "available: auto, cp16_ulysses8x2, cp32_ulysses8x4, cp64_ulysses8x8, cpu, fsdp2, ulysses2, ulysses4, "
+            "ulysses8",
         ),
         ("loss=squareroot", "available: longwriter, pack, sequence, sqrt, token"),
         ("model=hf_model", "unknown choice model=hf_model"),

@@ -44,22 +44,30 @@ def _batch() -> StepBatch:
     return StepCollator(LossSpec(), CategoryTable((), ()))([pack, pack])
 
 
-def _copies(model: str, sequence_parallel: int) -> dict:
+def _copies(model: str, ulysses: int, groups: int) -> dict:
     from tests.packed_engine import build_worker
 
-    engine = build_worker(model, sequence_parallel).engine
+    engine = build_worker(model, ulysses, [f"parallel.context_parallel_size={groups}"]).engine
     batch = _batch()
     columns = {column.untyped_storage().data_ptr() for column in vars(batch).values() if torch.is_tensor(column)}
     (micro_batch,) = batch.micro_batches(2)
     with Copies() as seen:
         inputs, outputs, moved = engine.prepare_micro_batch(micro_batch, META)
+        prepared = len(seen.non_blocking)
+        if groups > 1:
+            inputs["document_layout"].exchange(None)  # for the first layer
         nll = torch.zeros(len(batch.input_ids), device=META)
         sums = StepSums.zeros(0, META)
         StepLoss(1.0, 1, sums)(
             {"log_probs": torch.nested.nested_tensor_from_jagged(nll, moved["input_ids"].offsets())}, moved
         )
+    if groups > 1:
+        (asks_for_more,) = batch.micro_batches(2, calculate_entropy=True)
+        with pytest.raises(ValueError, match=r"^parallel\.context_parallel_size must be 1 where .*; got 2$"):
+            engine.prepare_micro_batch(asks_for_more, META)
     return {
         "non_blocking": seen.non_blocking,
+        "prepared": prepared,
         "flat": sum(source in columns for source in seen.sources),
         "shapes": [
             tuple(inputs["input_ids"].shape),
@@ -70,12 +78,13 @@ def _copies(model: str, sequence_parallel: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("sequence_parallel", [1, 2])
-def test_a_micro_batch_travels_in_flat_copies_that_nothing_waits_for(tiny_model, sequence_parallel):
-    tokens = 2 * sum(LENGTHS)
-    for seen in run_ranks(_copies, sequence_parallel, str(tiny_model), sequence_parallel):
+@pytest.mark.parametrize(("ulysses", "groups"), [(1, 1), (2, 1), (1, 2)])
+def test_a_micro_batch_travels_in_flat_copies_that_nothing_waits_for(tiny_model, ulysses, groups):
+    ranks = ulysses * groups
+    tokens = -(-2 * sum(LENGTHS) // (2 * groups)) * 2 * groups
+    for seen in run_ranks(_copies, ranks, str(tiny_model), ulysses, groups):
         assert all(seen["non_blocking"])
         assert seen["flat"] == 5  # each column of the batch, once
-        assert len(seen["non_blocking"]) == 5 + 2  # and the offsets of packs and of documents
-        assert seen["shapes"] == [(1, tokens // sequence_parallel)] * 2 + [(tokens // sequence_parallel,)]
+        assert seen["prepared"] == 5 + 2  # and the offsets of packs and of documents
+        assert seen["shapes"] == [(1, tokens // ranks)] * 2 + [(tokens // ranks,)]
         assert seen["devices"] == {"meta"}

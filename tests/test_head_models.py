@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
+from verl_ext.attention import SequenceShards
 from verl_ext.config import compose
 from verl_ext.config.model import PackedModel
 from verl_ext.data import CategoryTable
@@ -133,13 +134,14 @@ def test_a_head_that_needs_more_memory_than_asked_for_is_reported(name, asked, n
     )
 
 
-@given(is_target=st.lists(st.booleans(), min_size=1, max_size=60), ranks=st.integers(1, 5))
-def test_target_rows_are_shared_evenly_and_in_order(is_target, ranks):
-    flags = torch.tensor(is_target)
-    length = -(-len(is_target) // ranks)
-    shares = [TargetRows.of(flags, length, rank, ranks) for rank in range(ranks)]
-    targets = flags.nonzero().flatten().tolist()
-    assert [at for rank, share in enumerate(shares) for at in (share.held + rank * length).tolist()] == targets
+@given(is_target=st.lists(st.booleans(), min_size=1, max_size=60), ulysses=st.integers(1, 5), groups=st.integers(1, 3))
+def test_target_rows_are_shared_evenly_and_in_order(is_target, ulysses, groups):
+    ranks = [SequenceShards(ulysses, groups, rank) for rank in range(ulysses * groups)]
+    flags = torch.tensor([*is_target, *[False] * (-len(is_target) % ranks[0].multiple)])
+    shares = [TargetRows.of(flags, rank) for rank in ranks]
+    held = [rank.slice(torch.arange(len(flags)))[share.held] for rank, share in zip(ranks, shares, strict=True)]
+    targets = torch.cat(held).tolist()
+    assert sorted(targets) == flags.nonzero().flatten().tolist()
     assert [at for share in shares for at in share.at[share.rows].tolist()] == targets
     for rank, share in enumerate(shares):
         assert share.at.tolist() == targets
@@ -174,7 +176,7 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
     logits = model(ids).logits[0, :-1].float()
     plain = gradients((coefficients * torch.nn.functional.cross_entropy(logits, labels, reduction="none")).sum())
     head = FusedHead(model)
-    rows = TargetRows.of(torch.tensor([True] * 11 + [False]), 12, 0, 1)
+    rows = TargetRows.of(torch.tensor([True] * 11 + [False]), SequenceShards())
     with head.doing(HeadWork(labels, coefficients, rows, None, 3000)):
         terms = model(ids, logits_to_keep=rows.held).logits[0, :, 0]
     fused = gradients(terms.sum())

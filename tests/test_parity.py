@@ -27,14 +27,16 @@ CATEGORY_WEIGHTS = {"gsm8k": 0.5, "code": 3.0}
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, how many of them share a sequence, and what else is asked of the engine."""
+    """Ranks, how many of them share a sequence (Ulysses × groups), and what else is asked of the engine."""
 
     ranks: int
-    sequence_parallel: int
+    ulysses: int
     overrides: tuple[str, ...] = ()
+    groups: int = 1
 
     def __str__(self) -> str:
-        shape = f"dp{self.ranks // self.sequence_parallel}_sp{self.sequence_parallel}"
+        shared = f"{self.ulysses}x{self.groups}" if self.groups > 1 else f"{self.ulysses}"
+        shape = f"dp{self.ranks // (self.ulysses * self.groups)}_sp{shared}"
         return "-".join([shape, *(override.split("=")[0].rpartition(".")[2] for override in self.overrides)])
 
 
@@ -56,15 +58,22 @@ CASES += [Case(mode, packing, 4) for mode in MODES for packing in ("padded", "la
 CASES += [Case("sequence", "packed", 2)]
 CASES += [Case("sequence", packing, 4, head) for packing in ("packed", "labelled") for head in ("targets", "plain")]
 FEW_CASES = [case for case in CASES if case.mode in ("token", "longwriter") and case.accumulation == 4]
+CONTEXT_CASES = [Case("token", packing, 4) for packing in ("packed", "padded", "labelled")]
+CONTEXT_CASES += [Case("sequence", "packed", 4, head) for head in ("targets", "plain")]
 # Gradients reduced after the last micro-batch alone, without what verl recomputes by default.
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
-LAYOUTS = {  # the last two have more ranks than key/value heads, and packs shorter than it has ranks
+LAYOUTS = {  # the fifth and sixth have more ranks than key/value heads, and packs shorter than it has ranks
     Layout(1, 1): CASES,
     Layout(2, 1): CASES,
     Layout(2, 2): CASES,
     Layout(4, 2, _LEAN): CASES,
     Layout(4, 4): FEW_CASES,
     Layout(3, 3): FEW_CASES,  # 4 query and 2 key/value heads become 6 and 6
+    # Chunks of 1 to 6 tokens, shorter than most documents; on three ranks every pack but one is padded.
+    Layout(2, 1, groups=2): CONTEXT_CASES,
+    Layout(4, 1, groups=4): CONTEXT_CASES,
+    Layout(4, 2, _LEAN, groups=2): CONTEXT_CASES,
+    Layout(3, 1, groups=3): CONTEXT_CASES,
 }
 # What is kept of activations: on the host, of tiles of 5 tokens.
 _ON_HOST, _TILED = ("model.activation_offload=true",), ("model.mlp_tile_tokens=5",)
@@ -113,12 +122,18 @@ def _packs(packing: str) -> list[list[Document]]:
     return [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
 
 
-def _train(model: str, layout: Layout) -> dict:
-    """A layout's cases on this rank, one engine for all of them; gradients come from rank 0 alone."""
+def _train(model: str, ranks: int) -> dict:
+    """The cases of all layouts of these ranks, one engine for each layout; gradients come from rank 0 alone."""
     from tests.packed_engine import build_worker
 
-    engine = build_worker(model, layout.sequence_parallel, layout.overrides).engine
-    return {case: _train_case(engine, case) for case in LAYOUTS[layout]}
+    answers = {}
+    for layout, cases in LAYOUTS.items():
+        if layout.ranks == ranks:
+            context = f"parallel.context_parallel_size={layout.groups}"
+            engine = build_worker(model, layout.ulysses, (*layout.overrides, context)).engine
+            assert engine.get_data_parallel_size() * layout.ulysses * layout.groups == layout.ranks
+            answers |= {(layout, case): _train_case(engine, case) for case in cases}
+    return answers
 
 
 def _train_case(engine, case: Case):
@@ -149,13 +164,13 @@ def expected(tiny_model):
 
 @pytest.fixture(scope="module")
 def measured(tiny_model):
-    """Every rank's answer to a case on a layout; a layout's ranks start once."""
-    runs: dict[Layout, list[dict]] = {}
+    """Every rank's answer to a case on a layout; so many ranks start once."""
+    runs: dict[int, list[dict]] = {}
 
     def of(layout: Layout, case: Case) -> list:
-        if layout not in runs:
-            runs[layout] = run_ranks(_train, layout.ranks, str(tiny_model), layout)
-        return [answers[case] for answers in runs[layout]]
+        if layout.ranks not in runs:
+            runs[layout.ranks] = run_ranks(_train, layout.ranks, str(tiny_model), layout.ranks)
+        return [answers[layout, case] for answers in runs[layout.ranks]]
 
     return of
 

@@ -1,6 +1,7 @@
-"""Rotary embeddings of every type: a pack gives what its documents give alone, on one rank and under Ulysses."""
+"""Rotary embeddings of every type: a pack gives what its documents give alone, also on ranks that share it."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def _ids(pack: int) -> torch.Tensor:
 
 
 def _steps(
-    folders: dict[str, str], tokenizer: str, sequence_parallel: int
+    folders: dict[str, str], tokenizer: str, ulysses: int, groups: int
 ) -> dict[str, tuple[list[torch.Tensor], dict]]:
     """By model: this rank's log-probabilities of next tokens, a tensor a pack, and the gradients of their sum."""
     from tests.packed_engine import build_worker
@@ -102,8 +103,9 @@ def _steps(
     from verl_ext.trainer.batch import StepCollator, StepLoss
 
     found = {}
+    context = [f"parallel.context_parallel_size={groups}"]
     for name, folder in folders.items():
-        engine = build_worker(folder, sequence_parallel, [f"model.tokenizer_path={tokenizer}"]).engine
+        engine = build_worker(folder, ulysses, [*context, f"model.tokenizer_path={tokenizer}"]).engine
         rank, ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
         rows = []
         for pack in range(rank, len(PACKS), ranks):
@@ -155,18 +157,33 @@ def alone(folders):
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["sp1", "sp2"])
-def packed(request, folders, tiny_model):
+# By layout of two ranks: the ranks of a Ulysses group and the groups that share a pack, models.
+LAYOUTS = {
+    "data_parallel": (1, 1, tuple(CONFIGS)),
+    "ulysses": (2, 1, tuple(CONFIGS)),
+    "two_groups": (1, 2, ("dynamic", "gemma3_longrope")),
+}
+RUNS = [(layout, name) for layout, (_, _, names) in LAYOUTS.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def packed(folders, tiny_model):
     """By model: what the engine gave for the packs, on two ranks of which each has a pack or half of each."""
-    answers = run_ranks(_steps, 2, folders, str(tiny_model), request.param)
-    if request.param == 2:
-        return answers[0]
-    return {name: (answers[0][name][0] + answers[1][name][0], answers[0][name][1]) for name in folders}
+
+    @functools.cache
+    def of(layout: str) -> dict:
+        ulysses, groups, names = LAYOUTS[layout]
+        answers = run_ranks(_steps, 2, {name: folders[name] for name in names}, str(tiny_model), ulysses, groups)
+        if ulysses * groups == 2:
+            return answers[0]
+        return {name: (answers[0][name][0] + answers[1][name][0], answers[0][name][1]) for name in names}
+
+    return of
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_document_in_a_pack_has_the_rotary_frequencies_that_it_has_alone(name, packed, alone):
-    (log_probs, gradients), (expected, expected_gradients) = packed[name], alone[name]
+@pytest.mark.parametrize(("layout", "name"), RUNS)
+def test_a_document_in_a_pack_has_the_rotary_frequencies_that_it_has_alone(layout, name, packed, alone):
+    (log_probs, gradients), (expected, expected_gradients) = packed(layout)[name], alone[name]
     documents = [part for values, lengths in zip(log_probs, PACKS, strict=True) for part in values.split(lengths)]
     for found, want in zip(documents, expected, strict=True):
         torch.testing.assert_close(found[:-1], want, rtol=1e-5, atol=1e-5)

@@ -34,10 +34,11 @@ MODELS = {
     ),
 }
 CASES = list(itertools.product(("packed", "padded", "labelled"), (1, 4)))
-LAYOUTS = {  # ranks, of which so many share a sequence: overrides
+_LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
+LAYOUTS = {  # ranks, of which so many are a Ulysses group: overrides
     (1, 1): (),
     (2, 1): ("model.activation_offload=true",),
-    (4, 2): ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false"),
+    (4, 2): ("parallel.context_parallel_size=2", *_LEAN),
 }
 
 

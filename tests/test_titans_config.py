@@ -51,6 +51,7 @@ def test_the_config_that_is_returned_has_the_memory(checked):
             "engine.ulysses_sequence_parallel_size=2",
             "engine.ulysses_sequence_parallel_size must be 1 with model=qwen_titans",
         ),
+        ("parallel.context_parallel_size=2", "parallel.context_parallel_size must be 1 with model=qwen_titans"),
         ("model.lora_rank=4", "model.lora_rank must be 0 with model=qwen_titans"),
         ("model.train=memry", "model.train must be one of all, memory; got memry (nearest: memory)"),
         ("model.memory.heads=two", "model.memory.heads must be a whole number; got two"),

@@ -45,7 +45,11 @@ def run_of(data, model: Path, output: Path, *overrides: str) -> list[str]:
     ]
 
 
-LAYOUTS = {"one_rank": (1, 1), "two_data_parallel": (2, 1), "two_sequence_parallel": (2, 2)}
+LAYOUTS = {  # ranks, those of a Ulysses group, groups that share a pack
+    "one_rank": (1, 1, 1),
+    "two_data_parallel": (2, 1, 1),
+    "two_groups_of_two": (4, 2, 2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +57,15 @@ def runs(data, tiny_model, tmp_path_factory):
     """The same two epochs on three layouts of ranks: output folder and metrics of each."""
     folder, _ = data
     results = {}
-    for name, (ranks, sequence_parallel) in LAYOUTS.items():
+    for name, (ranks, ulysses, groups) in LAYOUTS.items():
         output = tmp_path_factory.mktemp("runs") / name
         overrides = run_of(
             data,
             tiny_model,
             output,
             f"data.val_dir={folder / 'val'}",
-            f"engine.ulysses_sequence_parallel_size={sequence_parallel}",
+            f"engine.ulysses_sequence_parallel_size={ulysses}",
+            f"parallel.context_parallel_size={groups}",
             "trainer.total_epochs=2",
             "checkpoint.save_contents=[hf_model]",
             *("data.balance_group=2", "data.cost=tokens"),  # what would follow from the layout
@@ -135,12 +140,12 @@ def test_a_run_resumed_at_an_epoch_boundary_equals_an_uninterrupted_one(data, ti
 
 
 def test_a_run_resumed_on_another_layout_goes_on_with_the_steps_it_began_with(data, tiny_model, tmp_path):
-    """Two data-parallel ranks, then the same ranks as one sequence-parallel group: other groups, if drawn anew."""
+    """Two data-parallel ranks, then the same ranks sharing every pack: other groups of packs, if drawn anew."""
     common = ("data.max_tokens=64", "data.train_batch_size=2", "trainer.total_epochs=3")
     run_ranks(train_alone, 2, run_of(data, tiny_model, tmp_path / "whole", *common))
     overrides = run_of(data, tiny_model, tmp_path / "resumed", *common)
     run_ranks(train_alone, 2, [*overrides, "trainer.total_epochs=1"])
-    run_ranks(train_alone, 2, [*overrides, "engine.ulysses_sequence_parallel_size=2"])
+    run_ranks(train_alone, 2, [*overrides, "parallel.context_parallel_size=2"])
     whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
     for name in ("train/tokens", "train/loss"):
         expected = [value for (_, key), value in whole.items() if key == name]

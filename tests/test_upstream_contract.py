@@ -20,9 +20,12 @@ ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CALLABLES = {
     # attention
     "transformers:AttentionInterface.register": ("key", "value"),
-    "verl.utils.ulysses:gather_seq_scatter_heads": ("x", "seq_dim", "head_dim"),
-    "verl.utils.ulysses:gather_heads_scatter_seq": ("x", "head_dim", "seq_dim"),
-    "verl.utils.ulysses:get_ulysses_sequence_parallel_world_size": (),
+    "verl.utils.ulysses:gather_seq_scatter_heads": ("x", "seq_dim", "head_dim", "group"),
+    "verl.utils.ulysses:gather_heads_scatter_seq": ("x", "head_dim", "seq_dim", "group"),
+    "verl.utils.ulysses:gather_outputs_and_unpad": ("x", "gather_dim"),
+    "verl.utils.ulysses:get_ulysses_sequence_parallel_group": (),
+    "verl.utils.ulysses:get_ulysses_sequence_parallel_world_size": ("group",),
+    "torch.nn.attention.bias:causal_lower_right": (),
     "torch.nn.attention.varlen:varlen_attn": (
         *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"),
     ),
@@ -30,6 +33,7 @@ CALLABLES = {
     "verl.workers.engine.base:EngineRegistry.register": ("model_type", "backend", "device", "vendor"),
     "verl.workers.engine.base:EngineRegistry.get_engine_cls": ("model_type", "backend"),
     f"{ENGINE}.__init__": ("model_config", "engine_config", "optimizer_config", "checkpoint_config"),
+    f"{ENGINE}._init_device_mesh": (),
     f"{ENGINE}.initialize": (),
     f"{ENGINE}.forward_step": ("micro_batch", "loss_function", "forward_only"),
     f"{ENGINE}.prepare_model_inputs": ("micro_batch",),

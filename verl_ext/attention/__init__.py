@@ -5,10 +5,9 @@ from verl_ext.attention.kernels import (
     BACKENDS,
     PACKED_ATTENTION,
     AttentionOptions,
-    DocumentLayout,
     choose_backend,
-    document_layout,
     flash_limit,
     gpu_capability,
     has_flash_attn,
 )
+from verl_ext.attention.layout import DocumentLayout, ParallelOptions, SequenceShards, document_layout

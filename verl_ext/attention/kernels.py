@@ -1,4 +1,4 @@
-"""Kernels for attention inside the documents of a pack, and where those documents begin and end.
+"""Kernels for attention inside the documents of a pack.
 
 | backend      | where                | what                                              |
 |--------------|----------------------|---------------------------------------------------|
@@ -7,68 +7,30 @@
 | `sdpa`       | anywhere             | `scaled_dot_product_attention`, per document      |
 
 The first two need an Ampere GPU or a newer one, half precision and a head size that :func:`flash_limit` admits.
-Each takes and gives ``[T, heads, E]``.
+Each takes and gives ``[T, heads, E]``. A document may have more keys than queries, which then are its last tokens.
 
-Legend: T tokens of a micro-batch with padding, D documents, H query heads, K key/value heads (H a multiple of K:
-grouped-query attention), E head size.
+Legend: T tokens of a micro-batch with padding, H query heads, K key/value heads (H a multiple of K: grouped-query
+attention), E head size.
 """
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
+from verl_ext.attention.layout import DocumentLayout
 from verl_ext.values import Options, check_choice, option
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
-
-
-@dataclass(frozen=True)
-class DocumentLayout:
-    """Document boundaries of one flattened micro-batch, computed once on the host and handed to every layer.
-
-    verl's own patched attention gathers and searches ``position_ids`` in every layer, with a collective and a device
-    synchronisation each.
-    """
-
-    offsets: tuple[int, ...]  # D + 1 host integers from 0 to T; document d is [offsets[d], offsets[d + 1])
-    cu_seqlens: torch.Tensor  # int32[D + 1], the same on the device of the attention
-    max_length: int  # tokens of the longest document
-
-    def padded(self, pad: int) -> "DocumentLayout":
-        """Append ``pad`` tokens as one last pseudo-document, as Ulysses needs where T is no multiple of the ranks."""
-        if pad == 0:
-            return self
-        end = self.offsets[-1] + pad
-        return DocumentLayout(
-            (*self.offsets, end), F.pad(self.cu_seqlens, (0, 1), value=end), max(self.max_length, pad)
-        )
-
-
-def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cpu") -> DocumentLayout:
-    """Boundaries from ``position_ids[T]`` on the host, which restart at 0 with every document.
-
-    ```
-    position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8    max_length 4
-    ```
-    """
-    assert position_ids.dim() == 1
-    assert position_ids.numel() > 0
-    assert position_ids.device.type == "cpu"
-    assert int(position_ids[0]) == 0, "a micro-batch begins with a document's first token"
-    starts = (position_ids == 0).nonzero().flatten()
-    edges = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
-    return DocumentLayout(
-        offsets=tuple(edges.tolist()),
-        cu_seqlens=edges.to(torch.int32).to(device, non_blocking=True),
-        max_length=int(edges.diff().max()),
-    )
+_QUERY_BLOCK = 512  # queries of one call of sdpa with a window
 
 
 class KernelOptions(NamedTuple):
@@ -87,23 +49,55 @@ class KernelOptions(NamedTuple):
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Causal attention of ``query[T, H, E]`` to ``key, value[T, K, E]``, a kernel call for each document."""
-    outputs = []
-    for start, end in zip(layout.offsets[:-1], layout.offsets[1:], strict=True):
-        q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        mask = _window_mask(end - start, options.window, query.device)
-        given: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout, "is_causal": mask is None}
-        outputs.append(F.scaled_dot_product_attention(q, k, v, mask, **given, enable_gqa=True))
+    """Causal attention of ``query[T, H, E]`` to ``key, value[S, K, E]``, a kernel call or several for each document."""
+    outputs: list[torch.Tensor] = []
+    for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
+        q = query[slice(*queries)].transpose(0, 1).unsqueeze(0)
+        k, v = (x[slice(*keys)].transpose(0, 1).unsqueeze(0) for x in (key, value))
+        is_windowed = options.window is not None and options.window < k.size(2)
+        outputs += _windowed(q, k, v, options) if is_windowed else [_causal(q, k, v, options)]
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """bool[length, length], True where seen; None where the window holds the whole document."""
-    if window is None or window >= length:
-        return None
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions) -> torch.Tensor:
+    given: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout, "enable_gqa": True}
+    if query.size(2) == key.size(2):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **given)
+    last = causal_lower_right(query.size(2), key.size(2))
+    return F.scaled_dot_product_attention(query, key, value, last, **given)
+
+
+def _windowed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions
+) -> Iterator[torch.Tensor]:
+    """A call for each block of queries, with the keys that its window reaches: no mask of all by all.
+
+    What takes a mask and holds no scores is the memory-efficient kernel inside sdpa: it has no grouped heads, and takes
+    a mask as it is, shared by all blocks, where keys are a multiple of 16.
+    """
+    assert options.window is not None
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+    before = key.size(2) - query.size(2)
+    reach = -(-(options.window - 1) // 16) * 16
+    masks: dict[tuple[int, int], torch.Tensor] = {}
+    for start in range(0, query.size(2), _QUERY_BLOCK):
+        q = query[:, :, start : start + _QUERY_BLOCK]
+        end = before + start + q.size(2)
+        first = max(before + start - reach, 0)
+        shape = (q.size(2), end - first)
+        if shape not in masks:
+            masks[shape] = _window_mask(*shape, options.window, query)
+        k, v = key[:, :, first:end], value[:, :, first:end]
+        given: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout}
+        yield F.scaled_dot_product_attention(q, k, v, masks[shape], **given)
+
+
+def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """``[queries, keys]`` to be added to the logits of the last queries of as many keys."""
+    position = torch.arange(keys, device=like.device)
+    distance = position[keys - queries :, None] - position[None, :]
+    unseen = (distance < 0) | (distance >= window)
+    return torch.zeros(queries, keys, dtype=like.dtype, device=like.device).masked_fill(unseen, -torch.inf)
 
 
 def varlen(
@@ -151,9 +145,10 @@ def _flash_arguments(
     query: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Values as wide as the queries, as flash kernels want (latent attention has narrower ones), and the lengths of
-    queries and keys."""
+    queries and keys: their causal rule is that of a document's last tokens."""
     padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
-    return padded, (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
+    keys = layout.keys
+    return padded, (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)
 
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": flash_attn, "varlen": varlen, "sdpa": sdpa}

@@ -8,28 +8,33 @@ Registered through transformers' ``AttentionInterface``, so that no model is pat
    q, k, v  ──all-to-all──►  T tokens of H/n heads  ──kernel──►  ──all-to-all──►  T/n tokens of H heads
 ```
 
-DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509.
+DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509. With a :class:`ContextLayout` the exchange is inside a group of
+ranks, and before the kernel keys and values travel between groups (context.py).
 """
+
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from verl.utils.ulysses import (
     gather_heads_scatter_seq,
     gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_group,
     get_ulysses_sequence_parallel_world_size,
 )
 
+from verl_ext.attention.context import ContextLayout
 from verl_ext.attention.heads import HeadPadding
 from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
-    DocumentLayout,
     KernelOptions,
     choose_backend,
     flash_limit,
     gpu_capability,
     in_autocast_dtype,
 )
+from verl_ext.attention.layout import DocumentLayout
 
 _requested = "auto"
 _layout_required = False
@@ -65,11 +70,14 @@ def packed_attention(
     """
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
-    ranks = get_ulysses_sequence_parallel_world_size()
+    shared = document_layout if isinstance(document_layout, ContextLayout) else None
+    group: Any = shared.groups.inside if shared else get_ulysses_sequence_parallel_group()
+    ranks = get_ulysses_sequence_parallel_world_size(group)
     padding = HeadPadding.of(query.size(2), key.size(2), ranks)
     if ranks > 1:  # [B, T/n, heads, E] to [B, T, heads/n, E]
         query, key, value = padding.query(query), padding.key_value(key), padding.key_value(value)
-        query, key, value = (gather_seq_scatter_heads(x, seq_dim=1, head_dim=2) for x in (query, key, value))
+        heads = (query, key, value)
+        query, key, value = (gather_seq_scatter_heads(x, seq_dim=1, head_dim=2, group=group) for x in heads)
     if document_layout is None:
         if _layout_required:
             raise ValueError(
@@ -81,11 +89,15 @@ def packed_attention(
     capability = gpu_capability(query.device.index) if query.is_cuda else None
     limit = flash_limit(query.dtype, query.size(-1), capability)
     kernel = KERNELS[choose_backend(_requested, query.device.type, limit, dropout)]
-    tokens = (x.flatten(0, 1) for x in (query, key, value))
+    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     options = KernelOptions(scaling, sliding_window, dropout)
-    output = kernel(*tokens, document_layout, options).unflatten(0, (rows, length))
+    if shared is None:
+        output = kernel(query, key, value, document_layout, options)
+    else:
+        output = shared.attend(kernel, query, key, value, options)
+    output = output.unflatten(0, (rows, length))
     if ranks > 1:
-        output = padding.output(gather_heads_scatter_seq(output, head_dim=2, seq_dim=1))
+        output = padding.output(gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=group))
     return output.contiguous(), None
 
 
@@ -108,8 +120,7 @@ def _rows_layout(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.T
             "to generate"
         )
     rows, length = query.shape[:2]
-    offsets = tuple(range(0, rows * length + 1, length))
-    return DocumentLayout(offsets, torch.tensor(offsets, dtype=torch.int32, device=query.device), length)
+    return DocumentLayout.of([length] * rows, query.device)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

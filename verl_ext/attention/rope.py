@@ -10,12 +10,11 @@ Legend: T tokens of a micro-batch with padding, n the sequence-parallel size.
 
 import copy
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from verl_ext.attention.kernels import DocumentLayout
+from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces
 
 
 def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:
@@ -47,9 +46,10 @@ def restore_rope_precision(model: Any) -> None:
             module.register_buffer(name, getattr(fresh, name).to(getattr(module, name).device), persistent=False)
 
 
-def choose_rope_by_document(model: Any, sequence_parallel_rank: int = 0) -> None:
+def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) -> None:
     """Replace, in place, rotary embeddings of ``model`` whose frequencies depend on the length of a document.
 
+    shards: which tokens of a pack this rank holds; None: all.
     Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. Raises
     ValueError where the config has such frequencies, and no module is a rotary embedding as transformers writes them.
     """
@@ -60,7 +60,7 @@ def choose_rope_by_document(model: Any, sequence_parallel_rank: int = 0) -> None
             layer_types = types if isinstance(types, dict) else [None] if types else []
             if any(same_frequencies_up_to(rotary.config, layer_type) is not None for layer_type in layer_types):
                 found = True
-                by_document = DocumentRope(rotary, sequence_parallel_rank)
+                by_document = DocumentRope(rotary, shards or SequenceShards())
                 setattr(parent, name, by_document)
                 parent.register_forward_pre_hook(by_document.set_layout, with_kwargs=True)
     if not found and same_frequencies_up_to(model.config.get_text_config()) is not None:
@@ -73,10 +73,10 @@ def choose_rope_by_document(model: Any, sequence_parallel_rank: int = 0) -> None
 class DocumentRope(torch.nn.Module):
     """Calls ``rotary``, a rotary embedding of transformers, once for each run of documents that share frequencies."""
 
-    def __init__(self, rotary: torch.nn.Module, sequence_parallel_rank: int) -> None:
+    def __init__(self, rotary: torch.nn.Module, shards: SequenceShards) -> None:
         super().__init__()
         self.rotary: Any = rotary
-        self.sequence_parallel_rank = sequence_parallel_rank
+        self.shards = shards
         self.layout: DocumentLayout | None = None
 
     def set_layout(self, parent: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class DocumentRope(torch.nn.Module):
         if self.layout is None or limit is None:
             return self._rotary_copy()(x, position_ids, **kwargs)
         parts = []
-        for start, end, length in self._runs(self.layout, position_ids.size(1), limit):
+        for start, end, length in self._runs(self.layout, limit):
             # The last position of a document of that length, appended, makes transformers choose for all of it.
             positions = torch.nn.functional.pad(position_ids[:, start:end], (0, 1), value=length - 1)
             parts.append(self._rotary_copy()(x, positions, **kwargs))
@@ -104,16 +104,15 @@ class DocumentRope(torch.nn.Module):
         rotary._buffers = dict(self.rotary._buffers)
         return rotary
 
-    def _runs(self, layout: DocumentLayout, tokens: int, limit: int) -> Iterator[tuple[int, int, int]]:
-        """Start and end within this rank's ``tokens``, and the length that chooses the frequencies between them."""
-        first = self.sequence_parallel_rank * tokens
-        begin, chosen = 0, 0
-        for start, end in pairwise(layout.offsets):
-            length = max(end - start, limit)
-            start, end = max(start - first, 0), min(end - first, tokens)
-            if start >= end or length == chosen:
-                continue
-            if start > begin:
-                yield begin, start, chosen
-            begin, chosen = start, length
-        yield begin, tokens, chosen
+    def _runs(self, layout: DocumentLayout, limit: int) -> Iterator[tuple[int, int, int]]:
+        """Start and end within this rank's tokens, and the length that chooses the frequencies between them."""
+        begin, end, chosen = 0, 0, 0
+        for span in self.shards.spans(layout.offsets[-1]):
+            for document, first, last in pieces(layout.offsets, *span):
+                length = max(layout.offsets[document + 1] - layout.offsets[document], limit)
+                if length != chosen:
+                    if end > begin:
+                        yield begin, end, chosen
+                    begin, chosen = end, length
+                end += last - first
+        yield begin, end, chosen

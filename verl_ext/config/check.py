@@ -14,11 +14,11 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.attention import AttentionOptions
+from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import model_kind, override
-from verl_ext.config.run import AFTER_EACH_EPOCH, TrainerOptions, dataset_class
+from verl_ext.config.run import AFTER_EACH_EPOCH, TrainerOptions, dataset_class, sequence_parallel_size
 from verl_ext.config.schema import MIXED_PRECISION, foreign_option_problems
-from verl_ext.config.support import SP, weight_problems
+from verl_ext.config.support import CP, SP, weight_problems
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.losses import LossOptions
@@ -72,9 +72,8 @@ def check_run(
     """
     kind = model_kind(config)
     problems: list[str | None] = []
-    nodes = {"loss": LossOptions, "attention": AttentionOptions, "trainer": TrainerOptions, "data": DataOptions}
-    for name, cls in nodes.items():
-        problems += _option_problems(cls, config[name])
+    for cls in (LossOptions, AttentionOptions, ParallelOptions, TrainerOptions, DataOptions):
+        problems += _option_problems(cls, config[cls.prefix])
     problems += data_problems(config)
     problems += upstream_type_problems(config)
     problems += batch_problems(config, world_size)
@@ -139,11 +138,15 @@ def router_problems(config: DictConfig, hf_config: Any) -> Iterator[str]:
 
 def batch_problems(config: DictConfig, world_size: int) -> list[str]:
     """Whether the ranks divide into sequence-parallel groups, and the step into micro-batches over what is left."""
-    sp = config.engine.ulysses_sequence_parallel_size
-    if not isinstance(sp, int) or sp < 1:
-        return [f"{SP} must be at least 1; got {sp}"]
+    ulysses, groups = config.engine.ulysses_sequence_parallel_size, config.parallel.context_parallel_size
+    if not isinstance(ulysses, int) or ulysses < 1:
+        return [f"{SP} must be at least 1; got {ulysses}"]
+    if not isinstance(groups, int) or groups < 1:
+        return []  # reported with the parallel node
+    sp = sequence_parallel_size(config)
+    keys, sizes = (SP, f"{ulysses}") if groups == 1 else (f"{SP} × {CP}", f"{ulysses} × {groups}")
     if world_size % sp:
-        return [f"{SP} must divide the number of ranks; got {sp} with {world_size} rank{'s' * (world_size > 1)}"]
+        return [f"{keys} must divide the number of ranks; got {sizes} with {world_size} rank{'s' * (world_size > 1)}"]
     batch, micro = config.data.train_batch_size, config.data.micro_batch_size_per_gpu
     if not all(isinstance(size, int) and size > 0 for size in (batch, micro)):
         return []  # reported with the data node
@@ -155,7 +158,7 @@ def batch_problems(config: DictConfig, world_size: int) -> list[str]:
         return []
     return [
         "data.train_batch_size must be a multiple of the data-parallel size × data.micro_batch_size_per_gpu = "
-        f"{dp} × {micro} = {dp * micro} (ranks {world_size}, {SP} {sp}); got {batch}"
+        f"{dp} × {micro} = {dp * micro} (ranks {world_size}, {keys} {sizes}); got {batch}"
     ]
 
 

@@ -194,6 +194,7 @@ class QwenTitansModel(PackedModel):
 _CHUNK_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}
 _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may have, why)
     "engine.ulysses_sequence_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
+    "parallel.context_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
     "engine.strategy": ("fsdp2", "its engine shards the memory by FSDP2"),
     "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
     "model.lora_adapter_path": (None, "it has no adapters"),

@@ -9,7 +9,7 @@ import os
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.config.model import model_kind
-from verl_ext.config.run import dataset_class
+from verl_ext.config.run import dataset_class, sequence_parallel_size
 from verl_ext.data import SFTDataSet
 from verl_ext.values import choice_problem, plain, refuse
 
@@ -55,10 +55,11 @@ def resolve_logging(config: DictConfig, world_size: int) -> list[str]:
         data.train_batch_size,
         data.micro_batch_size_per_gpu,
         config.engine.ulysses_sequence_parallel_size,
+        config.parallel.context_parallel_size,
     )
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return []  # null, or reported by the checks
-    ranks = max(world_size // config.engine.ulysses_sequence_parallel_size, 1)
+    ranks = max(world_size // sequence_parallel_size(config), 1)
     accumulation = max(data.train_batch_size // (ranks * data.micro_batch_size_per_gpu), 1)
     config.trainer.log_freq = math.ceil(batches / accumulation)
     return [

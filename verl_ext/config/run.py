@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.attention import AttentionOptions
+from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
@@ -88,6 +88,7 @@ class RunConfig:
     dataset_class: type[PackDataset]
     loss: LossOptions
     attention: AttentionOptions
+    parallel: ParallelOptions
     trainer: TrainerOptions
     model: type[PackedModel]
     values: Mapping[str, Any]
@@ -103,6 +104,7 @@ class RunConfig:
             dataset_class=family,
             loss=LossOptions.read(values["loss"]),
             attention=AttentionOptions.read(values["attention"]),
+            parallel=ParallelOptions.read(values["parallel"]),
             trainer=TrainerOptions.read(values["trainer"]),
             model=model_kind(config),
             values=values,
@@ -111,11 +113,16 @@ class RunConfig:
     @property
     def sequence_parallel_size(self) -> int:
         """Ranks that share one pack."""
-        return self.values["engine"]["ulysses_sequence_parallel_size"]
+        return sequence_parallel_size(self.values)
 
     def worker_config(self, total_steps: int) -> Any:
         """:func:`worker_config` of these values."""
         return worker_config(self.values, total_steps)
+
+
+def sequence_parallel_size(values: Any) -> int:
+    """Ranks that share one pack, of a configuration with its nodes: what verl calls the sequence-parallel size."""
+    return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
 
 
 def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
@@ -124,6 +131,11 @@ def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
     from verl.workers.engine_workers import TrainingWorkerConfig
 
     node = OmegaConf.create(dict(values))
+    node.engine.update(
+        _target_="verl_ext.engines.step.StepEngineConfig",
+        ulysses_sequence_parallel_size=sequence_parallel_size(values),
+        context_parallel_size=values["parallel"]["context_parallel_size"],
+    )
     names = ("model", "engine", "optim", "checkpoint", "profiler")
     parts = {name: omega_conf_to_dataclass(node[name]) for name in names}
     parts["optim"].total_training_steps = total_steps

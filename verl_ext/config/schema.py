@@ -23,7 +23,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.attention import AttentionOptions
+from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import TrainerOptions, dataset_class
@@ -125,8 +125,8 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name below `/options` -> (the node that it fills, {key: default}) of each dataclass that conf/ composes from."""
-    ours = (ActivationOptions, AttentionOptions, LossOptions, TrainerOptions)
-    nodes = {cls.prefix: (cls.prefix, _defaults(cls)) for cls in ours}
+    always = (ActivationOptions, AttentionOptions, LossOptions, ParallelOptions, TrainerOptions)
+    nodes = {cls.prefix: (cls.prefix, _defaults(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default
             nodes[cls.prefix.replace(".", "/")] = (cls.prefix, dict.fromkeys(options_of(cls)))

@@ -20,6 +20,7 @@ from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.losses import HEADS, row_bytes
 
 SP = "engine.ulysses_sequence_parallel_size"
+CP = "parallel.context_parallel_size"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _APART = {"full_attention", "sliding_attention", "attention"}
@@ -159,7 +160,7 @@ def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
     sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
     if not isinstance(sp, int) or heads is None or sp <= heads[0]:
         return []
-    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp}"]
+    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp}; {CP} lets more ranks share a pack"]
 
 
 def padding_notices(config: DictConfig, hf_config: Any) -> list[str]:
@@ -272,20 +273,19 @@ def chosen_backend(
 
 
 def quadratic_memory_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
-    """Where sdpa on a GPU may hold scores or a mask of ``[l, l]`` for a document of l tokens.
+    """Where sdpa on a GPU may hold scores of ``[l, l]`` for a document of l tokens.
 
-    The flash kernel inside sdpa takes no mask, and what no fused kernel takes is computed with all scores in memory.
+    Without its flash kernel torch computes grouped heads with all scores in memory; of a window, those of a block.
     """
     backend, limit = chosen_backend(config, hf_config, "cuda", capability)
-    layers, window = windowed_layers(hf_config.get_text_config())
-    reasons = [f"flash attention needs {limit}"] if limit else []
-    if window is not None and window < config.data.max_tokens:
-        reasons.append(f"{layers} layers with a sliding window of {window} tokens need a mask")
-    if backend != "sdpa" or not reasons:
+    text = hf_config.get_text_config()
+    layers, window = windowed_layers(text)
+    has_window = window is not None and window < config.data.max_tokens and layers == text.num_hidden_layers
+    if backend != "sdpa" or not limit or has_window:
         return []
     return [
         f"attention.backend={config.attention.backend} uses sdpa, whose memory may grow here with the square of a "
-        f"document's length: {'; '.join(reasons)}"
+        f"document's length: flash attention needs {limit}"
     ]
 
 

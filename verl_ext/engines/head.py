@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from verl_ext.attention import SequenceShards
 from verl_ext.losses import head_terms
 
 
@@ -30,7 +31,7 @@ class TargetRows:
     """Which target tokens a sequence-parallel rank has before and after the exchange, all known on the host.
 
     Attributes:
-        at: int64[N], the positions of all targets in the pack.
+        at: int64[N], the positions of all targets in the pack, in the order of the ranks that hold them.
         held: int64[≤ N], those of this rank's slice, counted from its beginning.
         rows: the part of `at` that this rank's head computes.
         send, receive: how many hidden states go to, and come from, each rank.
@@ -45,18 +46,19 @@ class TargetRows:
     padded: int
 
     @classmethod
-    def of(cls, is_target: torch.Tensor, slice_length: int, rank: int, ranks: int) -> "TargetRows":
-        """For bool[T] on the host, cut into `ranks` slices of `slice_length` tokens."""
-        at = is_target.nonzero().flatten()
-        padded = max(-(-len(at) // ranks), 1)  # a gather of nothing has no backward
-        held = np.searchsorted(at.numpy(), np.arange(ranks + 1) * slice_length)  # edges within `at`
-        even = np.minimum(np.arange(ranks + 1) * padded, len(at))
+    def of(cls, is_target: torch.Tensor, shards: SequenceShards) -> "TargetRows":
+        """For bool[T] of a pack on the host, padding included."""
+        places = shards.by_rank(is_target).nonzero().flatten()
+        rank, ranks, length = shards.rank, shards.ranks, len(is_target) // shards.ranks
+        padded = max(-(-len(places) // ranks), 1)  # a gather of nothing has no backward
+        held = np.searchsorted(places.numpy(), np.arange(ranks + 1) * length)  # edges within `places`
+        even = np.minimum(np.arange(ranks + 1) * padded, len(places))
 
         def shared(edges: np.ndarray, others: np.ndarray) -> list[int]:
             first, last = np.maximum(edges[rank], others[:-1]), np.minimum(edges[rank + 1], others[1:])
             return np.maximum(last - first, 0).tolist()
 
-        mine = at[held[rank] : held[rank + 1]] - rank * slice_length
+        at, mine = shards.positions(places, len(is_target)), places[held[rank] : held[rank + 1]] - rank * length
         return cls(at, mine, slice(*even[rank : rank + 2].tolist()), shared(held, even), shared(even, held), padded)
 
 

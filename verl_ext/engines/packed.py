@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.distributed.device_mesh import init_device_mesh
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id
-from verl.utils.ulysses import gather_outputs_and_unpad, slice_input_tensor
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.ulysses import gather_outputs_and_unpad
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.attention import document_layout
+from verl_ext.attention import SequenceShards, document_layout
+from verl_ext.attention.context import ContextGroups, ContextLayout
+from verl_ext.attention.layout import pinned
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.head import FusedHead, HeadWork, TargetRows, head_use
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
-from verl_ext.engines.step import StepEngine, on_device, pinned
+from verl_ext.engines.step import StepEngine, on_device
 from verl_ext.losses import BLOCK_BYTES, HEADS, token_nll
 
 # What only verl's reinforcement learning asks of prepare_model_outputs; verl's own code computes it.
@@ -38,6 +41,20 @@ class PackedEngine(StepEngine):
         super().__init__(model_config, *args, **kwargs)
         require_layout()
 
+    def _init_device_mesh(self) -> None:
+        """verl's meshes, and where keys and values travel between groups of ranks, theirs."""
+        super()._init_device_mesh()
+        groups = getattr(self.engine_config, "context_parallel_size", 1)  # verl's own config has none
+        ulysses = self.ulysses_sequence_parallel_size // groups
+        rank = self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0
+        self.shards = SequenceShards(ulysses, groups, rank)
+        self._groups: ContextGroups | None = None
+        if groups > 1:
+            shape = (self.get_data_parallel_size(), groups, ulysses)
+            mesh = init_device_mesh(get_device_name(), shape, mesh_dim_names=("dp", "across", "inside"))
+            self.context_device_mesh = mesh
+            self._groups = ContextGroups(self.shards, mesh.get_group("inside"), mesh.get_group("across"))
+
     def _build_module(self) -> torch.nn.Module:
         """verl's module, with rotary frequencies in fp32 and by document."""
         # verl's patch of flash attention for Ulysses is not used, and refuses heads that are padded here.
@@ -47,7 +64,7 @@ class PackedEngine(StepEngine):
         finally:
             self.ulysses_sequence_parallel_size = ranks
         restore_rope_precision(module)
-        choose_rope_by_document(module, self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0)
+        choose_rope_by_document(module, self.shards)
         return module
 
     def initialize(self) -> None:
@@ -96,7 +113,8 @@ class PackedEngine(StepEngine):
         rows = self._target_rows(micro_batch)
         micro_batch = on_device(micro_batch, device)
         model_inputs, output_args = self.prepare_model_inputs(micro_batch)
-        model_inputs["document_layout"] = layout.padded(output_args["pad_size"])
+        layout = layout.padded(output_args["pad_size"])
+        model_inputs["document_layout"] = ContextLayout.shared(layout, self._groups) if self._groups else layout
         if rows is not None:
             model_inputs["logits_to_keep"] = pinned(rows.held, device).to(device, non_blocking=True)
             output_args |= self._target_args(micro_batch, rows, device) | {"held": model_inputs["logits_to_keep"]}
@@ -107,10 +125,8 @@ class PackedEngine(StepEngine):
         if "category_index" not in micro_batch or self._head_of(micro_batch) == "plain" or _needs_verl(micro_batch):
             return None
         is_target = micro_batch["category_index"].values().cpu() >= 0
-        ranks = self.ulysses_sequence_parallel_size
-        length = (len(is_target) + self._pad_size(len(is_target))) // ranks
-        rank = self.ulysses_device_mesh.get_local_rank("sp") if self.use_ulysses_sp else 0
-        return TargetRows.of(is_target, length, rank, ranks)
+        padded = torch.nn.functional.pad(is_target, (0, self._pad_size(len(is_target))))
+        return TargetRows.of(padded, self.shards)
 
     def _head_of(self, micro_batch: TensorDict) -> str:
         """What the batch asks of the head, or the next best that the model allows."""
@@ -142,6 +158,11 @@ class PackedEngine(StepEngine):
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
         """verl's inputs ``[1, T/n]`` of a micro-batch on the device, by shapes alone: nothing waits for the device."""
         if _needs_verl(micro_batch):
+            if self._groups:
+                raise ValueError(
+                    "parallel.context_parallel_size must be 1 where a batch asks for entropies, a temperature or other "
+                    f"outputs of verl's own; got {self.shards.context}"
+                )
             return super().prepare_model_inputs(micro_batch)
         ids, positions = micro_batch["input_ids"].values(), micro_batch["position_ids"].values()
         pad = self._pad_size(len(ids))
@@ -155,14 +176,18 @@ class PackedEngine(StepEngine):
         return model_inputs, {"pad_size": pad, "labels": self._sequence_slice(_next_ids(micro_batch), pad)}
 
     def _pad_size(self, tokens: int) -> int:
-        """Padding after all tokens: to verl's bucket (`engine.pad_to_length`), then to a multiple of n."""
+        """Padding after all tokens: to verl's bucket (`engine.pad_to_length`), then to a multiple that ranks share."""
         bucket = self._get_packed_pad_size(tokens)
-        return bucket + -(tokens + bucket) % self.ulysses_sequence_parallel_size
+        return bucket + -(tokens + bucket) % self.shards.multiple
 
     def _sequence_slice(self, values: torch.Tensor, pad_size: int) -> torch.Tensor:
         """``[T/n]``: what this sequence-parallel rank holds of ``[T - pad_size]`` and the padding after it."""
-        padded = torch.nn.functional.pad(values, (0, pad_size))
-        return slice_input_tensor(padded, dim=0, padding=False) if self.use_ulysses_sp else padded
+        return self.shards.slice(torch.nn.functional.pad(values, (0, pad_size)))
+
+    def _gather_and_unpad_packed(self, tensor: torch.Tensor, pad_size: int) -> torch.Tensor:
+        """``[T - pad_size]`` in the pack's order, of ``[T/n]`` of each rank."""
+        whole = gather_outputs_and_unpad(tensor, gather_dim=0) if self.use_ulysses_sp else tensor
+        return self.shards.by_position(whole)[: len(whole) - pad_size]
 
     def _real_tokens(self, micro_batch: TensorDict) -> torch.Tensor:
         """bool``[T/n]`` on the device: which tokens of this sequence-parallel rank are no padding."""

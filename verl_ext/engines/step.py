@@ -8,12 +8,14 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -21,10 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
 from verl.utils.transformers_compat import drop_tied_target_keys
-from verl.workers.config import HFModelConfig
+from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.router import RouterLoss
 
@@ -34,9 +37,20 @@ _STEADY_STEPS = 400  # after which the scale doubles; verl's own number
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class StepEngineConfig(FSDPEngineConfig):
+    """verl's, whose ``ulysses_sequence_parallel_size`` counts all ranks that share a pack, as its meshes take it.
+
+    context_parallel_size: groups that these ranks form, `parallel.context_parallel_size`.
+    """
+
+    context_parallel_size: int = 1
+
+
 class StepEngine(FSDPEngineWithLMHead):
     """Runs the micro-batches of a step."""
 
+    context_device_mesh: DeviceMesh | None = None  # of groups that share packs, where there are several
     generates: ClassVar[bool] = False  # whether it has generate_answers(ids, prompts, tokens)
     scaler: Any  # a ShardedGradScaler with fp16, else None
     router_loss: RouterLoss | None = None
@@ -201,11 +215,6 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
         elif isinstance(value, torch.Tensor):
             moved[key] = pinned(value, device).to(device, non_blocking=True)
     return moved
-
-
-def pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """A small tensor page-locked on its way from the host to CUDA, without which the copy waits."""
-    return tensor.pin_memory() if tensor.device.type == "cpu" and torch.device(device).type == "cuda" else tensor
 
 
 def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:

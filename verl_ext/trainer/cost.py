@@ -19,15 +19,16 @@ from verl_ext.packing import TOKENS, CostModel
 _OPERATIONS_PER_ELEMENT = 2000
 
 
-def cost_model(kind: str, hf_config: Any, sequence_parallel_size: int) -> CostModel:
+def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
     """The model of `data.cost`: `tokens`, or `flops` from a Hugging Face config.
 
-    Ulysses divides a pack's tokens and the heads of its attention by the sequence-parallel size, which leaves their
-    ratio; to every token's cost it adds four all-to-alls a layer, with key/value heads repeated up to that size.
+    Ulysses divides a pack's tokens and the heads of its attention by its number of ranks, which leaves their ratio; to
+    every token's cost it adds four all-to-alls a layer, with key/value heads repeated up to that number. Keys and
+    values that travel between groups of ranks are those of long documents, whose attention costs far more.
     """
     if kind == "tokens":
         return TOKENS
-    text, ranks = hf_config.get_text_config(), sequence_parallel_size
+    text, ranks = hf_config.get_text_config(), ulysses
     hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head = getattr(text, "head_dim", None) or hidden // heads

@@ -152,7 +152,7 @@ def prepare(composed: DictConfig) -> Run:
             _check_dataset(dataset, config, hf_config)
         check_categories(config.loss, train_set.categories.names)
         data_parallel = world_size // config.sequence_parallel_size
-        cost = cost_model(config.data.cost, hf_config, config.sequence_parallel_size)
+        cost = cost_model(config.data.cost, hf_config, config.values["engine"]["ulysses_sequence_parallel_size"])
         plan = _step_plan(config, train_set, train_set.pack_costs(cost), data_parallel)
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits

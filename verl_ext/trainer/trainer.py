@@ -81,7 +81,8 @@ class SFTTrainer:
         self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state)
         self.first_step = 0
         self._pack_tokens = run.train_set.pack_tokens()
-        meshes = filter(None, (self.engine.device_mesh, self.engine.ulysses_device_mesh))
+        engine = self.engine
+        meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
         limit_collectives(self.config.trainer.nccl_timeout, meshes)
 
     def _build_client(self) -> TrainingWorker:
