@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import AttentionOptions
 from verl_ext.config.model import PackedModel, model_kind
+from verl_ext.config.plan import PlanOptions
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.losses import LossOptions
@@ -89,6 +90,7 @@ class RunConfig:
     loss: LossOptions
     attention: AttentionOptions
     trainer: TrainerOptions
+    plan: PlanOptions
     model: type[PackedModel]
     values: Mapping[str, Any]
 
@@ -104,6 +106,7 @@ class RunConfig:
             loss=LossOptions.read(values["loss"]),
             attention=AttentionOptions.read(values["attention"]),
             trainer=TrainerOptions.read(values["trainer"]),
+            plan=PlanOptions.read(values["plan"]),
             model=model_kind(config),
             values=values,
         )
