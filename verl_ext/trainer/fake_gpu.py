@@ -78,6 +78,7 @@ def register_gpu() -> None:
                     _libraries[-1].impl(op, _autocast(op, dtype))
 
 
+_PIN = torch.ops.aten._pin_memory.default
 _libraries: list[Any] = []  # their registrations last as long as they do
 
 
@@ -192,22 +193,26 @@ class MemoryTracker(TorchDispatchMode):
             result = func(*args, **kwargs)
         elif func is torch.ops.aten._local_scalar_dense.default:
             return _number(args[0])
+        elif func is torch.ops.aten.is_pinned.default:
+            return False
         else:
             assert self._fake is not None
             with self._fake:
                 args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
-                result = func(*args, **kwargs)
+                kwargs.pop("pin_memory", None)
+                result = torch.empty_like(args[0]) if func is _PIN else func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and self._is_counted(tensor):
                 self._count(tensor, self.kind)
         return result
 
     def _is_on_device(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operation gives fake tensors: one of its own is fake, or it makes a tensor of the fake GPU."""
+        """Whether an operation gives fake tensors: one of its own is fake, or it makes a tensor of
+        the fake GPU or page-locked memory."""
         if self._fake is None:
             return False
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type == GPU:
+        if kwargs.get("pin_memory") or (device is not None and torch.device(device).type == GPU):
             return True
         return any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs)))
 
@@ -267,7 +272,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 def _number(tensor: torch.Tensor) -> bool | int | float:
     """What a number on the fake GPU is read as: flags are true, so that a step is not skipped."""
-    return True if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 class _Attention(torch.autograd.Function):

@@ -13,6 +13,7 @@ import importlib
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,9 +61,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes at the peak of a step by what they are allocated for, and the most that is on the host beside it."""
+    """Memory of a rank in bytes.
+
+    Attributes:
+        kinds: at the peak of a step, by what it is allocated for.
+        standing: before a step.
+        host: on the host, of what was copied there from the device, at its most.
+    """
 
     kinds: dict[str, int]
+    standing: int
     host: int
 
     @property
@@ -83,6 +91,7 @@ def main() -> None:
         try:
             answer: Any = predicted(job)
         except Exception as error:
+            traceback.print_exc()
             answer = RuntimeError(f"{type(error).__name__}: {error}")
         pickle.dump(answer, answers)
         answers.flush()
@@ -117,8 +126,9 @@ def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = Non
     if cpu_offload is None:
         return
     model.to("cpu")
-    for buffer in model.buffers():
-        buffer.data = buffer.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def predicted(job: Job) -> Prediction:
@@ -140,8 +150,11 @@ def predicted(job: Job) -> Prediction:
         with torch.autograd.set_multithreading_enabled(False), tracker:
             with torch.device("meta"):
                 engine = build_engine(job)
-            run_steps(engine, job, tracker)
-        return Prediction({kind: tracker.peak.get(kind, 0) for kind in KINDS}, tracker.host_peak)
+            fill_optimizer(engine, tracker)
+            standing = sum(tracker.now.values())
+            tracker.forget_peak()
+            take_steps(engine, job, tracker)
+        return Prediction({kind: tracker.peak.get(kind, 0) for kind in KINDS}, standing, tracker.host_peak)
     finally:
         dist.destroy_process_group()
         gc.collect()
@@ -161,23 +174,23 @@ def build_engine(job: Job) -> Any:
     return worker.engine
 
 
-def run_steps(engine: Any, job: Job, tracker: MemoryTracker) -> None:
-    """The job's steps as the trainer takes them, after the first: the optimizer has its states.
-
-    The tracker's peak is of these steps alone, its kinds are :data:`KINDS`.
-    """
-    from verl_ext.losses import LossOptions
-    from verl_ext.trainer.batch import StepLoss
-
-    flags = LossOptions.read(job.values["loss"]).head_flags
-    with _kinds(engine, tracker), engine.train_mode():
+def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
+    """Give the optimizer the states that it has after a first step, by a step without gradients."""
+    with engine.train_mode():
         tracker.assign(PARAMETERS, [*engine.module.parameters(), *engine.module.buffers()])
         with tracker.allocating(OPTIMIZER):
             for parameter in engine.module.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             engine.optimizer.step()
         engine.optimizer_zero_grad()
-    tracker.forget_peak()
+
+
+def take_steps(engine: Any, job: Job, tracker: MemoryTracker) -> None:
+    """The job's steps as the trainer takes them; the tracker counts them by :data:`KINDS`."""
+    from verl_ext.losses import LossOptions
+    from verl_ext.trainer.batch import StepLoss
+
+    flags = LossOptions.read(job.values["loss"]).head_flags
     for step in job.steps:
         micro_batches = [micro for batch in step for micro in batch.micro_batches(len(batch.pack_lengths), **flags)]
         with _kinds(engine, tracker), engine.train_mode():
