@@ -78,7 +78,6 @@ def register_gpu() -> None:
                     _libraries[-1].impl(op, _autocast(op, dtype))
 
 
-_PIN = torch.ops.aten._pin_memory.default
 _libraries: list[Any] = []  # their registrations last as long as they do
 
 
@@ -200,7 +199,7 @@ class MemoryTracker(TorchDispatchMode):
             with self._fake:
                 args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
                 kwargs.pop("pin_memory", None)
-                result = torch.empty_like(args[0]) if func is _PIN else func(*args, **kwargs)
+                result = _SHAPES.get(func, func)(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and self._is_counted(tensor):
                 self._count(tensor, self.kind)
@@ -261,6 +260,18 @@ class _Block:
     on_host: bool
     bytes: int = 0
     reference: Any = None
+
+
+def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch knows the shape of a product of groups (experts) in bf16 alone."""
+    return torch.ops.aten._grouped_mm(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
+
+
+# Operations for which torch has no shapes, or not for these tensors.
+_SHAPES: dict[Any, Callable] = {
+    torch.ops.aten._pin_memory.default: torch.empty_like,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+}
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,12 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         return
     reserve = num_bytes(run.config.plan.reserve) or 0
     facts: dict[str, Any] = {"world_size": run.world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
+    why = run.config.model.memory_not_predicted
+    if run.config.values["engine"]["strategy"] != "fsdp2":
+        why = f"engine.strategy must be fsdp2; got {run.config.values['engine']['strategy']}"
+    if why:
+        yield facts | {"failed": why}
+        return
     with Predictor() as predictor:
         job = job_of(run, run.config.values)
         facts |= {"micro_batch_tokens": _tokens(job), "sequence_parallel_rank": job.rank, "backend": job.backend}
@@ -75,15 +81,16 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         if fits:
             return
         for remedy, values in _changed(run):
+            tried = {"override": f"{remedy.key}={show(_select(values, remedy.key))}", "costs": remedy.costs}
+            facts["remedies"].append(tried)
             try:
                 peak = predictor.predict(job_of(run, values)).peak
-            except PredictionFailed:
-                continue  # the table shows what could be tried
-            fits = peak + reserve <= memory
-            override = f"{remedy.key}={show(_select(values, remedy.key))}"
-            facts["remedies"].append({"override": override, "costs": remedy.costs, "peak": peak, "fits": fits})
+            except PredictionFailed as error:
+                tried["failed"] = str(error)
+            else:
+                tried |= {"peak": peak, "fits": peak + reserve <= memory}
             yield facts
-            if fits:
+            if tried.get("fits"):
                 return
 
 
@@ -202,15 +209,15 @@ class Predictor:
 
 def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """The table of the run as it is."""
+    if "failed" in facts:
+        yield f"memory: not predicted: {facts['failed']}"
+        return
     sp_rank = facts["sequence_parallel_rank"]
     who = "every rank" if sp_rank == 0 else f"rank {sp_rank} of those that share a pack, which holds the most targets"
     yield (
         f"memory: a step of {facts['world_size']} ranks on a fake GPU; {who}; "
         f"a micro-batch of {facts['micro_batch_tokens']:,} tokens; GiB:"
     )
-    if "failed" in facts:
-        yield f"memory: not predicted: {facts['failed']}"
-        return
     width = max(map(len, facts["kinds"]))
     for kind, size in facts["kinds"].items():
         yield f"  {kind:<{width}} {size / _GIB:9.2f}"
@@ -227,5 +234,7 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 def remedy_line(facts: Mapping[str, Any]) -> str:
     """The last remedy that was tried."""
     remedy = facts["remedies"][-1]
+    if "failed" in remedy:
+        return f"memory: {remedy['override']} is not predicted: {remedy['failed']}"
     fits = "fits" if remedy["fits"] else "does not fit"
     return f"memory: {remedy['override']} {fits}: peak {remedy['peak'] / _GIB:.2f}; costs {remedy['costs']}"

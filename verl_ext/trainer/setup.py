@@ -21,7 +21,7 @@ from verl_ext.config.plan import plan_options, resolve_plan
 from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
 from verl_ext.config.schema import check_keys
-from verl_ext.config.support import check_positions, chosen_backend
+from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.dataset import RunLength
 from verl_ext.data.mixture import mixture_notices
@@ -171,7 +171,7 @@ def prepare(composed: DictConfig) -> Run:
             cost=cost,
             data_parallel_size=data_parallel,
             world_size=world_size,
-            backend=chosen_backend(composed, hf_config, config.trainer.device, capability)[0],
+            backend=config.model.attention_backend(composed, hf_config, config.trainer.device, capability),
             validation=None if val_set is None else _validation(config, val_set, cost, data_parallel),
             total_steps=total_steps,
             replaces_output=output.action is OutputAction.REPLACE,
