@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from verl_ext.attention.kernels import DocumentLayout, KernelOptions
@@ -188,7 +188,8 @@ class MemoryTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if active_fake_mode() is not None:  # DTensor asks for shapes
             return func(*args, **kwargs)
-        if not self._is_on_device(args, kwargs):
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        if not self._is_on_device(given, kwargs):
             result = func(*args, **kwargs)
         elif func is torch.ops.aten._local_scalar_dense.default:
             return _number(args[0])
@@ -197,23 +198,24 @@ class MemoryTracker(TorchDispatchMode):
         else:
             assert self._fake is not None
             with self._fake:
-                args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
+                if not all(isinstance(tensor, FakeTensor) for tensor in given):
+                    args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
                 kwargs.pop("pin_memory", None)
                 result = _SHAPES.get(func, func)(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and self._is_counted(tensor):
+        for tensor in _tensors((result,)):
+            if self._is_counted(tensor):
                 self._count(tensor, self.kind)
         return result
 
-    def _is_on_device(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operation gives fake tensors: one of its own is fake, or it makes a tensor of
-        the fake GPU or page-locked memory."""
+    def _is_on_device(self, given: list[torch.Tensor], kwargs: Any) -> bool:
+        """Whether an operation gives fake tensors: one of its own is fake, or it makes a tensor of the fake
+        GPU or of page-locked memory."""
         if self._fake is None:
             return False
         device = kwargs.get("device")
         if kwargs.get("pin_memory") or (device is not None and torch.device(device).type == GPU):
             return True
-        return any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs)))
+        return any(isinstance(tensor, FakeTensor) for tensor in given)
 
     def _is_counted(self, tensor: torch.Tensor) -> bool:
         if is_traceable_wrapper_subclass(tensor):
@@ -262,6 +264,15 @@ class _Block:
     reference: Any = None
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those of an operation's arguments or results."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """torch knows the shape of a product of groups (experts) in bf16 alone."""
     return torch.ops.aten._grouped_mm(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
@@ -270,6 +281,7 @@ def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: A
 # Operations for which torch has no shapes, or not for these tensors.
 _SHAPES: dict[Any, Callable] = {
     torch.ops.aten._pin_memory.default: torch.empty_like,
+    torch.ops.aten.addmm.dtype_out: lambda *_, out, **__: out,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
 }
 
