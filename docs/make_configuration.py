@@ -9,6 +9,7 @@ from verl_ext.commands.babilong.command import BabilongOptions
 from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.config.plan import PlanOptions
 from verl_ext.config.run import TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.data.dataset import DataOptions
@@ -58,6 +59,7 @@ def _lines() -> Iterator[str]:
         "`attention`": AttentionOptions,
         "`parallel`": ParallelOptions,
         "`trainer`": TrainerOptions,
+        "`plan`, with `trainer.plan_only=true`": PlanOptions,
     }
     for name, kind in model_kinds().items():
         titles |= {f"`{own.prefix}` of `model={name}`": own for own in kind.config_options}

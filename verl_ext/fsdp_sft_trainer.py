@@ -8,6 +8,7 @@ Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; t
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     # Started by file path: this folder would hide modules of the same names elsewhere (data, models).
@@ -26,6 +27,9 @@ from verl_ext.trainer.distributed import (
     user_errors_end_the_run,
 )
 
+if TYPE_CHECKING:
+    from verl_ext.trainer.setup import Run
+
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 def train(config: DictConfig) -> None:
@@ -41,6 +45,8 @@ def train(config: DictConfig) -> None:
     print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
     report = run.data_report() if dist.get_rank() == 0 else {}
     print_on_rank0(report_lines(report))
+    if report and run.config.trainer.plan_only:
+        report |= predicted_memory(run)
     trainer = None if run.config.trainer.plan_only else SFTTrainer(run)
     with user_errors_end_the_run():
         if trainer is not None:
@@ -58,6 +64,16 @@ def train(config: DictConfig) -> None:
         exit_all_ranks(str(error), TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
         exit_this_rank(str(error), TRAINING_FAILED)
+
+
+def predicted_memory(run: "Run") -> dict[str, Any]:
+    """What a plan's report says of memory, printed as it is predicted; rank 0 only."""
+    from verl_ext.trainer.memory import memory_facts, memory_lines, remedy_line
+
+    facts: dict[str, Any] = {}
+    for facts in memory_facts(run):
+        print_on_rank0([remedy_line(facts)] if facts["remedies"] else memory_lines(facts))
+    return {"memory": facts} if facts else {}
 
 
 def print_on_rank0(lines: Iterable[str], stream: object = None) -> None:

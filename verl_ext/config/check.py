@@ -87,8 +87,8 @@ def check_run(
         hf_config, unreadable = _read_hf_config(config)
         problems += unreadable
         folder = os.path.expanduser(str(config.model.path or ""))
-        if not unreadable and os.path.isdir(folder):
-            problems += weight_problems(folder)
+        if not unreadable and os.path.isdir(folder) and plain(config.plan)["gpu_memory"] is None:
+            problems += weight_problems(folder)  # memory is predicted from the config alone
     if hf_config is not None:
         problems += router_problems(config, hf_config)
         hf_config, unfit = kind.adapted(config, hf_config)

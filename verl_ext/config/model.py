@@ -36,12 +36,14 @@ class PackedModel(HFModelConfig, ActivationOptions):
     needs_positions: a document may not be longer than the model's positions.
     config_options: options of the model's own config, each class filling the node that its prefix names; null there
     means what the folder at `model.path` has.
+    memory_not_predicted: why a plan says nothing of the memory of a step.
     """
 
     _mutable_fields = HFModelConfig._mutable_fields | {"override_config"}
     engine_vendor: ClassVar[str] = PACKED
     needs_positions: ClassVar[bool] = True
     config_options: ClassVar[tuple[type[Options], ...]] = ()
+    memory_not_predicted: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         given = dict(self.override_config)
@@ -100,6 +102,13 @@ class PackedModel(HFModelConfig, ActivationOptions):
         return []
 
     @classmethod
+    def attention_backend(
+        cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
+    ) -> str:
+        """The kernel that `attention.backend` stands for on a device."""
+        return support.chosen_backend(config, hf_config, device, capability)[0]
+
+    @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
         """What is allowed, and may not be what was meant."""
         quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
@@ -123,6 +132,7 @@ class QwenTitansModel(PackedModel):
     engine_vendor: ClassVar[str] = CHUNKED
     needs_positions: ClassVar[bool] = False  # they restart with every chunk
     config_options: ClassVar[tuple[type[Options], ...]] = (MemoryOptions,)
+    memory_not_predicted: ClassVar[str | None] = "model=qwen_titans chooses what it computes by the values of its masks"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,6 +190,12 @@ class QwenTitansModel(PackedModel):
         cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
     ) -> list[str]:
         return []  # transformers' own attention
+
+    @classmethod
+    def attention_backend(
+        cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
+    ) -> str:
+        return "sdpa"
 
     @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:

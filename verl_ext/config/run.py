@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
+from verl_ext.config.plan import PlanOptions
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.losses import LossOptions
@@ -90,6 +91,7 @@ class RunConfig:
     attention: AttentionOptions
     parallel: ParallelOptions
     trainer: TrainerOptions
+    plan: PlanOptions
     model: type[PackedModel]
     values: Mapping[str, Any]
 
@@ -106,6 +108,7 @@ class RunConfig:
             attention=AttentionOptions.read(values["attention"]),
             parallel=ParallelOptions.read(values["parallel"]),
             trainer=TrainerOptions.read(values["trainer"]),
+            plan=PlanOptions.read(values["plan"]),
             model=model_kind(config),
             values=values,
         )

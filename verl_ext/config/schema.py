@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
+from verl_ext.config.plan import PlanOptions
 from verl_ext.config.run import TrainerOptions, dataset_class
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.engines.activations import ActivationOptions
@@ -125,7 +126,7 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name below `/options` -> (the node that it fills, {key: default}) of each dataclass that conf/ composes from."""
-    always = (ActivationOptions, AttentionOptions, LossOptions, ParallelOptions, TrainerOptions)
+    always = (ActivationOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, TrainerOptions)
     nodes = {cls.prefix: (cls.prefix, _defaults(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default

@@ -100,9 +100,7 @@ class HostCheckpoints:
         """The layer's output; without gradients, where nothing is kept, plainly."""
         if not torch.is_grad_enabled():
             return layer(hidden, *others)
-        host = torch.empty(
-            hidden.shape, dtype=hidden.dtype, device="cpu", pin_memory=self._streams is torch.cuda and hidden.is_cuda
-        )
+        host = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu", pin_memory=hidden.device.type != "cpu")
         kept = _Kept(hidden, host)
         copied = self._copy(host, hidden.detach())
         # Of the arguments' devices torch restores the random numbers when it recomputes: an empty tensor names it.

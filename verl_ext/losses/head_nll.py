@@ -126,7 +126,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """total += left @ right; total is fp32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:
+    elif not total.is_cpu:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
 from verl_ext.config.output import OutputAction, check_output
+from verl_ext.config.plan import plan_options, resolve_plan
 from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
 from verl_ext.config.schema import check_keys
@@ -52,7 +53,8 @@ class Validation:
 class Run:
     """A run that is valid as far as can be checked without the model's weights.
 
-    cost: what a document costs the model; memory: settings that the weights of its memory belong to, None without one.
+    cost: what a document costs the model; world_size: the ranks that it is for; backend: of attention;
+    memory: settings that the weights of its memory belong to, None without one.
     """
 
     config: RunConfig
@@ -60,6 +62,8 @@ class Run:
     plan: StepPlan
     cost: CostModel
     data_parallel_size: int
+    world_size: int
+    backend: str
     validation: Validation | None
     total_steps: int
     replaces_output: bool
@@ -133,13 +137,16 @@ def prepare(composed: DictConfig) -> Run:
 
     Each block is one that every rank leaves, with or without a mistake, before the ranks talk to each other again.
     """
-    world_size, device = dist.get_world_size(), accelerator()
     with user_errors_end_the_run():
         check_keys(composed)
+        planned = plan_options(composed)
+        world_size = planned.world_size or dist.get_world_size()
+        device, capability = ("cuda", None) if planned.gpu_memory else (accelerator(), gpu_capability())
         notices = resolve_config(composed) + resolve_device(composed, device) + resolve_logging(composed, world_size)
-        hf_config = check_run(composed, world_size, device, capability=gpu_capability())
+        notices += resolve_plan(composed, planned)
+        hf_config = check_run(composed, world_size, device, capability=capability)
         config = RunConfig.of(composed)
-        notices += config.model.notices(composed, hf_config, config.trainer.device, gpu_capability())
+        notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
         if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
             refuse_locked(Path(config.trainer.default_local_dir))
         output = check_output(composed, world_size)
@@ -163,6 +170,8 @@ def prepare(composed: DictConfig) -> Run:
             plan=plan,
             cost=cost,
             data_parallel_size=data_parallel,
+            world_size=world_size,
+            backend=config.model.attention_backend(composed, hf_config, config.trainer.device, capability),
             validation=None if val_set is None else _validation(config, val_set, cost, data_parallel),
             total_steps=total_steps,
             replaces_output=output.action is OutputAction.REPLACE,

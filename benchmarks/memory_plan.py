@@ -1,0 +1,176 @@
+"""Peak memory predicted on fake tensors against the resident memory of real ranks. README.md says how to read it."""
+
+import argparse
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from verl_ext.config import compose
+from verl_ext.config.resolve import resolve_device
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.plugin import PACKED
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.memory import Predictor
+from verl_ext.trainer.memory_run import Job, build_engine, fill_optimizer, take_steps
+from verl_ext.values import plain
+
+_MIB = 2**20
+_SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+_DENSE = {**_SHAPE, "model_type": "qwen3", "vocab_size": 32_000, "intermediate_size": 1536, "head_dim": 64}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+_MODELS: dict[str, dict[str, Any]] = {
+    "dense": _DENSE,
+    "tied": {**_DENSE, "tie_word_embeddings": True},
+    "experts": {**_DENSE, **_EXPERTS, "model_type": "qwen3_moe"},
+}
+_CHECKPOINTING = "model.enable_gradient_checkpointing"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of `ranks`, each of whose steps has `micro_batches` of `tokens`."""
+
+    name: str
+    model: str
+    ranks: int
+    tokens: int
+    micro_batches: int
+    overrides: tuple[str, ...]
+
+
+CASES = (
+    Case("dense", "dense", 1, 4096, 1, (f"{_CHECKPOINTING}=false",)),
+    Case("dense, checkpointing, plain head", "dense", 1, 4096, 1, (f"{_CHECKPOINTING}=true", "loss.head=plain")),
+    Case("LoRA", "dense", 1, 4096, 1, (f"{_CHECKPOINTING}=false", "model=lora", "loss.head=targets")),
+    Case("experts, checkpointing, 2 ranks", "experts", 2, 4096, 1, (f"{_CHECKPOINTING}=true",)),
+    Case("tied, sequence parallel 2", "tied", 2, 8192, 1, (f"{_CHECKPOINTING}=false", "parallel=ulysses2")),
+    Case(
+        "dense, 2 ranks, 3 micro-batches, no_sync",
+        *("dense", 2, 2048, 3),
+        (f"{_CHECKPOINTING}=false", "engine.use_no_sync_for_gradient_accumulation=true"),
+    ),
+)
+
+
+def job_of(case: Case, folder: str, overrides: Sequence[str] = ()) -> Job:
+    """The case on CPU ranks: packs of two documents, of which every second token is a target."""
+    config = compose([f"model.path={folder}", "data.train_dir=unused", *case.overrides, *overrides])
+    resolve_device(config, None)
+    half = case.tokens // 2
+    pack = {
+        "input_ids": torch.arange(case.tokens) % 1000,
+        "position_ids": torch.arange(half).repeat(2),
+        "loss_mask": torch.arange(case.tokens) % 2,
+        "category_ids": torch.zeros(case.tokens, dtype=torch.int64),
+    }
+    batch = StepCollator(LossSpec("token"), CategoryTable((), ()))([pack])
+    return Job(plain(config), [[batch] * case.micro_batches], case.ranks, 0, "sdpa", PACKED, on_gpu=False)
+
+
+def write_model(name: str, folder: Path) -> None:
+    """A model of random weights."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    fields = dict(_MODELS[name])
+    config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def measure(job: Job) -> float:
+    """Bytes of this rank's resident memory at the peak of a step, above what stood before it."""
+    from verl_ext.trainer.distributed import process_group
+    from verl_ext.trainer.fake_gpu import MemoryTracker
+
+    torch.set_num_threads(1)
+    idle = MemoryTracker("cpu", fake=False)  # never entered: counts nothing
+    with process_group():
+        engine = build_engine(job)
+        fill_optimizer(engine, idle)
+        take_steps(engine, job, idle)  # buffers and threads that last
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+        take_steps(engine, job, idle)
+        return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def on_ranks(job: Job) -> list[float]:
+    """:func:`measure` on real ranks, a process each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = os.environ | {
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "VERL_PLATFORM": "cpu"},
+        **{"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},  # what is freed is given back
+    }
+    ranks = []
+    for rank in range(job.world_size):
+        command = [sys.executable, __file__, "--rank"]
+        of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=of_rank)
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps(job))
+        process.stdin.close()
+        ranks.append(process)
+    answers = [process.stdout.read() for process in ranks if process.stdout is not None]
+    if any(process.wait() for process in ranks):
+        raise RuntimeError("a rank failed; its error stands above")
+    return [float(answer.splitlines()[-1]) if rank == 0 else 0.0 for rank, answer in enumerate(answers)]
+
+
+def compare(case: Case, predictor: Predictor, folder: Path) -> dict[str, Any]:
+    """Predicted and measured MiB above what stands before a step, and their ratio; of rank 0."""
+    if not (folder / case.model).is_dir():
+        write_model(case.model, folder / case.model)
+    job = job_of(case, str(folder / case.model))
+    prediction = predictor.predict(job)
+    predicted = (prediction.peak - prediction.standing) / _MIB
+    measured = on_ranks(job)[0] / _MIB
+    return {"case": case.name, "predicted_mib": predicted, "measured_mib": measured, "ratio": predicted / measured}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Predicted against measured peak memory of a step.")
+    parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="by number, from 0")
+    parser.add_argument("--output", help="JSON file")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        print(measure(pickle.load(sys.stdin.buffer)))
+        return
+    cells = []
+    print(f"{'case':<44}{'predicted MiB':>14}{'measured MiB':>14}{'ratio':>8}")
+    with tempfile.TemporaryDirectory() as folder, Predictor() as predictor:
+        for number in arguments.cases:
+            cell = compare(CASES[number], predictor, Path(folder))
+            cells.append(cell)
+            print(
+                f"{cell['case']:<44}{cell['predicted_mib']:>14,.0f}{cell['measured_mib']:>14,.0f}{cell['ratio']:>8.3f}",
+                flush=True,
+            )
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(cells, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

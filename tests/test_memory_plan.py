@@ -1,0 +1,138 @@
+"""The memory of a step predicted on fake tensors: equal to that of real ranks, and what a plan says of it."""
+
+import copy
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny_model import write_tiny_model
+from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.config import compose
+from verl_ext.config.plan import num_bytes, plan_options
+from verl_ext.config.resolve import resolve_device
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.plugin import PACKED
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.fake_gpu import MemoryTracker
+from verl_ext.trainer.memory import Predictor, memory_facts, memory_lines, remedy_line
+from verl_ext.trainer.memory_run import KINDS, Job, build_engine, fill_optimizer, take_steps
+from verl_ext.trainer.setup import prepare
+from verl_ext.values import plain
+
+CHECKPOINTING = "model.enable_gradient_checkpointing"
+
+
+def job_of(model, ranks, tokens, micro_batches, *overrides):
+    """CPU ranks; packs of two documents whose tokens are all targets."""
+    config = compose([f"model.path={model}", "data.train_dir=unused", *overrides])
+    resolve_device(config, None)
+    pack = {
+        "input_ids": torch.arange(tokens) % 100,
+        "position_ids": torch.arange(tokens // 2).repeat(2),
+        "loss_mask": (torch.arange(tokens) % (tokens // 2) > 0).long(),
+        "category_ids": torch.zeros(tokens, dtype=torch.int64),
+    }
+    batch = StepCollator(LossSpec("token"), CategoryTable((), ()))([pack])
+    return Job(plain(config), [[batch] * micro_batches], ranks, 0, "sdpa", PACKED, on_gpu=False)
+
+
+def tracked(jobs):
+    """Bytes at the peak of each job's steps, of real tensors on a real rank."""
+    peaks = []
+    for job in jobs:
+        tracker = MemoryTracker("cpu", fake=False)
+        with tracker:
+            engine = build_engine(job)
+            fill_optimizer(engine, tracker)
+            tracker.forget_peak()
+            take_steps(engine, job, tracker)
+        peaks.append({kind: tracker.peak.get(kind, 0) for kind in KINDS})
+    return peaks
+
+
+def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate(tmp_path):
+    model = write_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=256, vocab_size=512)
+    jobs = [
+        job_of(model, 2, 512, 1, f"{CHECKPOINTING}=false", "loss.head=plain", "parallel=ulysses2"),
+        job_of(model, 2, 256, 2, f"{CHECKPOINTING}=true", "engine.use_no_sync_for_gradient_accumulation=true"),
+    ]
+    with Predictor() as predictor:
+        predictions = [predictor.predict(job) for job in jobs]
+    real = run_ranks(tracked, 2, jobs)[0]
+    for prediction, kinds in zip(predictions, real, strict=True):
+        assert prediction.peak == pytest.approx(sum(kinds.values()), rel=0.02)
+        for kind in ("parameters", "gradients", "optimizer state"):
+            assert prediction.kinds[kind] == pytest.approx(kinds[kind], rel=0.01)
+            assert kinds[kind] > 0
+
+
+def planned(folder, overrides):
+    """What a plan says of memory, each time that it says more."""
+    os.chdir(folder)
+    return [copy.deepcopy(facts) for facts in memory_facts(prepare(compose(overrides)))]
+
+
+def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()  # a plan reads the config alone
+    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [60] * 40, 100, 1))
+    reports = run_ranks(
+        planned,
+        1,
+        tmp_path,
+        [
+            *(f"data.train_dir={data}", f"model.path={model}", "data.max_tokens=64", "data.train_batch_size=16"),
+            *("trainer.plan_only=true", "plan.gpu_memory=1GiB", "plan.reserve=1GiB", "plan.world_size=8"),
+            *("loss.head=plain", f"{CHECKPOINTING}=false"),
+        ],
+    )[0]
+    first, last = reports[0], reports[-1]
+    assert (first["world_size"], first["micro_batch_tokens"], first["fits"]) == (8, 60, False)
+    assert first["peak"] == sum(first["kinds"].values())
+    assert first["kinds"]["optimizer state"] >= 2 * first["kinds"]["parameters"]
+    peaks = {remedy["override"]: remedy["peak"] for remedy in last["remedies"]}
+    assert list(peaks) == [
+        "loss.head=fused",
+        f"{CHECKPOINTING}=true",
+        *(f"engine.ulysses_sequence_parallel_size={ranks}" for ranks in (2, 4)),
+        "engine.offload_policy=true",
+    ]
+    assert peaks[f"{CHECKPOINTING}=true"] < first["peak"]
+    assert peaks["engine.ulysses_sequence_parallel_size=2"] < first["peak"]
+    assert "memory: it does not fit" in list(memory_lines(first))[-1]
+    assert "engine.offload_policy=true does not fit: peak 0.00" in remedy_line(last)
+
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["plan.world_size=8"], "plan.world_size needs trainer.plan_only=true; got 8 without it"),
+        (["plan.gpu_memory=80GiB"], "plan.gpu_memory needs trainer.plan_only=true; got 80GiB without it"),
+        (["trainer.plan_only=true", "plan.gpu_memory=80"], "plan.gpu_memory must be at least 1GiB; got 80"),
+        (
+            ["trainer.plan_only=true", "plan.gpu_memory=eighty"],
+            "plan.gpu_memory must be a size such as 80GiB, 80GB or a number of bytes; got eighty",
+        ),
+        (["trainer.plan_only=true", "plan.world_size=0"], "plan.world_size must be at least 1; got 0"),
+        (
+            ["trainer.plan_only=true", "plan.gpu_memory=80GiB", "parallel=cpu"],
+            "plan.gpu_memory must be null with trainer.device=cpu (parallel=cpu); got 80GiB",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_line(overrides, line):
+    with pytest.raises(ValueError, match="plan") as error:
+        plan_options(compose(["model.path=unused", "data.train_dir=unused", *overrides]))
+    assert str(error.value) == line
+
+
+def test_sizes_are_read_with_their_units():
+    sizes = {"80GiB": 80 * 2**30, "80GB": 80 * 10**9, "1.5 TiB": 3 * 2**39, 17: 17, "512MiB": 2**29, "12": 12}
+    assert {size: num_bytes(size) for size in sizes} == sizes
+    assert [num_bytes(size) for size in ("", "80Gi B", "GiB", "-1GiB", None, True)] == [None] * 6

@@ -1,0 +1,343 @@
+"""A GPU that computes nothing and holds no data, and the memory that tensors would take on it.
+
+Tensors on it are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage of so many bytes.
+The real model, engine and FSDP run on it op by op, autograd and autocast included, on any machine and for any number of
+ranks (torch's ``fake`` process group). Tensors of the host stay real, so that code which reads lengths and masks there
+works; what is copied from the GPU to the host is fake, and counted as host memory.
+
+Of torch's devices only ``PrivateUse1`` lets Python be its backend, so this GPU has that name and not ``cuda``. All of
+this is global to a process: :mod:`verl_ext.trainer.memory` gives it one of its own.
+"""
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from verl_ext.attention import DocumentLayout
+from verl_ext.attention.kernels import KernelOptions
+from verl_ext.cpu_platform import CPUPlatform
+
+GPU = "gpu"
+OTHER = "other"  # kind of what is allocated outside the steps
+
+# What autocast computes in its own type and in fp32 on CUDA, as far as language models use it:
+# https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior
+_IN_AUTOCAST_TYPE = "linear matmul mm mv bmm addmm addmv addbmm baddbmm conv1d conv2d prelu"
+_IN_FP32 = (
+    "layer_norm native_layer_norm group_norm softmax log_softmax exp expm1 log log2 log10 log1p pow rsqrt reciprocal "
+    "softplus sum prod cumsum cumprod norm logsumexp mse_loss nll_loss cross_entropy_loss"
+)
+
+
+class _GPUModule(_DummyBackendModule):
+    """What FSDP, autocast and checkpointing ask of ``torch.cuda``."""
+
+    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    current_stream, stream = staticmethod(torch.cpu.current_stream), staticmethod(torch.cpu.stream)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+class FakePlatform(CPUPlatform):
+    """verl's platform whose device is the fake GPU."""
+
+    device_name = vendor_name = property(lambda self: GPU)
+
+    def current_device(self) -> Any:
+        return f"{GPU}:0"
+
+    def communication_backend_name(self) -> str:
+        return "fake"
+
+
+def register_gpu() -> None:
+    """Make the fake GPU a device of torch's in this process, with CUDA's autocast; once."""
+    torch.utils.rename_privateuse1_backend(GPU)
+    _setup_privateuseone_for_python_backend(GPU, _GPUModule())
+    _libraries.append(torch.library.Library("_", "IMPL", "AutocastPrivateUse1"))
+    _libraries[-1].fallback(torch.library.fallthrough_kernel)
+    _libraries.append(torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"))
+    for names, dtype in ((_IN_AUTOCAST_TYPE, None), (_IN_FP32, torch.float32)):
+        for packet in (getattr(torch.ops.aten, name) for name in names.split()):
+            for overload in packet.overloads():
+                if not overload.endswith("out"):
+                    op = getattr(packet, overload)
+                    _libraries[-1].impl(op, _autocast(op, dtype))
+
+
+_libraries: list[Any] = []  # their registrations last as long as they do
+
+
+def _autocast(op: Callable, dtype: torch.dtype | None) -> Callable:
+    """The op with its floating-point tensors in `dtype`; None: in autocast's."""
+    key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point() or x.dtype == torch.float64 or x.device.type != GPU:
+            return x
+        return x.to(dtype or torch.get_autocast_dtype(GPU))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+            return op(*args, **kwargs)
+
+    return run
+
+
+_nested = itertools.count(10**6)  # not the real ones' numbers
+
+
+class _NoData(FakeTensorMode):
+    """Fake tensors, also of a device that torch has not been built for."""
+
+    avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
+        """The length of a nested tensor's rows, a symbol as real tensors have it."""
+        return torch._C._get_nested_int(next(_nested), 1)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the memory of a device's tensors by what they were allocated for, and keeps the peak.
+
+    Args:
+        device: type of the device whose tensors are counted, ``gpu`` or ``cpu``.
+        fake: whether tensors of that device hold no data; False counts those of a real run.
+        block: bytes that the size of each storage is rounded up to.
+
+    Attributes:
+        kind: what tensors are allocated for from now on; :meth:`allocating` sets it for a while.
+        now, peak: bytes by kind on the device, as they are and where their sum was highest.
+        host_now, host_peak: bytes of what was copied from the device to the host.
+    """
+
+    def __init__(self, device: str, fake: bool = True, block: int = 1) -> None:
+        super().__init__()
+        self.device, self.block = device, block
+        self.kind = OTHER
+        self.now: dict[str, int] = defaultdict(int)
+        self.peak: dict[str, int] = {}
+        self.host_now = self.host_peak = 0
+        self._total = self._peak_total = 0
+        self._fake = _NoData() if fake else None
+        self._blocks: dict[int, _Block] = {}
+
+    def __enter__(self) -> "MemoryTracker":
+        resize = torch.UntypedStorage.resize_
+        self._resize = resize
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if (block := self._blocks.get(id(storage))) is not None:
+                self._add(block, self._rounded(size, block) - block.bytes)
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[assignment, method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    @contextmanager
+    def allocating(self, kind: str) -> Iterator[None]:
+        """What is allocated inside is of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def forget_peak(self) -> None:
+        """Let the peak be of what comes from now on."""
+        self._peak_total, self.host_peak = 0, self.host_now
+        self._keep_peak()
+
+    def assign(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Count tensors that are in memory already as of this kind, each part of a DTensor included."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor._local_tensor
+            if tensor is None or not self._is_counted(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if (block := self._blocks.get(id(storage))) is None:
+                self._count(tensor, kind)
+            elif not block.on_host:
+                self.now[block.kind] -= block.bytes
+                self.now[kind] += block.bytes
+                block.kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, (DTensor, NestedTensor)) for cls in types):
+            return NotImplemented  # it comes again, as operations on what they are made of
+        kwargs = kwargs or {}
+        if active_fake_mode() is not None:  # DTensor asks for shapes
+            return func(*args, **kwargs)
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        if not self._is_on_device(given, kwargs):
+            result = func(*args, **kwargs)
+        elif func is torch.ops.aten._local_scalar_dense.default:
+            return _number(args[0])
+        elif func is torch.ops.aten.is_pinned.default:
+            return False
+        else:
+            assert self._fake is not None
+            with self._fake:
+                if not all(isinstance(tensor, FakeTensor) for tensor in given):
+                    args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
+                kwargs.pop("pin_memory", None)
+                result = _SHAPES.get(func, func)(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            if self._is_counted(tensor):
+                self._count(tensor, self.kind)
+        return result
+
+    def _is_on_device(self, given: list[torch.Tensor], kwargs: Any) -> bool:
+        """Whether an operation gives fake tensors: one of its own is fake, or it makes a tensor of the fake
+        GPU or of page-locked memory."""
+        if self._fake is None:
+            return False
+        device = kwargs.get("device")
+        if kwargs.get("pin_memory") or (device is not None and torch.device(device).type == GPU):
+            return True
+        return any(isinstance(tensor, FakeTensor) for tensor in given)
+
+    def _is_counted(self, tensor: torch.Tensor) -> bool:
+        if is_traceable_wrapper_subclass(tensor):
+            return False  # a nested tensor: its values have been counted
+        return tensor.device.type == self.device or isinstance(tensor, FakeTensor)
+
+    def _count(self, tensor: torch.Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) in self._blocks:
+            return
+        block = _Block(kind, tensor.device.type != self.device)
+        key = id(storage)
+
+        def freed(_: Any) -> None:
+            self._add(self._blocks.pop(key), -block.bytes)
+
+        block.reference = weakref.ref(storage, freed)
+        self._blocks[key] = block
+        self._add(block, self._rounded(storage.nbytes(), block))
+
+    def _rounded(self, size: int, block: "_Block") -> int:
+        return size if block.on_host else -(-size // self.block) * self.block
+
+    def _add(self, block: "_Block", size: int) -> None:
+        block.bytes += size
+        if block.on_host:
+            self.host_now += size
+            self.host_peak = max(self.host_peak, self.host_now)
+            return
+        self.now[block.kind] += size
+        self._total += size
+        self._keep_peak()
+
+    def _keep_peak(self) -> None:
+        if self._total > self._peak_total:
+            self._peak_total, self.peak = self._total, dict(self.now)
+
+
+@dataclass
+class _Block:
+    """Memory behind a storage."""
+
+    kind: str
+    on_host: bool
+    bytes: int = 0
+    reference: Any = None
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those of an operation's arguments or results."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch knows the shape of a product of groups (experts) in bf16 alone."""
+    return torch.ops.aten._grouped_mm(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
+
+
+# Operations for which torch has no shapes, or not for these tensors.
+_SHAPES: dict[Any, Callable] = {
+    torch.ops.aten._pin_memory.default: torch.empty_like,
+    torch.ops.aten.addmm.dtype_out: lambda *_, out, **__: out,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+}
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor in place of a real one, which was given to an operation on the device."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _number(tensor: torch.Tensor) -> bool | int | float:
+    """What a number on the fake GPU is read as: flags are true, so that a step is not skipped."""
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+class _Attention(torch.autograd.Function):
+    """The memory of an attention kernel that keeps its inputs, its output and a number a row, and no scores.
+
+    documents: with a number, flash attention 2 with cumulative lengths, as in flash-attn 2.8 and torch's varlen_attn,
+    whose backward sums dq in fp32, padded by up to 128 tokens a document, and computes dk and dv for every query head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: int | None) -> torch.Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.size(1), q.size(0), dtype=torch.float32))
+        ctx.documents = documents
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        inside = []
+        if ctx.documents is not None:
+            rows, heads = q.size(0) + 128 * ctx.documents, q.size(1)
+            inside += [q.new_empty(rows, heads, -(-q.size(2) // 32) * 32, dtype=torch.float32)]
+            inside += [q.new_empty(rows, heads, dtype=torch.float32)]
+            inside += [k.new_empty(k.size(0), heads, k.size(2)) for _ in (k, v) if heads != k.size(1)]
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del inside
+        return (*gradients, None)
+
+
+def flash_memory(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
+) -> torch.Tensor:
+    """A kernel of :data:`verl_ext.attention.kernels.KERNELS` that takes the memory of flash attention."""
+    padded = torch.nn.functional.pad(value, (0, query.size(-1) - value.size(-1)))
+    return _Attention.apply(query, key, padded, len(layout.offsets) - 1)[..., : value.size(-1)]
+
+
+def fake_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
+) -> torch.Tensor:
+    """In place of ``scaled_dot_product_attention`` of ``[1, heads, T, E]``: one that keeps no scores in memory."""
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return _Attention.apply(q, k, v, None).transpose(0, 1).unsqueeze(0)
