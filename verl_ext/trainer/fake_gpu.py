@@ -71,12 +71,30 @@ def register_gpu() -> None:
     _libraries.append(torch.library.Library("_", "IMPL", "AutocastPrivateUse1"))
     _libraries[-1].fallback(torch.library.fallthrough_kernel)
     _libraries.append(torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"))
+    library = _libraries[-1]
+    _keep_whole()
     for names, dtype in ((_IN_AUTOCAST_TYPE, None), (_IN_FP32, torch.float32)):
         for packet in (getattr(torch.ops.aten, name) for name in names.split()):
             for overload in packet.overloads():
                 if not overload.endswith("out"):
                     op = getattr(packet, overload)
-                    _libraries[-1].impl(op, _autocast(op, dtype))
+                    library.impl(op, _autocast(op, dtype))
+
+
+def _keep_whole() -> None:
+    """Let operations that CPUs and GPUs have kernels for (``silu_backward``) be one on the fake GPU as well.
+
+    torch would take them apart there, with temporary tensors that no GPU has. The kernels are never called.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    _libraries.append(torch.library.Library("aten", "IMPL", "PrivateUse1"))
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and has(name, "CompositeImplicitAutograd") and has(name, "CPU"):
+            _libraries[-1].impl(name, _unreachable)
+
+
+def _unreachable(*_: Any, **__: Any) -> None:
+    raise AssertionError("the tracker's mode comes first")
 
 
 _libraries: list[Any] = []  # their registrations last as long as they do
