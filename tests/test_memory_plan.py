@@ -106,7 +106,6 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     assert "memory: it does not fit" in list(memory_lines(first))[-1]
     assert "engine.offload_policy=true does not fit: peak 0.00" in remedy_line(last)
 
-    return np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(

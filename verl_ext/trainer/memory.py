@@ -1,7 +1,7 @@
 """The memory that each GPU of a run would need, predicted before there is a GPU, and what would make it fit.
 
 The heaviest packs of the plan go through the real engine on a fake GPU (:mod:`verl_ext.trainer.memory_run`), in a
-process of its own; then each of :data:`REMEDIES` does, until one fits.
+process of its own; then each of :data:`REMEDIES` does, and those that save most together, until one trial fits.
 """
 
 import copy
@@ -19,14 +19,17 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from verl_ext.attention import SequenceShards
 from verl_ext.config.check import check_run
 from verl_ext.config.plan import num_bytes
+from verl_ext.config.run import sequence_parallel_size
+from verl_ext.config.support import CP as _CP
+from verl_ext.config.support import SP as _SP
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.memory_run import Job, Prediction
 from verl_ext.trainer.setup import Run
 from verl_ext.values import show
 
-_SP = "engine.ulysses_sequence_parallel_size"
 _GIB = 2**30
 _MIB = 2**20
 
@@ -43,10 +46,13 @@ class Remedy:
 # In the order of what they cost a step.
 REMEDIES = (
     Remedy("loss.head", ("fused",), "nothing"),
+    Remedy("model.mlp_tile_tokens", (4096,), "with gradient checkpointing nothing, else each MLP's forward once more"),
     Remedy("engine.use_no_sync_for_gradient_accumulation", (False,), "a reduction of gradients every micro-batch"),
     Remedy("data.micro_batch_size_per_gpu", (1,), "smaller forwards, more of them"),
     Remedy("model.enable_gradient_checkpointing", (True,), "every layer's forward once more"),
+    Remedy("model.activation_offload", (True,), "copies of each layer's hidden state beside the computation"),
     Remedy(_SP, (2, 4, 8, 16, 32, 64), "all-to-alls over more ranks, fewer packs at a time"),
+    Remedy(_CP, (2, 4, 8), "keys and values between groups of ranks, fewer packs at a time"),
     Remedy("engine.offload_policy", (True,), "parameters, gradients and optimizer on the host: copies every step"),
 )
 
@@ -80,15 +86,17 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         yield facts
         if fits:
             return
-        for remedy, values in _changed(run):
-            tried = {"override": f"{remedy.key}={show(_select(values, remedy.key))}", "costs": remedy.costs}
+        saved: list[tuple[int, Trial]] = []
+        for trial in _trials(run, saved):
+            tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
             facts["remedies"].append(tried)
             try:
-                peak = predictor.predict(job_of(run, values)).peak
+                peak = predictor.predict(job_of(run, trial.values)).peak
             except PredictionFailed as error:
                 tried["failed"] = str(error)
             else:
                 tried |= {"peak": peak, "fits": peak + reserve <= memory}
+                saved.append((prediction.peak - peak, trial))
             yield facts
             if tried.get("fits"):
                 return
@@ -110,7 +118,7 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     together. Of several micro-batches the heaviest come last, when there are gradients already.
     """
     dataset, data = run.train_set, values["data"]
-    sp = sequence_parallel_size(values)
+    sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
     size = data["micro_batch_size_per_gpu"]
     micro_steps = data["train_batch_size"] * sp // run.world_size // size
     collate = StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
@@ -124,7 +132,7 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     others = [widest] if _targets(widest) > _targets(longest) else []
     alone = [[batch] for batch in (longest, *others)]
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
-    rank = _rank_with_most_targets(longest, sp)
+    rank = _rank_with_most_targets(longest, SequenceShards(sp // context, context))
     return Job(values, steps, run.world_size, rank, run.backend, run.config.model.engine_vendor)
 
 
@@ -132,30 +140,62 @@ def _targets(batch: StepBatch) -> int:
     return int((batch.category_index >= 0).sum())
 
 
-def _rank_with_most_targets(batch: StepBatch, ranks: int) -> int:
+def _rank_with_most_targets(batch: StepBatch, shards: SequenceShards) -> int:
     """Of the ranks that share a micro-batch, the one that holds most of its targets, the first of several."""
-    is_target = (batch.category_index >= 0).numpy()
-    padded = np.pad(is_target, (0, -len(is_target) % ranks))
-    return int(padded.reshape(ranks, -1).sum(1).argmax())
+    is_target = batch.category_index >= 0
+    padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
+    return int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())
 
 
 def _tokens(job: Job) -> int:
     return max(len(batch.input_ids) for step in job.steps for batch in step)
 
 
-def _changed(run: Run) -> Iterator[tuple[Remedy, dict[str, Any]]]:
-    """Each remedy with the configuration that it gives, those left out that the checks refuse."""
+@dataclass(frozen=True)
+class Trial:
+    """Remedies with the value of each, and the configuration that they give."""
+
+    chosen: tuple[tuple[Remedy, Any], ...]
+    values: dict[str, Any]
+
+    @property
+    def override(self) -> str:
+        """As on a command line."""
+        return " ".join(f"{remedy.key}={show(value)}" for remedy, value in self.chosen)
+
+    @property
+    def costs(self) -> str:
+        """Of all of them."""
+        return "; ".join(remedy.costs for remedy, _ in self.chosen)
+
+
+def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
+    """Each value of each remedy alone; then the best values of those that `saved` names by then, one more at a time.
+
+    saved: (bytes that it saves, a trial) of all trials so far. Those that the checks refuse are left out."""
     for remedy in REMEDIES:
         own = _select(run.config.values, remedy.key)
         for value in remedy.values:
-            if value == own or (isinstance(own, int) and remedy.key == _SP and value < own):
-                continue
-            config = OmegaConf.create(copy.deepcopy(dict(run.config.values)))
-            OmegaConf.update(config, remedy.key, value)
-            with suppress(ValueError):
-                check_run(config, run.world_size, "cuda")
-                changed: Any = OmegaConf.to_container(config)
-                yield remedy, changed
+            if value != own and not (remedy.key in (_SP, _CP) and value < own):
+                yield from _trial(run, ((remedy, value),))
+    chosen: tuple[tuple[Remedy, Any], ...] = ()
+    for gain, trial in sorted(saved, key=lambda one: -one[0]):
+        ((remedy, value),) = trial.chosen
+        if gain > 0 and remedy not in [other for other, _ in chosen]:
+            chosen = (*chosen, (remedy, value))
+            if len(chosen) > 1:
+                yield from _trial(run, chosen)
+
+
+def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
+    """The trial, where the checks allow it."""
+    config = OmegaConf.create(copy.deepcopy(dict(run.config.values)))
+    for remedy, value in chosen:
+        OmegaConf.update(config, remedy.key, value)
+    with suppress(ValueError):
+        check_run(config, run.world_size, "cuda")
+        values: Any = OmegaConf.to_container(config)
+        yield Trial(chosen, values)
 
 
 def _select(values: Mapping[str, Any], key: str) -> Any:
