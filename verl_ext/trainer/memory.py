@@ -81,7 +81,8 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         if fits:
             return
         for remedy, values in _changed(run):
-            tried = {"override": f"{remedy.key}={show(_select(values, remedy.key))}", "costs": remedy.costs}
+            override = f"{remedy.key}={show(_select(values, remedy.key))}"
+            tried: dict[str, Any] = {"override": override, "costs": remedy.costs}
             facts["remedies"].append(tried)
             try:
                 peak = predictor.predict(job_of(run, values)).peak
