@@ -1,6 +1,7 @@
 # make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
 # make test         the tests
-# make lint         ruff, format check, type check of the public API
+# make cluster      two hosts as network namespaces, slurm's own daemons: minutes, as root (what is missing is skipped)
+# make lint         ruff, format check, type check of the public API, shellcheck of the launchers
 # make bench        the benchmarks of benchmarks/README.md
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
 #
@@ -14,7 +15,7 @@ SHELL := /bin/bash
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test lint bench clean distclean
+.PHONY: help quickstart test cluster lint bench clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -27,11 +28,16 @@ test: export OMP_NUM_THREADS ?= 1
 test: .venv/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
+cluster: export OMP_NUM_THREADS ?= 1
+cluster: .venv/.installed-test
+	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
 
 bench: .venv/.installed-test
 	$(BIN)/python benchmarks/packing.py

@@ -63,7 +63,8 @@ def test_a_dataset_file_that_exists_is_kept(tmp_path, monkeypatch):
 # Every key of sft_trainer.yaml in verl 0.4.1, 0.5.0 and 0.6.1 that has the same name and meaning today.
 UNCHANGED_SINCE_VERL_0_4 = """
 data: custom_cls.name custom_cls.path micro_batch_size_per_gpu train_batch_size train_max_samples val_max_samples
-model: enable_gradient_checkpointing external_lib lora_alpha lora_rank target_modules trust_remote_code use_liger use_shm
+model: enable_gradient_checkpointing external_lib lora_alpha lora_rank target_modules trust_remote_code
+model: use_liger use_shm
 optim: betas clip_grad lr lr_scheduler_type lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio num_cycles optimizer
 optim: optimizer_impl override_optimizer_config total_training_steps warmup_style weight_decay
 trainer: default_hdfs_dir default_local_dir device experiment_name logger max_ckpt_to_keep n_gpus_per_node nnodes

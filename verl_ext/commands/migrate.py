@@ -51,7 +51,7 @@ def run(options: MigrateOptions) -> str:
     names = [item.value for item in plain if item.key == "data.custom_cls.name"]
     found = translate(plain, any(map(schema.names_own_class, names)), packed=True)
     lines += [str(Item(_prefix(item), item.key, written.get(item.value, item.value))) for item in found.items]
-    lines += others
+    lines += [" ".join(others)] if others else []
     unknown = [schema.unknown_key(item.key) for item in found.items if not _is_known(item)]
     comments = [f"# {line}" for line in (*found.notices, *found.problems, *unknown)]
     return "\n".join([" \\\n    ".join(lines), *comments])

@@ -190,10 +190,13 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
         facts |= {key: show(value) for key, value in _flat(config.values)} | versions()
-        facts["the state of trainer.default_local_dir"] = f"{output.action.value} {output.checkpoint or ''}".strip()
-        facts |= {f"{dataset.key} ({path})": content(path) for dataset in datasets for path in dataset.folders}
-        model = os.path.expanduser(str(config.values["model"]["path"]))
-        facts[f"model.path ({model})"] = content(model)
+        resumed = Path(output.checkpoint or "no checkpoint").name
+        facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
+        for dataset in datasets:
+            facts |= {
+                f"the content of {dataset.key}, folder {n}": content(p) for n, p in enumerate(dataset.folders, start=1)
+            }
+        facts["the content of model.path"] = content(os.path.expanduser(str(config.values["model"]["path"])))
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
