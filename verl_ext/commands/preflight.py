@@ -76,7 +76,7 @@ def _lead(options: PreflightOptions) -> tuple[list[str], str]:
         who = f"{options.master_port} ({os.strerror(error.errno or 0)}) on {_name(options)}"
         return [f"MASTER_PORT must be a free port of node 0; got {who}: another run may have it"], ""
     with server, contextlib.ExitStack() as open_lines:
-        own, listener = _own_report(options, options.master_addr)
+        own, listener = _own_report(options, _resolved(options.master_addr) or options.master_addr)
         open_lines.enter_context(listener)
         reports, lines, problems = {0: own}, {}, list[str]()
         end = time.monotonic() + options.timeout
@@ -179,12 +179,11 @@ class _Line:
 
 def _welcomed(line: _Line) -> dict[str, Any] | None:
     """What a node that has connected reports, with how far its clock is ahead; None where it is no node."""
-    before = time.time()
     line.put(_GREETING)
     report = line.get()
     if not isinstance(report, dict) or "rank" not in report:
         return None
-    return {**report, "ahead": report["clock"] - (before + time.time()) / 2}
+    return {**report, "ahead": report["clock"] - time.time()}  # it was sent as soon as it was read
 
 
 def _own_report(options: PreflightOptions, reached_by: str) -> tuple[dict[str, Any], socket.socket]:
@@ -223,19 +222,25 @@ def _gloo_address(options: PreflightOptions, reached_by: str) -> tuple[str | Non
     if options.local_addr:
         return options.local_addr, []
     hostname = socket.gethostname()
-    address = "nothing"
-    with contextlib.suppress(OSError):
-        address = str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
-    if address != "nothing" and (not _is_loopback(address) or _is_loopback(reached_by)):
+    address = _resolved(hostname)
+    if address and (not _is_loopback(address) or _is_loopback(reached_by)):
         return address, []
+    there = f"interfaces: {', '.join(interfaces)}; it reaches node 0 from {reached_by}"
     return None, [
         f"GLOO_SOCKET_IFNAME must name the interface of {_name(options)} that other nodes reach, since its host name "
-        f"resolves to {address}; got nothing (interfaces: {', '.join(interfaces)}; it reaches node 0 from {reached_by})"
+        f"resolves to {address or 'nothing'}; got nothing ({there})"
     ]
 
 
+def _resolved(name: str) -> str | None:
+    """The first address of a host name, None where it has none."""
+    with contextlib.suppress(OSError):
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    return None
+
+
 def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "localhost")
+    return address.startswith("127.") or address == "::1"
 
 
 def _interface_address(name: str) -> str | None:
