@@ -174,9 +174,15 @@ def test_offloading_of_parameters_is_part_of_offloading():
 
 
 def test_a_dataset_class_of_the_users_may_have_keys_of_its_own():
-    own = ["data.custom_cls.path=pkg://mine", "data.custom_cls.name=Mine", "+data.mine=3", "data.max_length=7"]
+    own = [
+        "data.custom_cls.path=pkg://mine",
+        "data.custom_cls.name=Mine",
+        "+data.mine=3",
+        "data.max_length=7",
+        "data.prompt_key=q",
+    ]
     config, notices = compose_run(own)
-    assert config.data.mine == 3
+    assert (config.data.mine, config.data.max_length, config.data.prompt_key) == (3, 7, "q")
     assert config.data.custom_cls.path == "pkg://mine"
     assert notices == []
     with pytest.raises(ValueError, match=r"unknown key data\.mine"):

@@ -27,13 +27,12 @@ class Superseded:
     """A key whose work is done otherwise now: no value of it can be translated.
 
     by: the key that does it: where that one is given too, this one is left out. neutral: values that ask for nothing,
-    or for what is so anyway. verls_own: a key of verl's still, which other classes of datasets read.
+    or for what is so anyway.
     """
 
     why: str
     by: str | None = None
     neutral: tuple[str, ...] = ()
-    verls_own: bool = False
 
 
 _TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`, and data.train_dir names the folder"
@@ -49,28 +48,24 @@ SUPERSEDED = {
     "data.multiturn.enable": _raw(neutral=("false",)),
     "data.multiturn": _raw(),
     "data.chat_template": _raw(),
-    "data.train_files": _raw(verls_own=True),
-    "data.val_files": Superseded(_TOKENIZED.replace("train_dir", "val_dir"), "data.val_dir", verls_own=True),
-    "data.messages_key": _raw(verls_own=True),
-    "data.tools_key": _raw(verls_own=True),
-    "data.enable_thinking_key": _raw(verls_own=True),
-    "data.enable_thinking_default": _raw(neutral=("none",), verls_own=True),
-    "data.apply_chat_template_kwargs": _raw(neutral=("{}",), verls_own=True),
-    "data.ignore_input_ids_mismatch": _raw(neutral=("false",), verls_own=True),
+    "data.train_files": _raw(),
+    "data.val_files": Superseded(_TOKENIZED.replace("train_dir", "val_dir"), "data.val_dir"),
+    "data.messages_key": _raw(),
+    "data.tools_key": _raw(),
+    "data.enable_thinking_key": _raw(),
+    "data.enable_thinking_default": _raw(neutral=("none",)),
+    "data.apply_chat_template_kwargs": _raw(neutral=("{}",)),
+    "data.ignore_input_ids_mismatch": _raw(neutral=("false",)),
     "data.max_length": Superseded(
-        "data.max_tokens is the budget of a pack, and data.train_batch_size counts packs", "data.max_tokens", (), True
+        "data.max_tokens is the budget of a pack, and data.train_batch_size counts packs", "data.max_tokens"
     ),
-    "data.max_token_len_per_gpu": Superseded(
-        "data.max_tokens is the budget of a pack", "data.max_tokens", verls_own=True
-    ),
+    "data.max_token_len_per_gpu": Superseded("data.max_tokens is the budget of a pack", "data.max_tokens"),
     "data.truncation": Superseded(
-        "data.over_length says what happens to documents longer than data.max_tokens",
-        "data.over_length",
-        verls_own=True,
+        "data.over_length says what happens to documents longer than data.max_tokens", "data.over_length"
     ),
-    "data.balance_dp_token": Superseded(_BY_COST, "data.balance", ("true", "false"), True),
-    "data.use_dynamic_bsz": Superseded(_BY_COST, "data.balance", ("true", "false"), True),
-    "data.use_shm": Superseded("tokenized folders are read where they are, memory-mapped", None, ("false",), True),
+    "data.balance_dp_token": Superseded(_BY_COST, "data.balance", ("true", "false")),
+    "data.use_dynamic_bsz": Superseded(_BY_COST, "data.balance", ("true", "false")),
+    "data.use_shm": Superseded("tokenized folders are read where they are, memory-mapped", neutral=("false",)),
     "model.fsdp_config.offload_params": Superseded(
         "engine.offload_policy offloads parameters, gradients and optimizer together",
         "engine.offload_policy",
@@ -133,7 +128,10 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
     found = Translation([], [], [])
     for item in items:
         new, entry = renamed(item.key), superseded(item.key)
-        if entry and not (entry.verls_own and (own_class or (item.key == "data.max_length" and not packed))):
+        if entry and own_class and item.key.startswith("data."):
+            found.items.append(replace(item, prefix=item.prefix or "++"))  # it may be none of today's keys
+            continue
+        if entry and (packed or item.key != "data.max_length"):
             _supersede(item, entry, to_be_given, found)
             continue
         if new and (new in given or item.value == "null"):
