@@ -1,7 +1,8 @@
 # make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
 # make test         the tests
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one
-# make lint         ruff, format check, type check of the public API
+# make cluster      two hosts as network namespaces, slurm's own daemons: minutes, as root (what is missing is skipped)
+# make lint         ruff, format check, type check of the public API, shellcheck of the launchers
 # make bench        the benchmarks of benchmarks/README.md
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
 #
@@ -15,7 +16,7 @@ SHELL := /bin/bash
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-gpu lint bench clean distclean
+.PHONY: help quickstart test test-gpu cluster lint bench clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -31,11 +32,16 @@ test: .venv/.installed-test
 test-gpu: .venv/.installed-test
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
+cluster: export OMP_NUM_THREADS ?= 1
+cluster: .venv/.installed-test
+	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
 
 bench: .venv/.installed-test
 	$(BIN)/python benchmarks/packing.py

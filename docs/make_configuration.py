@@ -8,6 +8,7 @@ from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.commands.babilong.command import BabilongOptions
 from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
+from verl_ext.commands.preflight import PreflightOptions
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.plan import PlanOptions
 from verl_ext.config.run import TrainerOptions
@@ -23,6 +24,7 @@ COMMANDS = {
     "index": IndexOptions,
     "babilong": BabilongOptions,
     "init-model": InitModelOptions,
+    "preflight": PreflightOptions,
 }
 
 

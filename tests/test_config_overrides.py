@@ -60,10 +60,30 @@ def test_a_dataset_file_that_exists_is_kept(tmp_path, monkeypatch):
     assert config.data.custom_cls.name == "SFTDataSet"
 
 
+# Every key of sft_trainer.yaml in verl 0.4.1, 0.5.0 and 0.6.1 that has the same name and meaning today.
+UNCHANGED_SINCE_VERL_0_4 = """
+data: custom_cls.name custom_cls.path micro_batch_size_per_gpu train_batch_size train_max_samples val_max_samples
+model: enable_gradient_checkpointing external_lib lora_alpha lora_rank target_modules trust_remote_code
+model: use_liger use_shm
+optim: betas clip_grad lr lr_scheduler_type lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio num_cycles optimizer
+optim: optimizer_impl override_optimizer_config total_training_steps warmup_style weight_decay
+trainer: default_hdfs_dir default_local_dir device experiment_name logger max_ckpt_to_keep n_gpus_per_node nnodes
+trainer: project_name resume_from_path resume_mode save_freq seed test_freq total_epochs total_training_steps
+"""
+
+
+def test_other_keys_of_verl_0_4_to_0_6_are_read_as_they_are():
+    for line in UNCHANGED_SINCE_VERL_0_4.strip().splitlines():
+        node, _, names = line.partition(": ")
+        for name in names.split():
+            assert prepare_overrides([f"{node}.{name}=1"]) == ([f"++{node}.{name}=1"], [])
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("data.micro_batch_size=4", "data.micro_batch_size_per_gpu=4"),
+        ("model.partial_pretrain=/m", "model.path=/m"),
         ("model.strategy=fsdp2", "engine.strategy=fsdp2"),
         ("model.fsdp_config.model_dtype=bf16", "engine.model_dtype=bf16"),
         ("model.fsdp_config.wrap_policy.min_num_params=5", "++engine.wrap_policy.min_num_params=5"),
@@ -72,41 +92,97 @@ def test_a_dataset_file_that_exists_is_kept(tmp_path, monkeypatch):
         ("optim.lr_scheduler=cosine", "optim.lr_scheduler_type=cosine"),
         ("trainer.resume_path=/x", "trainer.resume_from_path=/x"),
         ("trainer.checkpoint.save_contents=[model]", "checkpoint.save_contents=[model]"),
+        ("trainer.checkpoint.load_contents=[model]", "checkpoint.load_contents=[model]"),
+        ("ulysses_sequence_parallel_size=2", "engine.ulysses_sequence_parallel_size=2"),
         ("+use_remove_padding=true", "model.use_remove_padding=true"),
     ],
 )
 def test_names_of_verl_0_6_become_todays(old, new):
     overrides, notices = prepare_overrides([old])
     assert overrides == ["++" + new.lstrip("+")]
-    assert any("verl ≤ 0.6" in notice for notice in notices)
+    assert len(notices) == 1 + old.startswith("+")
+    assert "verl ≤ 0.6" in notices[0]
+
+
+# What has no other name: the override, what is to be given in its place, and a word of the reason.
+WITHOUT_A_NAME_TODAY = [
+    ("data.train_files=x.parquet", "data.train_dir", "verl-ext tokenize"),
+    ("data.val_files=x.parquet", "data.val_dir", "verl-ext tokenize"),
+    ("data.prompt_key=question", "data.train_dir", "verl-ext tokenize"),
+    ("data.response_key=answer", "data.train_dir", "verl-ext tokenize"),
+    ("data.prompt_dict_keys=[question]", "data.train_dir", "verl-ext tokenize"),
+    ("data.response_dict_keys=[answer]", "data.train_dir", "verl-ext tokenize"),
+    ("data.multiturn.enable=true", "data.train_dir", "verl-ext tokenize"),
+    ("data.multiturn.messages_key=messages", "data.train_dir", "verl-ext tokenize"),
+    ("data.multiturn.tools_key=tools", "data.train_dir", "verl-ext tokenize"),
+    ("data.multiturn.enable_thinking_key=x", "data.train_dir", "verl-ext tokenize"),
+    ("data.chat_template=x", "data.train_dir", "verl-ext tokenize"),
+    ("data.apply_chat_template_kwargs={a:1}", "data.train_dir", "verl-ext tokenize"),
+    ("data.messages_key=m", "data.train_dir", "verl-ext tokenize"),
+    ("data.max_length=1024", "data.max_tokens", "counts packs"),
+    ("data.max_token_len_per_gpu=8192", "data.max_tokens", "budget of a pack"),
+    ("data.truncation=left", "data.over_length", "longer than data.max_tokens"),
+    ("model.fsdp_config.offload_params=true", "engine.offload_policy", "offloads parameters"),
+    ("trainer.val_freq=1", "trainer.test_freq", "when to validate"),
+    ("data.use_shm=true", None, "memory-mapped"),
+    ("trainer.validate_before_training=true", None, "when to validate"),
+]
+
+
+@pytest.mark.parametrize(("override", "instead", "why"), WITHOUT_A_NAME_TODAY)
+def test_an_option_without_an_equivalent_is_refused_and_left_out_where_its_successor_is_given(override, instead, why):
+    key, _, value = override.partition("=")
+    with pytest.raises(ValueError, match=why) as raised:
+        prepare_overrides([override])
+    do = f"give {instead} instead" if instead else "leave it out"
+    assert str(raised.value).startswith(f"{key} has no equivalent: ")
+    assert str(raised.value).endswith(f"; got {value}: {do}")
+    if instead:
+        overrides, notices = prepare_overrides([override, f"{instead}=7"])
+        assert overrides == [f"++{instead}=7"]
+        assert notices[0].startswith(f"{key} is left out: {instead} is given")
 
 
 @pytest.mark.parametrize(
-    ("override", "kept", "said"),
+    "override",
     [
-        ("data.prompt_key=question", False, "verl-ext tokenize"),
-        ("data.multiturn.enable=true", False, "verl-ext tokenize"),
-        ("data.chat_template=x", False, "chat template"),
-        ("trainer.val_freq=1", False, "trainer.test_freq"),
-        ("model.fsdp_config.offload_params=true", False, "engine.offload_policy"),
-        ("data.micro_batch_size=null", False, "is left out: it is null"),
-        ("data.max_length=1024", True, "data.max_tokens"),
-        ("data.balance_dp_token=true", True, "no effect on packs"),
-        ("data.train_files=x.parquet", True, "data.train_dir"),
-        ("data.truncation=left", True, "data.over_length"),
+        *("data.multiturn.enable=false", "data.chat_template=null", "data.balance_dp_token=True", "data.use_shm=False"),
+        *("data.use_dynamic_bsz=false", "model.fsdp_config.offload_params=False", "data.micro_batch_size=null"),
+        *("trainer.validate_before_training=false", "data.apply_chat_template_kwargs={}", "data.val_files=null"),
     ],
 )
-def test_keys_without_a_counterpart_name_what_replaces_them(override, kept, said):
+def test_an_old_option_that_asks_for_nothing_is_left_out_with_a_notice(override):
     overrides, notices = prepare_overrides([override])
-    assert overrides == ([f"++{override}"] if kept else [])
+    assert overrides == []
     assert len(notices) == 1
-    assert said in notices[0]
+    assert "is left out: " in notices[0]
+
+
+@pytest.mark.parametrize(("old", "new"), [("error", "error"), ("right", "truncate"), ("'right'", "truncate")])
+def test_truncation_is_read_as_what_happens_to_over_length_documents(old, new):
+    assert prepare_overrides([f"data.truncation={old}"]) == (
+        [f"++data.over_length={new}"],
+        [f"data.truncation={old} is read as data.over_length={new}"],
+    )
+
+
+def test_offloading_of_parameters_is_part_of_offloading():
+    old = ["model.fsdp_config.cpu_offload=True", "model.fsdp_config.offload_params=True"]
+    overrides, notices = prepare_overrides(old)
+    assert overrides == ["++engine.offload_policy=True"]
+    assert "engine.offload_policy is given" in notices[1]
 
 
 def test_a_dataset_class_of_the_users_may_have_keys_of_its_own():
-    own = ["data.custom_cls.path=pkg://mine", "data.custom_cls.name=Mine", "+data.mine=3", "data.max_length=7"]
+    own = [
+        "data.custom_cls.path=pkg://mine",
+        "data.custom_cls.name=Mine",
+        "+data.mine=3",
+        "data.max_length=7",
+        "data.prompt_key=q",
+    ]
     config, notices = compose_run(own)
-    assert config.data.mine == 3
+    assert (config.data.mine, config.data.max_length, config.data.prompt_key) == (3, 7, "q")
     assert config.data.custom_cls.path == "pkg://mine"
     assert notices == []
     with pytest.raises(ValueError, match=r"unknown key data\.mine"):

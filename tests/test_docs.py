@@ -114,6 +114,9 @@ def folder(inputs, tmp_path, monkeypatch):
 
 def run_data_command(command: Command) -> None:
     _, name, *words = command.words
+    if name == "migrate":
+        assert main([name, *words]) == 0
+        return
     given = dict(word.split("=", 1) for word in words)
     smaller = {key: SMALLER[key] for key in given if command.is_marked and key in SMALLER}
     assert main([name, *(f"{key}={value}" for key, value in {**given, **smaller, "overwrite": "true"}.items())]) == 0
@@ -172,6 +175,11 @@ def check_sbatch(command: Command) -> None:
     assert compose(command.overrides).model.path
 
 
+def check_manifest(command: Command) -> None:
+    assert command.words[1:3] == ("apply", "-f")
+    assert (ROOT / command.words[3]).is_file()
+
+
 def check_make(command: Command) -> None:
     assert re.search(rf"^{command.words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -191,6 +199,7 @@ HANDLERS: dict[str, Callable[[Command], None]] = {
     "torchrun": run_module,
     "launch/node.sh": check_launcher,
     "sbatch": check_sbatch,
+    "kubectl": check_manifest,
     "make": check_make,
     "pip": check_pip,
     ".venv/bin/python": check_pytest,

@@ -102,6 +102,50 @@ def test_several_nodes_have_a_default_port():
     assert "--master_port=29500" in line(NNODES="2", NODE_RANK="0", MASTER_ADDR="host0")
 
 
+@pytest.mark.parametrize("name", ["MAX_RESTARTS", "max_restarts", "PET_MAX_RESTARTS"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_restarts_meet_by_c10d_at_a_store_on_node_0(name, rank):
+    environment = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "host0", "LOCAL_ADDR": f"10.0.0.{rank}"}
+    assert line("a=1", **environment, **{name: "3"}) == [
+        *("torchrun", "--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=host0:29500"),
+        *("--rdzv_id=verl-ext-29500", f"--rdzv_conf=is_host={1 - rank}", f"--local_addr=10.0.0.{rank}"),
+        *("--max_restarts=3", "--nproc_per_node=1", *MODULE, "a=1"),
+    ]
+
+
+def test_one_host_restarts_by_itself():
+    assert line(MAX_RESTARTS="2") == [*ONE_NODE, "--max_restarts=2", "--nproc_per_node=1", *MODULE]
+
+
+def node_with_programs(tmp_path: Path, preflight: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run node.sh, not dry, with stand-ins: torchrun prints its words, verl-ext does what `preflight` says."""
+    for name, body in {"torchrun": 'echo "torchrun $*"', "verl-ext": preflight}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", str(LAUNCH / "node.sh"), "a=1"]
+    return subprocess.run(command, env=path | environment, capture_output=True, text=True, check=False)
+
+
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "NPROC_PER_NODE": "4"}
+
+
+def test_several_nodes_are_checked_before_torchrun(tmp_path):
+    done = node_with_programs(tmp_path, 'echo "verl-ext $*"', **TWO, local_addr="10.0.0.1", PREFLIGHT_TIMEOUT="9")
+    assert done.stderr.split() == [
+        *("verl-ext", "preflight", "nnodes=2", "node_rank=1", "master_addr=host0", "master_port=29500"),
+        *("processes=4", "timeout=9", "local_addr=10.0.0.1"),
+    ]
+    assert done.stdout.startswith("torchrun --nnodes=2 --node_rank=1")
+
+
+def test_torchrun_is_not_started_where_the_check_fails(tmp_path):
+    done = node_with_programs(tmp_path, "exit 2", **TWO)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert node_with_programs(tmp_path, "exit 2", **TWO, PREFLIGHT="0").returncode == 0
+    assert node_with_programs(tmp_path, "exit 2").returncode == 0  # one node has nobody to check with
+
+
 def test_ambiguous_world_size_and_rank_are_not_read():
     assert line(WORLD_SIZE="16", RANK="3") == line()
 
@@ -111,6 +155,7 @@ def test_ambiguous_world_size_and_rank_are_not_read():
     [
         ({"NNODES": "two"}, "NNODES must be a whole number of at least 1; got 'two'"),
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE must be a whole number of at least 1; got '0'"),
+        ({"MAX_RESTARTS": "no"}, "MAX_RESTARTS must be a whole number of at least 0; got 'no'"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR (or master_ip) must name the first node"),
         ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NODE_RANK must be 0 to 1 when NNODES=2; got ''"),
         ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK must be 0 to 1 when NNODES=2; got '2'"),
@@ -123,7 +168,7 @@ def test_a_topology_that_cannot_be_is_refused_in_one_line(environment, message):
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCH.iterdir() if path.is_file()))
+@pytest.mark.parametrize("script", [path.name for path in sorted(LAUNCH.iterdir()) if path.suffix != ".yaml"])
 def test_every_launcher_is_valid_bash_and_executable(script):
     subprocess.run(["bash", "-n", str(LAUNCH / script)], check=True)
     assert os.access(LAUNCH / script, os.X_OK)
@@ -165,7 +210,7 @@ def slurm(tmp_path: Path, restarts: str) -> subprocess.CompletedProcess[str]:
 
 def test_slurm_runs_the_line_once_a_node_and_passes_overrides_through(tmp_path):
     first, second = (shlex.split(text) for text in slurm(tmp_path, "0").stdout.splitlines()[-2:])
-    shared = ["--master_addr=node-a", "--master_port=20007", "--nproc_per_node=8", *MODULE]
+    shared = ["--master_addr=node-a", "--master_port=24007", "--nproc_per_node=8", *MODULE]
     overrides = ["recipe=token_aware_pack", "data.train_dir=/a folder/x"]
     assert first == ["torchrun", "--nnodes=2", "--node_rank=0", *shared, *overrides]
     assert second == ["torchrun", "--nnodes=2", "--node_rank=1", *shared, *overrides]

@@ -23,6 +23,7 @@ from verl_ext.trainer.distributed import (
     TRAINING_FAILED,
     exit_all_ranks,
     exit_this_rank,
+    lost_ranks_reported,
     process_group,
     user_errors_end_the_run,
 )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
+@lost_ranks_reported()
 def train(config: DictConfig) -> None:
     """Check the composed configuration, build the run and fit it."""
     from verl_ext.config.output import REPORT

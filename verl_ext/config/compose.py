@@ -46,9 +46,11 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     parsed, folders = [_parse(word) for word in words], _config_folders(flags)
     classes = [(item.value or "").strip("'\"") for item in parsed if item.key == "data.custom_cls.name"]
     own_class = any(map(schema.names_own_class, classes))
-    items, notices = translate(parsed, own_class, packed=_data_choice(parsed, folders) == "packed")
+    translation = translate(parsed, own_class, packed=_data_choice(parsed, folders) == "packed")
+    items, notices = translation.items, translation.notices
     overrides: list[str] = []
     mistakes = [f"{item.key} must have each name once; got {name} twice" for item in items for name in _repeated(item)]
+    mistakes += translation.problems
     for item in items:
         try:
             known, notice = _known(item, own_class, folders)

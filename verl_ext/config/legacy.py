@@ -1,11 +1,12 @@
 """Names of verl ≤ 0.6's fsdp_sft_trainer and what they are called today.
 
 That trainer and its sft_trainer.yaml are gone since verl 0.7; scripts written for it still start here, and each
-translation is said once.
+translation is said once. What cannot be translated is refused: nothing that was asked for is ignored.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 RENAMED = {
     "model.partial_pretrain": "model.path",
@@ -20,36 +21,61 @@ RENAMED = {
 }
 RENAMED_NODES = {"model.fsdp_config": "engine", "trainer.checkpoint": "checkpoint"}
 
-_TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`"
-# Gone from verl: the key is dropped.
-GONE = {
-    "data.prompt_key": _TOKENIZED,
-    "data.response_key": _TOKENIZED,
-    "data.prompt_dict_keys": _TOKENIZED,
-    "data.response_dict_keys": _TOKENIZED,
-    "data.system_prompt_key": _TOKENIZED,
-    "data.multiturn": _TOKENIZED,
-    "data.chat_template": "the chat template is the tokenizer's, applied by `verl-ext tokenize`",
-    "model.fsdp_config.offload_params": "engine.offload_policy offloads parameters, gradients and optimizer together",
-    "trainer.val_freq": "trainer.test_freq says when to validate: a number of steps or after_each_epoch",
-    "trainer.validate_before_training": "trainer.test_freq says when to validate",
+
+@dataclass(frozen=True)
+class Superseded:
+    """A key whose work is done otherwise now: no value of it can be translated.
+
+    by: the key that does it: where that one is given too, this one is left out. neutral: values that ask for nothing,
+    or for what is so anyway.
+    """
+
+    why: str
+    by: str | None = None
+    neutral: tuple[str, ...] = ()
+
+
+_TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`, and data.train_dir names the folder"
+_raw = partial(Superseded, _TOKENIZED, "data.train_dir")
+_BY_COST = "packs are cut to data.max_tokens, and data.balance shares those of like cost among ranks"
+_TEST_FREQ = "trainer.test_freq says when to validate: a number of steps or after_each_epoch"
+SUPERSEDED = {
+    "data.prompt_key": _raw(),
+    "data.response_key": _raw(),
+    "data.prompt_dict_keys": _raw(),
+    "data.response_dict_keys": _raw(),
+    "data.system_prompt_key": _raw(),
+    "data.multiturn.enable": _raw(neutral=("false",)),
+    "data.multiturn": _raw(),
+    "data.chat_template": _raw(),
+    "data.train_files": _raw(),
+    "data.val_files": Superseded(_TOKENIZED.replace("train_dir", "val_dir"), "data.val_dir"),
+    "data.messages_key": _raw(),
+    "data.tools_key": _raw(),
+    "data.enable_thinking_key": _raw(),
+    "data.enable_thinking_default": _raw(neutral=("none",)),
+    "data.apply_chat_template_kwargs": _raw(neutral=("{}",)),
+    "data.ignore_input_ids_mismatch": _raw(neutral=("false",)),
+    "data.max_length": Superseded(
+        "data.max_tokens is the budget of a pack, and data.train_batch_size counts packs", "data.max_tokens"
+    ),
+    "data.max_token_len_per_gpu": Superseded("data.max_tokens is the budget of a pack", "data.max_tokens"),
+    "data.truncation": Superseded(
+        "data.over_length says what happens to documents longer than data.max_tokens", "data.over_length"
+    ),
+    "data.balance_dp_token": Superseded(_BY_COST, "data.balance", ("true", "false")),
+    "data.use_dynamic_bsz": Superseded(_BY_COST, "data.balance", ("true", "false")),
+    "data.use_shm": Superseded("tokenized folders are read where they are, memory-mapped", neutral=("false",)),
+    "model.fsdp_config.offload_params": Superseded(
+        "engine.offload_policy offloads parameters, gradients and optimizer together",
+        "engine.offload_policy",
+        ("false",),
+    ),
+    "trainer.val_freq": Superseded(_TEST_FREQ, "trainer.test_freq"),
+    "trainer.validate_before_training": Superseded(_TEST_FREQ, neutral=("false",)),
 }
-# Still verl's keys, read by its own datasets alone: kept, for a class of the user's that reads them.
-WITHOUT_EFFECT = {
-    "data.train_files": "data.train_dir names the folder of the tokenized dataset",
-    "data.val_files": "data.val_dir names the folder of the tokenized dataset",
-    "data.max_length": "data.max_tokens is the budget of a pack",
-    "data.truncation": "data.over_length says what happens to documents longer than data.max_tokens",
-    "data.balance_dp_token": "packs are cut to data.max_tokens",
-    "data.use_dynamic_bsz": "packs are cut to data.max_tokens",
-    "data.max_token_len_per_gpu": "data.max_tokens is the budget of a pack",
-    "data.messages_key": _TOKENIZED,
-    "data.tools_key": _TOKENIZED,
-    "data.enable_thinking_key": _TOKENIZED,
-    "data.enable_thinking_default": _TOKENIZED,
-    "data.apply_chat_template_kwargs": _TOKENIZED,
-    "data.ignore_input_ids_mismatch": _TOKENIZED,
-}
+# key: {value: what is said today}
+_OF_VALUES = {"data.truncation": {"error": "data.over_length=error", "right": "data.over_length=truncate"}}
 
 
 @dataclass(frozen=True)
@@ -64,9 +90,18 @@ class Item:
         return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
 
 
+@dataclass(frozen=True)
+class Translation:
+    """Overrides with today's names, a notice for each that is written otherwise, a line for each that cannot be."""
+
+    items: list[Item]
+    notices: list[str]
+    problems: list[str]
+
+
 def renamed(key: str) -> str | None:
     """Today's name of a key of verl ≤ 0.6, None when it is none."""
-    if key in GONE:
+    if key in SUPERSEDED:
         return None
     if key in RENAMED:
         return RENAMED[key]
@@ -76,36 +111,51 @@ def renamed(key: str) -> str | None:
     return None
 
 
-def gone(key: str) -> str | None:
-    """What replaces a key of verl ≤ 0.6 that has no counterpart, None when it is none."""
-    for old, reason in GONE.items():
-        if key == old or key.startswith(old + "."):
-            return reason
-    return None
+def superseded(key: str) -> Superseded | None:
+    """What took the place of a key of verl ≤ 0.6 that has no other name today, None when nothing did."""
+    nodes = (key[:end] for end in range(len(key), 0, -1) if end == len(key) or key[end] == ".")
+    return next((SUPERSEDED[node] for node in nodes if node in SUPERSEDED), None)
 
 
-def translate(items: Sequence[Item], own_class: bool, packed: bool) -> tuple[list[Item], list[str]]:
-    """Overrides with today's names, and a notice for each translation. Today's name wins where both are given.
+def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translation:
+    """Overrides with today's names. Today's name wins where both are given.
 
     own_class: data.custom_cls names a class of the user's, which may read any key. packed: the data group makes packs,
-    on which even data.max_length has no effect.
+    in which even data.max_length has no meaning.
     """
     given = {item.key for item in items}
-    kept: list[Item] = []
-    notices: list[str] = []
+    to_be_given = given | {new for item in items if (new := renamed(item.key))}
+    found = Translation([], [], [])
     for item in items:
-        new = renamed(item.key)
-        if reason := gone(item.key):
-            notices.append(f"{item.key} (verl ≤ 0.6) has no effect: {reason}")
+        new, entry = renamed(item.key), superseded(item.key)
+        if entry and own_class and item.key.startswith("data."):
+            found.items.append(replace(item, prefix=item.prefix or "++"))  # it may be none of today's keys
+            continue
+        if entry and (packed or item.key != "data.max_length"):
+            _supersede(item, entry, to_be_given, found)
             continue
         if new and (new in given or item.value == "null"):
             why = f"{new} is given" if new in given else "it is null"
-            notices.append(f"{item.key} (verl ≤ 0.6) is left out: {why}")
+            found.notices.append(f"{item.key} (verl ≤ 0.6) is left out: {why}")
             continue
         if new:
-            notices.append(f"{item.key} (verl ≤ 0.6) is read as {new}")
+            found.notices.append(f"{item.key} (verl ≤ 0.6) is read as {new}")
             item = replace(item, key=new)
-        elif item.key in WITHOUT_EFFECT and not own_class and (packed or item.key != "data.max_length"):
-            notices.append(f"{item.key} has no effect on packs: {WITHOUT_EFFECT[item.key]}")
-        kept.append(item)
-    return kept, list(dict.fromkeys(notices))
+        found.items.append(item)
+    return replace(found, notices=list(dict.fromkeys(found.notices)))
+
+
+def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
+    """Say what became of an override whose key has no other name today, or that it cannot be had."""
+    said, value = f"{item.key}={item.value}", (item.value or "").strip("'\"")
+    if entry.by in given:
+        found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")
+    elif today := _OF_VALUES.get(item.key, {}).get(value):
+        key, _, new_value = today.partition("=")
+        found.notices.append(f"{said} is read as {today}")
+        found.items.append(Item(item.prefix, key, new_value))
+    elif value in ("null", "") or value.lower() in entry.neutral or item.prefix == "~":
+        found.notices.append(f"{said} is left out: {entry.why}")
+    else:
+        instead = f"give {entry.by} instead" if entry.by else "leave it out"
+        found.problems.append(f"{item.key} has no equivalent: {entry.why}; got {item.value}: {instead}")

@@ -52,6 +52,11 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
         raise ValueError(f"trainer.default_local_dir must be a folder; got the file {folder}")
     if problem := writable_problem("trainer.default_local_dir", str(folder)):
         raise ValueError(problem)
+    if trainer.overwrite and (restarts := _restarts()):
+        raise ValueError(
+            f"trainer.overwrite must be false where a run may be restarted ({restarts}); got true: a restart "
+            "would remove what the run has written"
+        )
     used = folder.is_dir() and any(entry.name not in _NO_RUN for entry in folder.iterdir())
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
@@ -70,6 +75,14 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
         )
     _check_ranks(latest, world_size)
     return OutputPlan(OutputAction.RESUME, str(latest))
+
+
+def _restarts() -> str | None:
+    """What may start, or has started, this run again by itself."""
+    allowed, requeued = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if allowed != "0":
+        return f"MAX_RESTARTS={allowed}"
+    return None if requeued == "0" else f"slurm requeued it {requeued} times"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -7,6 +7,7 @@ the others exit with the same code, instead of each rank printing its own traceb
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_ext.data.dataset import Ranks
+from verl_ext.values import first_line
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
@@ -51,13 +53,14 @@ def process_group() -> Iterator[None]:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":
         _be_quiet()
-    if accelerator() is None:
-        # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
-    else:
-        from verl.utils.distributed import initialize_global_process_group
+    with lost_ranks_reported():
+        if accelerator() is None:
+            # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
+        else:
+            from verl.utils.distributed import initialize_global_process_group
 
-        initialize_global_process_group(int(_TIMEOUT.total_seconds()))
+            initialize_global_process_group(int(_TIMEOUT.total_seconds()))
     try:
         yield
     finally:
@@ -96,6 +99,26 @@ def user_errors_end_the_run() -> Iterator[None]:
     first = next((m for m in mistakes if m is not None), None)
     if first is not None:
         exit_all_ranks(first, USER_ERROR)
+
+
+@contextmanager
+def lost_ranks_reported() -> Iterator[None]:
+    """A collective that fails inside, or takes longer than it may, ends this rank with one line and TRAINING_FAILED.
+
+    Every rank sees that by itself, so each says it. NCCL's watchdog ends a rank with lines of its own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        failed = isinstance(error, dist.DistError) or "gloo/" in str(error)
+        if not failed or os.environ.get("VERL_EXT_FULL_ERROR"):
+            raise
+        why = re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0]
+        exit_this_rank(
+            f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
+            "network between them; the same command resumes from the last checkpoint",
+            TRAINING_FAILED,
+        )
 
 
 class RunRanks(Ranks):

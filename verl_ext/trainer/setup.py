@@ -5,7 +5,9 @@ and nothing was written but what the next start need not do again: scans of the 
 """
 
 import math
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from omegaconf import DictConfig
 
 from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
-from verl_ext.config.output import OutputAction, check_output
+from verl_ext.config.output import OutputAction, OutputPlan, check_output
 from verl_ext.config.plan import plan_options, resolve_plan
 from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
@@ -27,12 +29,14 @@ from verl_ext.data.dataset import RunLength
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
+from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
 from verl_ext.trainer.checkpoint import PlanState, refuse_locked
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.step_plan import StepPlan
+from verl_ext.values import refuse, show
 
 # Keys below data that decide which packs a step has.
 _OF_THE_PLAN = (
@@ -152,6 +156,8 @@ def prepare(composed: DictConfig) -> Run:
         output = check_output(composed, world_size)
         train_set, val_set = open_sets(config)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
+    with user_errors_end_the_run():
+        _check_nodes(config, output, datasets)
     for dataset in datasets:
         dataset.read_together(RunRanks())
     with user_errors_end_the_run():
@@ -181,6 +187,36 @@ def prepare(composed: DictConfig) -> Run:
         if output.checkpoint is not None and not config.trainer.plan_only:
             run.plan_state().check_saved(output.checkpoint)
         return run
+
+
+def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackDataset]) -> None:
+    """Refuse nodes that differ in options, packages, data or model: ranks share the scan of the data and the plan.
+
+    Collective. On one node there is nothing to compare.
+    """
+    if dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
+        return
+    facts: dict[str, str] = {}
+    if os.environ["LOCAL_RANK"] == "0":
+        facts |= {key: show(value) for key, value in _flat(config.values)} | versions()
+        resumed = Path(output.checkpoint or "no checkpoint").name
+        facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
+        for dataset in datasets:
+            facts |= {
+                f"the content of {dataset.key}, folder {n}": content(p) for n, p in enumerate(dataset.folders, start=1)
+            }
+        facts["the content of model.path"] = content(os.path.expanduser(str(config.values["model"]["path"])))
+    gathered = RunRanks().gather((socket.gethostname(), facts))
+    nodes = [(host, facts) for host, facts in gathered if facts]
+    refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:

@@ -1,0 +1,89 @@
+"""`verl-ext migrate`: an old command with the names of today, its words, quotes and variables as they were written."""
+
+import shlex
+
+import pytest
+
+from verl_ext.__main__ import main
+from verl_ext.config import compose
+
+# examples/sft/gsm8k/run_qwen_05_sp2.sh of verl 0.4
+OLD = r"""
+torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \
+     -m verl.trainer.fsdp_sft_trainer \
+    data.train_files=$HOME/data/gsm8k/train.parquet \
+    data.val_files=$HOME/data/gsm8k/test.parquet \
+    data.prompt_key=extra_info \
+    data.response_key=extra_info \
+    optim.lr=1e-4 \
+    data.prompt_dict_keys=['question'] \
+    +data.response_dict_keys=['answer'] \
+    data.micro_batch_size=4 \
+    model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct \
+    trainer.default_local_dir="$save_path/a b" \
+    trainer.project_name=gsm8k-sft \
+    'trainer.experiment_name=it'"'"'s' \
+    trainer.logger='["console"]' \
+    trainer.total_training_steps=1 $@ \
+    ulysses_sequence_parallel_size=2 \
+    use_remove_padding=true 2>&1 | tee log
+"""
+
+
+def migrated(capsys, *arguments: str) -> tuple[str, list[str]]:
+    """(the new command, its comments)"""
+    assert main(["migrate", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    comments = [line for line in lines if line.startswith("# ")]
+    return "\n".join(lines[: len(lines) - len(comments)]), comments
+
+
+def test_a_script_keeps_its_words_quotes_and_variables(capsys):
+    command, comments = migrated(capsys, OLD)
+    assert (
+        command
+        == r"""torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node -m verl_ext.fsdp_sft_trainer \
+    optim.lr=1e-4 \
+    data.micro_batch_size_per_gpu=4 \
+    model.path=Qwen/Qwen2.5-0.5B-Instruct \
+    trainer.default_local_dir="$save_path/a b" \
+    trainer.project_name=gsm8k-sft \
+    trainer.experiment_name='it'"'"'s' \
+    trainer.logger='["console"]' \
+    trainer.total_training_steps=1 \
+    engine.ulysses_sequence_parallel_size=2 \
+    model.use_remove_padding=true \
+    $@ 2>&1 | tee log"""
+    )
+    assert "# data.micro_batch_size (verl ≤ 0.6) is read as data.micro_batch_size_per_gpu" in comments
+    gone = ["train_files", "val_files", "prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys"]
+    refused = [line for line in comments if "has no equivalent" in line]
+    assert [line.split()[1] for line in refused] == [f"data.{name}" for name in gone]
+    assert len(comments) == 4 + len(gone)
+
+
+@pytest.mark.parametrize(
+    "trainer", ["fsdp_sft_trainer.py", "/opt/verl/trainer/fsdp_sft_trainer.py", "-m verl.trainer.sft_trainer"]
+)
+def test_the_new_command_composes_and_is_one_that_migrates_to_itself(trainer, capsys):
+    overrides = "+data.train_dir='a b' model.partial_pretrain=M optim.warmup_steps_ratio=.1"
+    old = f"torchrun --nproc_per_node=2 {trainer} {overrides}"
+    command, comments = migrated(capsys, *shlex.split(old))  # unquoted on the command line: words, not one text
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:4] == ["torchrun", "--nproc_per_node=2", "-m", "verl_ext.fsdp_sft_trainer"]
+    config = compose(words[4:])
+    assert (config.data.train_dir, config.model.path, config.optim.lr_warmup_steps_ratio) == ("a b", "M", 0.1)
+    assert len(comments) == 2
+    again = command.replace("verl_ext.fsdp_sft_trainer", "verl.trainer.fsdp_sft_trainer")
+    assert migrated(capsys, again) == (command, [])
+
+
+def test_an_unknown_key_is_named_and_kept(capsys):
+    command, comments = migrated(capsys, "python fsdp_sft_trainer.py optim.lrr=1 +data.mine=2")
+    assert "optim.lrr=1 \\\n    +data.mine=2" in command
+    assert comments == ["# unknown key optim.lrr; nearest: optim.lr", "# unknown key data.mine; nearest: data.mixture"]
+
+
+def test_what_is_no_command_of_that_trainer_is_refused(capsys):
+    assert main(["migrate", "python train.py a=1"]) == 2
+    assert "command must start verl.trainer.fsdp_sft_trainer" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""What ends a run of several nodes: options, data or models that differ from node to node, and ranks that are lost."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import SMALL
+from verl_ext.config import compose
+from verl_ext.config.output import check_output
+from verl_ext.trainer import distributed
+from verl_ext.trainer.distributed import TRAINING_FAILED, lost_ranks_reported
+from verl_ext.trainer.setup import prepare
+
+
+def prepared(folders: list[str], cases: list[list[list[str]]]) -> list[str]:
+    """What is said when this rank, which is a node with a folder of its own, prepares its overrides of each case."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.chdir(folders[dist.get_rank()])
+    told = []
+    for of_nodes in cases:
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+            prepare(compose([*SMALL, *of_nodes[dist.get_rank()]]))
+        told.append(errors.getvalue())
+    return told
+
+
+def test_nodes_that_differ_are_told_before_they_share_a_scan(tiny_model, tmp_path):
+    for node, seed in (("a", 0), ("b", 0), ("a", 1), ("b", 2)):
+        documents = random_documents(np.random.default_rng(seed), [30, 9, 17, 40, 12, 50], VOCABULARY, 1)
+        write_tokenized(tmp_path / node / ("same" if seed == 0 else "other"), documents)
+    common = [f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    same, other = [*common, "data.train_dir=same"], [*common, "data.train_dir=other"]
+    cases = [[same, same], [same, [*same, "optim.lr=0.5"]], [other, other]]
+    agree, options, data = run_ranks(prepared, 2, [str(tmp_path / "a"), str(tmp_path / "b")], cases)[0]
+    assert agree == ""
+    assert options.startswith("error: optim.lr must be the same on every node; got 0.01 on node 0 (")
+    assert "0.5 on node 1 (" in options
+    assert options.count("\n") == 1
+    assert data.startswith("error: the content of data.train_dir, folder 1 must be the same on every node; got ")
+    assert data.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/build/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation"),
+        RuntimeError(
+            "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] Connection refused. GLHF!"
+        ),
+        dist.DistNetworkError("The client socket has timed out"),
+    ],
+)
+def test_a_lost_rank_is_one_line_and_an_exit_code(error, monkeypatch):
+    told = []
+    monkeypatch.setattr(distributed, "exit_this_rank", lambda message, code: told.append((message, code)))
+    with lost_ranks_reported():
+        raise error
+    ((message, code),) = told
+    assert code == TRAINING_FAILED
+    assert message.startswith("a collective failed or took longer than trainer.nccl_timeout (")
+    assert "resumes from the last checkpoint" in message
+    assert "/build/" not in message
+    assert "GLHF" not in message
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="shapes"), lost_ranks_reported():
+        raise RuntimeError("shapes differ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "why"),
+    [("TORCHELASTIC_MAX_RESTARTS", "MAX_RESTARTS=2"), ("SLURM_RESTART_COUNT", "slurm requeued it 2 times")],
+)
+def test_a_run_that_may_be_restarted_does_not_overwrite(variable, why, monkeypatch, tmp_path: Path):
+    config = compose([f"trainer.default_local_dir={tmp_path}", "trainer.overwrite=true"])
+    monkeypatch.setenv(variable, "0")
+    check_output(config)
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(ValueError, match=r"trainer\.overwrite must be false where a run may be restarted") as raised:
+        check_output(config)
+    assert why in str(raised.value)

@@ -1,0 +1,149 @@
+"""`verl-ext preflight`: nodes that ask each other, as threads of this process on the loopback."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import verl_ext.commands.preflight as preflight
+from verl_ext.__main__ import main
+from verl_ext.commands.preflight import PreflightOptions, run
+from verl_ext.nodes import PACKAGES, content, differences, versions
+from verl_ext.values import UsageError
+
+_of_this_thread = threading.local()
+
+
+def nodes(port: str, *ranks: int, ahead: int = 0, **options) -> list[str]:
+    """What each node says, or the problems that end it; the clocks of all but node 0 are so many seconds `ahead`."""
+
+    def node(rank: int) -> str:
+        given = {"nnodes": 3, "master_port": int(port), "timeout": 20, **options}
+        _of_this_thread.ahead = ahead if rank else 0
+        try:
+            return run(PreflightOptions(node_rank=rank, **given))
+        except UsageError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(node, ranks))
+
+
+def test_nodes_that_agree_say_so_in_any_order_of_starting(free_port):
+    said = nodes(free_port, 2, 1, 0)
+    assert said == ["preflight: 3 nodes reach each other; versions and clocks agree"] * 3
+
+
+def test_other_packages_on_a_node_are_told_on_every_node(free_port, monkeypatch):
+    found = iter([{"torch": "2.13.0"}, {"torch": "2.13.0"}, {"torch": "2.12.1"}])
+    monkeypatch.setattr(preflight, "versions", lambda: next(found))
+    said = nodes(free_port, 0, 1, 2)
+    assert len(set(said)) == 1
+    assert said[0].startswith("torch must be the same on every node; got 2.1")
+    assert "2.12.1 on node " in said[0]
+
+
+def test_a_clock_that_is_ahead_is_told(free_port, monkeypatch):
+    real = time.time
+    monkeypatch.setattr(preflight.time, "time", lambda: real() + getattr(_of_this_thread, "ahead", 0))
+    (said,) = set(nodes(free_port, 0, 1, nnodes=2, ahead=40))
+    assert "the clock of node 1 (" in said
+    assert "must agree with node 0's within clock_seconds=5; got 40.0 s ahead of it" in said
+
+
+def test_a_node_that_does_not_come_is_named(free_port):
+    (said,) = set(nodes(free_port, 0, 1, timeout=1))
+    assert said == f"all 3 nodes must report to 127.0.0.1:{free_port} within 1 s; got nothing from node 2"
+
+
+def test_two_nodes_of_one_rank_are_told(free_port):
+    said = nodes(free_port, 0, 1, 1, timeout=3)
+    assert "NODE_RANK must differ from node to node; got 1 on node 1 (" in said[0]
+
+
+def test_a_port_in_use_and_a_node_0_that_is_not_there_are_told(free_port):
+    (said,) = nodes(free_port, 1, timeout=1)
+    assert said.startswith("MASTER_ADDR:MASTER_PORT must be node 0, reachable from node 1 (")
+    assert said.endswith(f"; got 127.0.0.1:{free_port} (Connection refused, for 1 s)")
+    with socket.create_server(("", int(free_port))):
+        (said,) = nodes(free_port, 0, timeout=1)
+    assert said.startswith(
+        f"MASTER_PORT must be a free port of node 0; got {free_port} (Address already in use) on node"
+    )
+
+
+def test_a_node_that_comes_back_joins_a_run_that_has_begun(free_port):
+    def close_at_once(server: socket.socket) -> None:
+        server.accept()[0].close()  # a program that does not greet
+
+    with socket.create_server(("127.0.0.1", int(free_port))) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(close_at_once, server)
+        (said,) = nodes(free_port, 1)
+    assert said.endswith("is held by a run that has begun, which this node joins; nothing was compared")
+
+
+def test_something_else_that_asks_at_the_port_is_no_node(free_port):
+    def probe() -> None:
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", int(free_port))) as connection:
+                    connection.sendall(json.dumps({"what": "a probe"}).encode() + b"\n")
+                return
+            except ConnectionRefusedError:
+                continue
+
+    with ThreadPoolExecutor(1) as pool:
+        probed = pool.submit(probe)
+        said = nodes(free_port, 0, 1, nnodes=2)
+        probed.result()
+    assert said == ["preflight: 2 nodes reach each other; versions and clocks agree"] * 2
+
+
+def test_an_interface_that_is_not_there_is_told(free_port, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^ib7")
+    said = nodes(free_port, 0, nnodes=1)
+    assert "NCCL_SOCKET_IFNAME must name an interface of node 0 (" in said[0]
+    assert said[0].endswith("; got ib7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    assert nodes(free_port, 0, nnodes=1) == ["preflight: 1 nodes reach each other; versions and clocks agree"]
+
+
+def test_a_host_name_that_others_cannot_reach_asks_for_an_interface(free_port, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(preflight.socket, "gethostname", lambda: "no-such-host.invalid")
+    (said,) = nodes(free_port, 0, nnodes=1)
+    assert said.startswith(
+        "GLOO_SOCKET_IFNAME must name the interface of node 0 (no-such-host.invalid) that other nodes"
+    )
+
+
+def test_a_rank_that_cannot_be_is_refused(capsys):
+    assert main(["preflight", "nnodes=2", "node_rank=2"]) == 2
+    assert capsys.readouterr().err == "error: node_rank must be 0 to 1 with nnodes=2; got 2\n"
+
+
+def test_differences_name_the_nodes_of_each_value():
+    facts = {f"node {number}": {"a": "1", "b": "x" if number else "y"} for number in range(7)}
+    assert differences(facts) == [
+        "b must be the same on every node; got y on node 0, x on node 1, node 2, node 3, node 4 and 2 more"
+    ]
+    assert differences({"node 0": {"a": "1"}, "node 1": {"a": "1"}}) == []
+    assert set(versions()) == {"python", *PACKAGES}
+
+
+def test_content_tells_copies_from_other_data(tmp_path):
+    for name in ("one", "copy", "other", "short"):
+        (tmp_path / name / "below").mkdir(parents=True)
+        (tmp_path / name / "below" / "data.arrow").write_bytes(bytes(200_000))
+    (tmp_path / "copy" / ".verl_ext_scan.npz").write_bytes(b"made on one node alone")
+    (tmp_path / "other" / "below" / "data.arrow").write_bytes(bytes(199_999) + b"\1")
+    (tmp_path / "short" / "below" / "data.arrow").write_bytes(bytes(199_998))
+    one, copy, other, short, missing = (
+        content(str(tmp_path / name)) for name in ("one", "copy", "other", "short", "no")
+    )
+    assert one == copy
+    assert len({one, other, short, missing}) == 4
+    assert one.startswith("1 file of 200,000 bytes (")
+    assert missing == "nothing"

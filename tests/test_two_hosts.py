@@ -1,0 +1,155 @@
+"""Two hosts for real: launch/node.sh in two network namespaces, sequence parallel inside a host, data parallel across.
+
+Run by `make cluster`. Each run starts four ranks on however few cores there are: a minute or two.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.hosts import Host, two_hosts, why_no_hosts
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import SMALL, metrics, train_alone
+
+STEPS = 60
+COLLECTIVE = 15  # seconds: trainer.nccl_timeout
+_PATIENCE = 300
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if why := why_no_hosts():
+        pytest.skip(why)
+    with two_hosts() as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def overrides(tiny_model, tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("two_hosts")
+    lengths = np.random.default_rng(0).integers(2, 64, 100).tolist()
+    write_tokenized(
+        folder / "data", random_documents(np.random.default_rng(1), lengths, VOCABULARY, 2), {1: "a", 2: "b"}
+    )
+    return [
+        *(f"data.train_dir={folder / 'data'}", f"model.path={tiny_model}", "engine.ulysses_sequence_parallel_size=2"),
+        *(f"trainer.total_training_steps={STEPS}", f"trainer.nccl_timeout={COLLECTIVE}", "trainer.save_freq=4"),
+        *("trainer.max_ckpt_to_keep=2", "data.balance_group=2", "trainer.logger=[file]"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_one_host(overrides, tmp_path_factory) -> dict[tuple[int, str], float]:
+    """The losses of the same four ranks on one host."""
+    output = tmp_path_factory.mktemp("one_host")
+    run_ranks(train_alone, 4, [*overrides, f"trainer.default_local_dir={output}"])
+    return metrics(output)
+
+
+def start(hosts: tuple[Host, Host], overrides: list[str], output: Path, **more: str) -> list[subprocess.Popen[bytes]]:
+    """launch/node.sh on both hosts; what host i prints is in output/../host-i.log."""
+    output.parent.mkdir(exist_ok=True)
+    shared = {"NNODES": "2", "NPROC_PER_NODE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
+    shared |= {"PREFLIGHT_TIMEOUT": "60", **more}
+    command = ["launch/node.sh", *SMALL, *overrides, f"trainer.default_local_dir={output}"]
+    return [
+        host.start(
+            command,
+            output.parent / f"host-{host.rank}.log",
+            **shared,
+            NODE_RANK=str(host.rank),
+            LOCAL_ADDR=host.address,
+            GLOO_SOCKET_IFNAME="cable0",
+        )
+        for host in hosts
+    ]
+
+
+def wait(what: Callable[[], bool], runs: list[subprocess.Popen[bytes]] = ()) -> None:  # type: ignore[assignment]
+    """Until `what` is so; an error when that takes too long, or a run ends before."""
+    end = time.monotonic() + _PATIENCE
+    while not what():
+        assert time.monotonic() < end
+        assert all(run.poll() is None for run in runs)
+        time.sleep(0.1)
+
+
+def exit_codes(runs: list[subprocess.Popen[bytes]]) -> list[int]:
+    return [run.wait(_PATIENCE) for run in runs]
+
+
+def saved(output: Path) -> Callable[[], bool]:
+    return (output / "latest_checkpointed_iteration.txt").is_file
+
+
+def logs(output: Path) -> list[str]:
+    return [(output.parent / f"host-{rank}.log").read_text(errors="replace") for rank in (0, 1)]
+
+
+def assert_same_losses(found: dict[tuple[int, str], float], expected: dict[tuple[int, str], float]) -> None:
+    assert found.keys() == expected.keys()
+    for (step, name), value in expected.items():
+        if "loss" in name or "norm" in name:
+            assert found[step, name] == pytest.approx(value, rel=1e-6), (step, name)
+
+
+def test_a_cable_that_is_cut_ends_both_sides_and_the_restart_resumes(hosts, overrides, on_one_host, tmp_path):
+    output = tmp_path / "cut" / "run"
+    runs = start(hosts, overrides, output)
+    wait(saved(output), runs)
+    hosts[1].cut()
+    cut = time.monotonic()
+    codes = exit_codes(runs)
+    assert time.monotonic() - cut < COLLECTIVE + 45  # and what the ranks need to leave, on a busy machine
+    assert codes == [1, 1]
+    for rank, log in enumerate(logs(output)):
+        assert "preflight: 2 nodes reach each other; versions and clocks agree" in log
+        assert f"error: rank {2 * rank}: a collective failed or took longer than trainer.nccl_timeout (Timed out" in log
+        assert "the same command resumes from the last checkpoint" in log
+    hosts[1].mend()
+    assert exit_codes(start(hosts, overrides, output)) == [0, 0]
+    assert "resumed after step " in logs(output)[0]
+    assert_same_losses(metrics(output), on_one_host)
+
+
+def test_a_killed_rank_restarts_all_of_them_in_place(hosts, overrides, on_one_host, tmp_path):
+    output = tmp_path / "killed" / "run"
+    runs = start(hosts, overrides, output, MAX_RESTARTS="2")
+    wait(saved(output), runs)
+    os.kill(max(ranks_of(hosts[1])), signal.SIGKILL)
+    assert exit_codes(runs) == [0, 0]
+    assert any("resumed after step " in log for log in logs(output))
+    assert_same_losses(metrics(output), on_one_host)
+
+
+def ranks_of(host: Host) -> list[int]:
+    """The processes of a host's ranks."""
+    found = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in found.stdout.split()}
+    return [
+        pid for pid, words in commands.items() if b"verl_ext.fsdp_sft_trainer" in words and b"torchrun" not in words[1]
+    ]
+
+
+def test_a_host_that_cannot_be_reached_is_told_before_anything_starts(hosts, overrides, tmp_path):
+    output = tmp_path / "apart" / "run"
+    hosts[1].cut()
+    try:
+        codes = exit_codes(start(hosts, overrides, output, PREFLIGHT_TIMEOUT="3"))
+    finally:
+        hosts[1].mend()
+    assert codes == [2, 2]
+    first, second = logs(output)
+    assert f"all 2 nodes must report to {hosts[0].address}:29500 within 3 s; got nothing from node 1" in first
+    assert "MASTER_ADDR:MASTER_PORT must be node 0, reachable from node 1 (host-b)" in second
+    assert not output.exists()

@@ -1,0 +1,100 @@
+"""The command `verl-ext migrate`: a training command of verl ≤ 0.6's fsdp_sft_trainer as one of today.
+
+    verl-ext migrate 'torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=$M …'
+
+    torchrun --nproc_per_node=8 -m verl_ext.fsdp_sft_trainer \\
+        model.path=$M
+    # model.partial_pretrain (verl ≤ 0.6) is read as model.path
+
+Words, quotes and shell variables stay as they were written.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_ext.commands.command_line import command
+from verl_ext.config import schema
+from verl_ext.config.legacy import Item, translate
+from verl_ext.values import REQUIRED, Options, UsageError, option
+
+TRAINER = "verl_ext.fsdp_sft_trainer"
+# A word of a shell command with its quotes: plain characters, escapes, '…' and "…"
+_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL)
+_TRAINERS = re.compile(r"verl\.trainer\.(?:fsdp_)?sft_trainer|(?:\S*/)?fsdp_sft_trainer\.py")
+_OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class MigrateOptions(Options):
+    """Print the command of today for one of verl ≤ 0.6's fsdp_sft_trainer, with a comment for each key that changed.
+
+    What has no equivalent is left out of the command and named, with what to give in its place. A command without such
+    keys may also be run as it is: the trainer reads the old names."""
+
+    command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
+
+
+def run(options: MigrateOptions) -> str:
+    """The new command and its comments. Raises `UsageError` where the words are no command of that trainer."""
+    words = _WORD.findall(options.command.replace("\\\n", " "))
+    starts = [number for number, word in enumerate(words) if _TRAINERS.fullmatch(_plain(word))]
+    if not starts:
+        raise UsageError("command must start verl.trainer.fsdp_sft_trainer, or fsdp_sft_trainer.py; got neither")
+    start = starts[0]
+    head = words[:start] if words[start - 1 : start] == ["-m"] else [*words[:start], "-m"]
+    lines = [" ".join([*head, TRAINER])]
+    items, others = _overrides(words[start + 1 :])
+    plain = [Item(item.prefix, item.key, _plain(item.value or "")) for item in items]
+    written = {value.value: item.value for item, value in zip(items, plain, strict=True)}
+    names = [item.value for item in plain if item.key == "data.custom_cls.name"]
+    found = translate(plain, any(map(schema.names_own_class, names)), packed=True)
+    lines += [str(Item(_prefix(item), item.key, written.get(item.value, item.value))) for item in found.items]
+    lines += [" ".join(others)] if others else []
+    unknown = [schema.unknown_key(item.key) for item in found.items if not _is_known(item)]
+    comments = [f"# {line}" for line in (*found.notices, *found.problems, *unknown)]
+    return "\n".join([" \\\n    ".join(lines), *comments])
+
+
+def _overrides(words: Sequence[str]) -> tuple[list[Item], list[str]]:
+    """(the overrides among the words with their values as written, the other words: flags, "$@", redirections)."""
+    items, others = [], []
+    for word in words:
+        # quoted as a whole: 'trainer.logger=[console]' is trainer.logger='[console]'
+        match = _OVERRIDE.fullmatch(word) or _OVERRIDE.fullmatch(re.sub(r"^(['\"])([+~]*[\w.]+=)", r"\2\1", word))
+        if match:
+            items.append(Item(match[1], match[2], match[3]))
+        else:
+            others.append(word)
+    return items, others
+
+
+def _plain(word: str) -> str:
+    """A word as the shell hands it on, but for its variables."""
+    try:
+        return "".join(shlex.split(word))
+    except ValueError:
+        return word
+
+
+def _prefix(item: Item) -> str:
+    """Without a + that the key does not need."""
+    return "" if item.prefix.startswith("+") and _is_known(item) else item.prefix
+
+
+def _is_known(item: Item) -> bool:
+    return schema.is_known(item.key) or item.key in schema.groups()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command's words as one, in whichever way the shell was told to hand them over."""
+    if not arguments or {"-h", "--help"} & set(arguments) or arguments[0].startswith("command="):
+        return _main(arguments)
+    text = arguments[0] if len(arguments) == 1 else shlex.join(arguments)
+    # in Hydra's grammar: a quote is escaped, and so are backslashes in front of one
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text)
+    return _main([f"command='{quoted}'"])
+
+
+_main = command("migrate", MigrateOptions, run, example="'torchrun … -m verl.trainer.fsdp_sft_trainer …'")
