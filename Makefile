@@ -1,5 +1,6 @@
 # make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
 # make test         the tests
+# make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
 # make lint         ruff, format check, type check of the public API
 # make bench        the benchmarks of benchmarks/README.md
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
@@ -14,7 +15,7 @@ SHELL := /bin/bash
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test lint bench clean distclean
+.PHONY: help quickstart test test-chaos lint bench clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -26,6 +27,10 @@ quickstart: .venv/.installed-test
 test: export OMP_NUM_THREADS ?= 1
 test: .venv/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-chaos: export OMP_NUM_THREADS ?= 1
+test-chaos: .venv/.installed-test
+	$(BIN)/python -m tests.chaos.kills --kills 50 --seconds 1800
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

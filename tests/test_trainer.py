@@ -298,17 +298,6 @@ def test_a_resumed_run_counts_the_skipped_steps_of_the_run_before(tiny_model, tm
         run_ranks(train_alone, 1, run("ended", 6, "trainer.max_skipped_steps=1"))
 
 
-def test_a_checkpoint_without_a_count_of_skipped_steps_is_resumed(tiny_model, tmp_path):
-    folder = poisoned_data(tmp_path / "data", set())
-    where = (f"data.train_dir={folder}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}")
-    run_ranks(train_alone, 1, [*where, *ONE_DOCUMENT_A_STEP, "trainer.total_training_steps=1"])
-    saved = tmp_path / "run" / "global_step_1" / "data_0.pt"
-    state = torch.load(saved, weights_only=False)
-    torch.save({key: value for key, value in state.items() if not key.startswith("skipped")}, saved)
-    run_ranks(train_alone, 1, [*where, *ONE_DOCUMENT_A_STEP, "trainer.total_training_steps=2"])
-    assert metrics(tmp_path / "run")[2, "train/skipped_steps"] == 0
-
-
 def wait_alone(group: dist.ProcessGroup | None = None) -> None:
     """Rank 0 asks for a sum that no other rank joins."""
     if dist.get_rank() == 0:

@@ -30,8 +30,9 @@ from verl_ext.trainer.distributed import (
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
 def train(config: DictConfig) -> None:
     """Check the composed configuration, build the run and fit it."""
+    from verl_ext.config.checkpoints import saved_folders
     from verl_ext.config.output import REPORT
-    from verl_ext.trainer.checkpoint import saved_folders
+    from verl_ext.engines.saving import NotWritten
     from verl_ext.trainer.loader import LoadingFailed, loader_deaths_reported
     from verl_ext.trainer.report import report_lines, write_report
     from verl_ext.trainer.setup import prepare
@@ -56,6 +57,8 @@ def train(config: DictConfig) -> None:
             trainer.evaluate_only() if run.config.trainer.eval_only else trainer.fit()
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         exit_all_ranks(str(error), TRAINING_FAILED)
+    except NotWritten as error:  # on every rank: all know of a failed write
+        exit_all_ranks(f"the last checkpoint cannot be written: {error}", TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
         exit_this_rank(str(error), TRAINING_FAILED)
 

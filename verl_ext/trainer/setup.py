@@ -4,9 +4,10 @@ A mistake found here is one line that names the requirement, the dotted key and 
 and nothing was written but what the next start need not do again: scans of the data, tokenized texts and indices.
 """
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 
 from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
+from verl_ext.config.checkpoints import saved_plan
 from verl_ext.config.output import OutputAction, check_output
 from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
@@ -27,7 +29,7 @@ from verl_ext.data.mixture import mixture_notices
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.packing import CostModel
-from verl_ext.trainer.checkpoint import PlanState, refuse_locked
+from verl_ext.trainer.checkpoint import PlanState, refuse_locked, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
@@ -37,6 +39,23 @@ from verl_ext.trainer.step_plan import StepPlan
 _OF_THE_PLAN = (
     *("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance", "cost"),
     *("mixture", "train_ratio"),
+)
+
+# Keys of other nodes that decide what a step does with them.
+_OF_THE_STEPS = {
+    "loss": ("mode", "category_weights", "documents_per_pack"),
+    "model": ("lora_rank", "lora_alpha", "target_modules"),
+    "optim": ("optimizer", "lr", "betas", "weight_decay", "clip_grad", "lr_scheduler_type"),
+    "trainer": ("seed",),
+}
+# Keys of a model's config.json that say nothing of its shape.
+_NOT_OF_THE_SHAPE = (
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "architectures",
+    "use_cache",
+    "output_router_logits",
 )
 
 
@@ -52,7 +71,11 @@ class Validation:
 class Run:
     """A run that is valid as far as can be checked without the model's weights.
 
-    cost: what a document costs the model; memory: settings that the weights of its memory belong to, None without one.
+    Attributes:
+        cost: what a document costs the model.
+        memory: settings that the weights of its memory belong to, None without one.
+        model_config: what its config.json says of its shape.
+        checkpoint: what it goes on from, None where it begins anew.
     """
 
     config: RunConfig
@@ -65,6 +88,8 @@ class Run:
     replaces_output: bool
     notices: tuple[str, ...]
     memory: dict[str, Any] | None = None
+    model_config: dict[str, Any] = field(default_factory=dict)
+    checkpoint: Path | None = None
 
     @property
     def steps_per_epoch(self) -> float:
@@ -83,16 +108,20 @@ class Run:
 
     def plan_state(self) -> PlanState:
         """What this run's checkpoints say of it, and what one that it resumes must say."""
-        return PlanState(self._fingerprint(), self.grouping, str(self.output))
+        allowed = self.config.trainer.allow_resume_mismatch
+        return PlanState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs, and the weights the same model."""
         values = self.config.values
-        model = {} if self.memory is None else {"model.memory": self.memory, "model.train": values["model"]["train"]}
+        model = {f"model.config.{key}": value for key, value in self.model_config.items()}
+        if self.memory is not None:
+            model |= {"model.memory": self.memory, "model.train": values["model"]["train"]}
         if self.config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
         return {
             **{f"data.{key}": values["data"][key] for key in _OF_THE_PLAN if key in values["data"]},
+            **{f"{node}.{key}": values[node][key] for node, keys in _OF_THE_STEPS.items() for key in keys},
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
             "the digest of the documents in data.train_dir": self.train_set.digest,
@@ -144,6 +173,8 @@ def prepare(composed: DictConfig) -> Run:
             refuse_locked(Path(config.trainer.default_local_dir))
         output = check_output(composed, world_size)
         train_set, val_set = open_sets(config)
+    with user_errors_end_the_run():  # every rank reads its share of the files
+        checkpoint = None if config.trainer.plan_only else verified(output, RunRanks())
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     for dataset in datasets:
         dataset.read_together(RunRanks())
@@ -168,10 +199,18 @@ def prepare(composed: DictConfig) -> Run:
             replaces_output=output.action is OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
             memory=config.model.memory_settings(hf_config),
+            model_config=_shape_of(hf_config),
+            checkpoint=checkpoint,
         )
-        if output.checkpoint is not None and not config.trainer.plan_only:
-            run.plan_state().check_saved(output.checkpoint)
+        if run.checkpoint is not None:
+            run.plan_state().check(saved_plan(run.checkpoint))
         return run
+
+
+def _shape_of(hf_config: Any) -> dict[str, Any]:
+    """What must be the same for weights to mean the same model; a later transformers may know more keys."""
+    described = json.loads(hf_config.to_json_string(use_diff=False))
+    return {key: value for key, value in described.items() if key not in _NOT_OF_THE_SHAPE and key[0] != "_"}
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
