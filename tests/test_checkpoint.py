@@ -241,7 +241,7 @@ def not_written(overrides) -> None:
 def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_checkpoint_whole(options, whole, tmp_path):
     (((full, roomy), left),) = run_ranks(full_disk_runs, 1, options, whole, tmp_path / "run")
     for step in (2, 3):
-        assert f"warning: no checkpoint of step {step}, training goes on: rank 0: File too large" in full
+        assert f"goes on without a checkpoint: global_step_{step} cannot be written: rank 0: File too large" in full
     assert left == ["global_step_1"]
     assert "warning" not in roomy
     assert_same_run(tmp_path / "run", whole)

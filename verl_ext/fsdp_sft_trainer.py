@@ -58,7 +58,7 @@ def train(config: DictConfig) -> None:
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         exit_all_ranks(str(error), TRAINING_FAILED)
     except NotWritten as error:  # on every rank: all know of a failed write
-        exit_all_ranks(f"the last checkpoint cannot be written: {error}", TRAINING_FAILED)
+        exit_all_ranks(f"the last checkpoint, {error}", TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
         exit_this_rank(str(error), TRAINING_FAILED)
 

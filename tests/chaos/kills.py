@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800, help="no more kills after so long (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30, help="of a run (default %(default)s)")
+    parser.add_argument("--async", dest="later", action="store_true", help="checkpoint.async_save")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
@@ -146,6 +147,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options, whole = options_of(folder, given.steps), folder / "whole"
+        options.append(f"checkpoint.async_save={str(given.later).lower()}")
         run_ranks(train_alone, given.ranks, [*options, f"trainer.default_local_dir={whole}"])
         life = time.monotonic() - began
         print(f"uninterrupted: {given.steps} steps, {given.ranks} ranks, {life:.0f} s", flush=True)

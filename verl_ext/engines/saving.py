@@ -31,8 +31,9 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.transformers_compat import drop_tied_target_keys
 
-from verl_ext.engines.state import model_state, optimizer_state, read_model, read_optimizer, write_state
+from verl_ext.engines.state import StateWriter, model_state, optimizer_state, read_model, read_optimizer
 from verl_ext.files import write_json
+from verl_ext.values import first_line
 
 STATE, EXTRA, EXPORT = "state", "extra.json", "huggingface"
 SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
@@ -44,11 +45,11 @@ class NotWritten(OSError):
 
 
 @contextmanager
-def errors_shared() -> Iterator[None]:
+def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What a rank raises inside is raised by all: :class:`NotWritten` for an OSError, with the rank and the reason.
 
-    Collective; between its ends a rank that may fail joins no other collective than those of torch's checkpoints,
-    whose errors are shared already.
+    Collective over a group, all ranks where it is None; inside, a rank that may fail joins no other collective than
+    those of torch's checkpoints, whose errors are shared already.
     """
     failure: tuple[bool, str] | None = None
     try:
@@ -62,7 +63,7 @@ def errors_shared() -> Iterator[None]:
         failure = _of_a_file(error), f"rank {dist.get_rank()}: {_words(error)}"
         raised = error
     failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    dist.all_gather_object(failures, failure, group)
     told = [each for each in failures if each is not None]
     if not told:
         return
@@ -78,36 +79,76 @@ def _of_a_file(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 
-def save_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> None:
-    """Write what `checkpoint.save_contents` asks for; collective.
+class Save:
+    """What a checkpoint is made of, collected from an engine at one step, and written then or later.
 
     Args:
+        engine: a `StepEngine`.
+        folder: to write into.
         as_verl: writes verl's own files.
-
-    Raises:
-        NotWritten: a file cannot be written.
+        later: tensors are copied to the host, so that training may go on before :meth:`write`.
     """
-    if is_elastic(engine):
-        _save_elastic(engine, folder)
-        return
-    manager = engine.checkpoint_manager
-    contents = manager.checkpoint_save_contents
-    merges = engine._is_lora and manager.should_save_hf_model
-    if merges:  # verl's has PEFT's names, which plain transformers cannot load
-        manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
-    try:
-        as_verl(str(folder))
-    finally:
-        manager.checkpoint_save_contents = contents
-    weights = _export_weights(engine) if merges else None
-    with errors_shared():
-        if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
-            torch.save(engine.scaler.state_dict(), folder / SCALER)
-        if weights is not None and engine.rank == 0:
-            _write_export(engine, folder / EXPORT, weights)
+
+    def __init__(self, engine: Any, folder: Path, as_verl: Callable[[str], None], later: bool = False) -> None:
+        """Collective."""
+        self.engine, self.folder = engine, folder
+        manager = engine.checkpoint_manager
+        self.state: dict[str, torch.Tensor] = {}
+        self.extra: dict[str, Any] | None = None
+        self.exports = is_elastic(engine) or (engine._is_lora and manager.should_save_hf_model)
+        if is_elastic(engine):
+            self._collect(later)
+        else:
+            self._write_as_verl(as_verl)
+        self.weights = _export_weights(engine) if manager.should_save_hf_model and self.exports else None
+
+    def _collect(self, later: bool) -> None:
+        engine, manager = self.engine, self.engine.checkpoint_manager
+        self.writer = StateWriter(self.folder / STATE)
+        self.state = self.writer.stage(self._tensors()) if later else self._tensors()
+        if manager.should_save_extra:
+            scaler = None if engine.scaler is None else dict(engine.scaler.state_dict())
+            self.extra = {"lr_scheduler": dict(engine.lr_scheduler.state_dict()), "scaler": scaler}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        manager, module = self.engine.checkpoint_manager, self.engine.module
+        state: dict[str, torch.Tensor] = {}
+        if manager.should_save_model:
+            state |= model_state(module, adapters_only=manager.should_save_lora_only and self.engine._is_lora)
+        if manager.should_save_optimizer:
+            state |= optimizer_state(module, self.engine.optimizer)
+        return state
+
+    def _write_as_verl(self, as_verl: Callable[[str], None]) -> None:
+        engine, manager = self.engine, self.engine.checkpoint_manager
+        contents = manager.checkpoint_save_contents
+        if engine._is_lora:  # verl's export has PEFT's names, which plain transformers cannot load
+            manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
+        try:
+            as_verl(str(self.folder))
+        finally:
+            manager.checkpoint_save_contents = contents
+        with errors_shared():
+            if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
+                torch.save(engine.scaler.state_dict(), self.folder / SCALER)
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write it; collective over a group, all ranks where it is None.
+
+        Raises:
+            NotWritten: a file cannot be written.
+        """
+        with errors_shared(group):
+            if self.state:
+                self.writer.write(self.state, group)
+        with errors_shared(group):
+            if self.engine.rank == 0 and self.extra is not None:
+                write_json(self.folder / EXTRA, self.extra)
+            if self.engine.rank == 0 and self.exports:
+                _write_export(self.engine, self.folder / EXPORT, self.weights)
 
 
 def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> None:
@@ -133,25 +174,6 @@ def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> No
 def is_elastic(engine: Any) -> bool:
     """Whether an engine's checkpoints are read by any number of ranks."""
     return isinstance(engine.module, FSDPModule) and engine.optimizer_config.optimizer_impl == "torch.optim"
-
-
-def _save_elastic(engine: Any, folder: Path) -> None:
-    manager = engine.checkpoint_manager
-    state: dict[str, torch.Tensor] = {}
-    if manager.should_save_model:
-        state |= model_state(engine.module, adapters_only=manager.should_save_lora_only and engine._is_lora)
-    if manager.should_save_optimizer:
-        state |= optimizer_state(engine.module, engine.optimizer)
-    with errors_shared():
-        if state:
-            write_state(folder / STATE, state)
-    weights = _export_weights(engine) if manager.should_save_hf_model else None
-    with errors_shared():
-        if engine.rank == 0:
-            if manager.should_save_extra:
-                scaler = None if engine.scaler is None else engine.scaler.state_dict()
-                write_json(folder / EXTRA, {"lr_scheduler": engine.lr_scheduler.state_dict(), "scaler": scaler})
-            _write_export(engine, folder / EXPORT, weights)
 
 
 def _load_elastic(engine: Any, folder: Path) -> None:
@@ -194,8 +216,8 @@ def _export_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-    return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
 
 
 def _write_export(engine: Any, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:

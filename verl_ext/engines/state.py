@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
@@ -76,12 +77,16 @@ def _names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
-def write_state(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors into a folder, each rank its slices; collective, and an error of one rank is raised by all."""
-    dcp.save(dict(state), storage_writer=_StateWriter(str(folder), sync_files=False))
+class StateWriter(dcp.FileSystemWriter):
+    """Writes tensors into a folder, each rank its slices; its `stage` copies them to the host first."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), sync_files=False)
 
-class _StateWriter(dcp.FileSystemWriter):
+    def write(self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Collective over a group, all ranks where it is None; an error of one rank is raised by all."""
+        dcp.save(dict(state), storage_writer=self, process_group=group)
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path of a folder that is renamed afterwards
 
@@ -97,7 +102,7 @@ class StateReader(dcp.FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What lies in a folder of :func:`write_state`.
+    """What lies in a folder of :class:`StateWriter`.
 
     Raises:
         ValueError: the file is no such metadata, or names files of other folders.

@@ -21,7 +21,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
 from verl_ext.engines.router import RouterLoss
-from verl_ext.engines.saving import load_engine, save_engine
+from verl_ext.engines.saving import Save, load_engine
 
 _STEADY_STEPS = 400  # after which the scale doubles; verl's own number
 
@@ -111,7 +111,11 @@ class StepEngine(FSDPEngineWithLMHead):
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """What `checkpoint.save_contents` asks for, into a folder; collective. NotWritten: a file cannot be written."""
-        save_engine(self, Path(local_path), super().save_checkpoint)
+        self.collected(Path(local_path)).write()
+
+    def collected(self, folder: Path, later: bool = False) -> Save:
+        """What :meth:`save_checkpoint` writes, to be written `later` while training goes on; collective."""
+        return Save(self, folder, super().save_checkpoint, later)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """What `checkpoint.load_contents` asks for, of any number of ranks or, of verl's own form, of as many."""

@@ -15,7 +15,9 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,10 +52,12 @@ from verl_ext.config.output import (
 )
 from verl_ext.config.run import RunConfig
 from verl_ext.data.dataset import Ranks
-from verl_ext.engines.saving import errors_shared, is_elastic
+from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import sync, whole_file, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
+from verl_ext.trainer.distributed import LONG
+from verl_ext.values import nearest_name
 
 
 class PlanState:
@@ -94,6 +98,17 @@ class PlanState:
         self.skipped_steps = state.get("skipped_steps", 0)  # a checkpoint of an earlier version has none
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
 
+    def check_allowed(self) -> None:
+        """Raises ValueError for a name in `allowed` that no checkpoint remembers."""
+        names = [_name(key) for key in self.fingerprint]
+        for name in self.allowed:
+            if name not in names:
+                nearest = nearest_name(name, names)
+                raise ValueError(
+                    f"trainer.allow_resume_mismatch must name what a checkpoint remembers; got {name}"
+                    + (f" (nearest: {nearest})" if nearest else f", not among {', '.join(sorted(set(names)))}")
+                )
+
     def check(self, state: dict[str, Any]) -> None:
         """Compare with what a checkpoint was trained on.
 
@@ -101,13 +116,18 @@ class PlanState:
             ValueError: a key differs, so that the step number would mean other packs, or the weights another model.
         """
         for key, value in self.fingerprint.items():
-            name = key.split()[-1]  # "packs in data.train_dir"
+            name = _name(key)
             if key in state and _as_json(state[key]) != value and name not in self.allowed:
                 raise ValueError(
                     f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
                     f"or allow the change by trainer.allow_resume_mismatch=[{name}], or choose another "
                     "trainer.default_local_dir, or trainer.overwrite=true"
                 )
+
+
+def _name(key: str) -> str:
+    """The option of a key such as "packs in data.train_dir"."""
+    return next((word.strip("(),") for word in key.split() if "." in word), key)
 
 
 def _as_json(value: Any) -> Any:
@@ -137,6 +157,11 @@ class Checkpoints:
         self.contents = tuple(config.values["checkpoint"]["save_contents"])
         self.engine, self.plan, self.resumed = engine, plan, resumed
         self.is_rank0 = dist.get_rank() == 0
+        # A writer thread's collectives must not meet the training's.
+        later = config.values["checkpoint"]["async_save"]
+        self._group = dist.new_group(backend="gloo", timeout=LONG) if later else None
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def resume(self) -> int:
         """Load the checkpoint that the run goes on from; its step, 0 without one."""
@@ -160,52 +185,87 @@ class Checkpoints:
         self._track(step)
 
     def save(self, step: int) -> None:
-        """Write ``global_step_<step>``; collective.
+        """Write ``global_step_<step>``; collective. With `checkpoint.async_save` a thread of each rank writes it.
 
         Raises:
-            NotWritten: a rank could not write its part; what was written is removed, earlier checkpoints are as before.
+            NotWritten: a rank could not write its part, where threads write from :meth:`finish`; what was written is
+                removed, earlier checkpoints are as before.
         """
+        assert self._writing is None, "the checkpoint before is finished first"
         folder = self.folder / f"global_step_{step}"
-        partial = folder.with_name(f"{folder.name}{PARTIAL}")
         if self.is_rank0:
             print(f"Saving checkpoint to: {folder}")
-        try:
-            self._write(partial, step)
+        with self._removed_on_failure(folder):
             with errors_shared():
                 if self.is_rank0:
-                    self._publish(partial, folder)
-        except BaseException:
+                    shutil.rmtree(_partial(folder), ignore_errors=True)
+                    _partial(folder).mkdir(parents=True)
+            collected = self.engine.collected(_partial(folder), later=self._group is not None)
+        plan = self.plan.state_dict()
+        if self._group is None:
+            self._complete(folder, collected, plan)
+            return
+        self._writing = threading.Thread(
+            target=self._complete_aside, args=(folder, collected, plan), name="checkpoint", daemon=True
+        )
+        self._writing.start()
+
+    def finish(self) -> None:
+        """Wait until a checkpoint that threads write is whole; NotWritten as :meth:`save`."""
+        if self._writing is None:
+            return
+        self._writing.join()
+        self._writing, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _complete_aside(self, folder: Path, collected: Save, plan: dict[str, Any]) -> None:
+        try:
+            self._complete(folder, collected, plan)
+        except BaseException as error:  # raised by finish(), in the thread that trains
+            self._failure = error
+
+    @contextmanager
+    def _removed_on_failure(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
             if self.is_rank0:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(_partial(folder), ignore_errors=True)
+            if isinstance(error, NotWritten):
+                raise NotWritten(f"{folder.name} cannot be written: {error}") from error
             raise
+
+    def _complete(self, folder: Path, collected: Save, plan: dict[str, Any]) -> None:
+        """Write what was collected, and make it a checkpoint once it is whole."""
+        with self._removed_on_failure(folder):
+            collected.write(self._group)
+            own: dict[str, FileFacts] = {}
+            with errors_shared(self._group):
+                own = files_of(_partial(folder), dist.get_rank())
+            of_ranks: list[dict[str, FileFacts]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, own, self._group)
+            with errors_shared(self._group):
+                if self.is_rank0:
+                    self._seal(folder, of_ranks, plan)
+                    self._publish(_partial(folder), folder)
         if self.is_rank0:
             self._remove_oldest()
             if hdfs := self.options.default_hdfs_dir:
                 hdfs_io.makedirs(hdfs, exist_ok=True)
                 hdfs_io.copy(src=str(folder), dst=hdfs, dirs_exist_ok=True)
-        dist.barrier()
+        dist.barrier(self._group)
 
-    def _write(self, partial: Path, step: int) -> None:
-        with errors_shared():
-            if self.is_rank0:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-        self.engine.save_checkpoint(str(partial))
-        own: dict[str, FileFacts] = {}
-        with errors_shared():
-            own = files_of(partial, dist.get_rank())
-        of_ranks: list[dict[str, FileFacts]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
-        with errors_shared():
-            if self.is_rank0:
-                for rank, files in enumerate(of_ranks):
-                    _refuse_unseen(partial, rank, files)
-                files = {name: facts for files in of_ranks for name, facts in files.items()}
-                elastic = is_elastic(self.engine)
-                plan = self.plan.state_dict()
-                Manifest(step, len(of_ranks), self.contents, plan, elastic, files).write(partial)
-                for path in (partial / MANIFEST, *(path for path in partial.rglob("*") if path.is_dir()), partial):
-                    sync(path)
+    def _seal(self, folder: Path, of_ranks: list[dict[str, FileFacts]], plan: dict[str, Any]) -> None:
+        """Write checkpoint.json of what every rank wrote."""
+        partial = _partial(folder)
+        for rank, files in enumerate(of_ranks):
+            _refuse_unseen(partial, rank, files)
+        files = {name: facts for files in of_ranks for name, facts in files.items()}
+        elastic = is_elastic(self.engine)
+        Manifest(step_of(folder), len(of_ranks), self.contents, plan, elastic, files).write(partial)
+        for path in (partial / MANIFEST, *(path for path in partial.rglob("*") if path.is_dir()), partial):
+            sync(path)
 
     def _publish(self, partial: Path, folder: Path) -> None:
         aside = folder.with_name(f"{folder.name}{SET_ASIDE}")
@@ -229,6 +289,10 @@ class Checkpoints:
             aside = old.with_name(f"{old.name}{PARTIAL}")  # never half a checkpoint under a checkpoint's name
             os.replace(old, aside)
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{PARTIAL}")
 
 
 def _refuse_unseen(folder: Path, rank: int, files: dict[str, FileFacts]) -> None:

@@ -116,6 +116,7 @@ class Run:
         values = self.config.values
         model = {f"model.config.{key}": value for key, value in self.model_config.items()}
         if self.memory is not None:
+            model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
             model |= {"model.memory": self.memory, "model.train": values["model"]["train"]}
         if self.config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
@@ -202,8 +203,11 @@ def prepare(composed: DictConfig) -> Run:
             model_config=_shape_of(hf_config),
             checkpoint=checkpoint,
         )
+        plan_state = run.plan_state()
+        if not config.trainer.eval_only:  # which remembers less
+            plan_state.check_allowed()
         if run.checkpoint is not None:
-            run.plan_state().check(saved_plan(run.checkpoint))
+            plan_state.check(saved_plan(run.checkpoint))
         return run
 
 

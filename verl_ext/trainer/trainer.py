@@ -224,6 +224,7 @@ class SFTTrainer:
         )
         limit = self.config.trainer.max_skipped_steps
         if state.skipped_in_a_row > limit:
+            self.checkpoints.finish()
             raise TooManySkippedSteps(
                 f"{state.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
                 f"gradient or of a target of a weight above 0; trainer.max_skipped_steps allows {limit}"
@@ -241,13 +242,24 @@ class SFTTrainer:
 
     def _save(self, step: int) -> None:
         """A checkpoint; where one before the last step cannot be written, the run goes on without it."""
-        try:
+        is_last = step == self.run.total_steps
+        with self._going_on(True):  # the one before, which threads wrote
+            self.checkpoints.finish()
+        with self._going_on(not is_last):
             self.checkpoints.save(step)
+            if is_last:
+                self.checkpoints.finish()
+
+    @contextlib.contextmanager
+    def _going_on(self, goes_on: bool) -> Iterator[None]:
+        """Whether training goes on where a checkpoint cannot be written, which is said."""
+        try:
+            yield
         except NotWritten as error:
-            if step == self.run.total_steps:
+            if not goes_on:
                 raise
             if self.is_rank0:
-                print(f"warning: no checkpoint of step {step}, training goes on: {error}", file=sys.stderr, flush=True)
+                print(f"warning: training goes on without a checkpoint: {error}", file=sys.stderr, flush=True)
 
     def _profile(self, step: int, moment: str) -> None:
         """verl's profiler between the two steps of `trainer.profile_interval`."""
