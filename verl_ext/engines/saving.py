@@ -2,6 +2,7 @@
 
     state/           the model and the optimizer, for any number of ranks (:mod:`verl_ext.engines.state`)
     extra.json       the learning-rate schedule, and the scale of fp16's gradients
+    adapters.json    of a LoRA run: how an export merges them
     huggingface/     config and tokenizer; with `hf_model` in `checkpoint.save_contents` the weights as well
 
 FSDP1, and optimizers of other packages than torch, whose states have forms of their own, keep verl's files: one of each
@@ -35,7 +36,7 @@ from verl_ext.engines.state import StateWriter, model_state, optimizer_state, re
 from verl_ext.files import write_json
 from verl_ext.values import first_line
 
-STATE, EXTRA, EXPORT = "state", "extra.json", "huggingface"
+STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
 SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
 _log = logging.getLogger(__name__)
 
@@ -147,6 +148,8 @@ class Save:
         with errors_shared(group):
             if self.engine.rank == 0 and self.extra is not None:
                 write_json(self.folder / EXTRA, self.extra)
+            if self.engine.rank == 0 and self.state and self.engine._is_lora:
+                write_json(self.folder / ADAPTERS, adapters_of(self.engine.module))
             if self.engine.rank == 0 and self.exports:
                 _write_export(self.engine, self.folder / EXPORT, self.weights)
 
@@ -224,20 +227,63 @@ def _write_export(engine: Any, folder: Path, weights: dict[str, torch.Tensor] | 
     """The files of `huggingface/`, by rank 0: config, tokenizer, the code of a model of the Hub's, and the weights."""
     config, trusted = engine.module.config, engine.model_config.trust_remote_code
     config.save_pretrained(folder)
-    generation = None
     with suppress(OSError, ValueError):  # many models have none
-        generation = GenerationConfig.from_pretrained(config.name_or_path)
-        generation.save_pretrained(folder)
+        GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
     if (processor := engine.checkpoint_manager.processing_class) is not None:
         processor.save_pretrained(folder)
     if hasattr(config, "auto_map"):
         module = engine.module.get_base_model() if engine._is_lora else engine.module
         custom_object_save(module, folder, config=config)
-    if weights is None:
-        return
+    if weights is not None:
+        write_weights(config, weights, folder, trusted)
+
+
+def write_weights(
+    config: Any, weights: dict[str, torch.Tensor], folder: Path, trusted: bool = False, shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write the whole weights of a model as plain transformers does, beside its other files.
+
+    Args:
+        weights: by the names of `AutoModelForCausalLM`'s parameters; of tied ones one name is enough.
+        trusted: the model's code may be the folder's own.
+        shard_bytes: of a file.
+    """
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
-    if generation is not None:
-        plain.generation_config = generation
+    with suppress(OSError, ValueError):
+        plain.generation_config = GenerationConfig.from_pretrained(folder)
     drop_tied_target_keys(weights, plain, config)
-    plain.save_pretrained(folder, state_dict=weights)
+    if missing := sorted(_own_names(plain) - weights.keys()):
+        raise ValueError(f"the weights of {type(plain).__name__} must be whole; {missing[0]} is missing")
+    plain.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
+
+
+def _own_names(plain: torch.nn.Module) -> set[str]:
+    """Names of a model's parameters, of tied ones the first."""
+    return {name for name, _ in plain.named_parameters()}
+
+
+def adapters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """How each LoRA adapter is merged: the name of the plain weight to its factors' names, scale and orientation.
+
+    An adapter that is more than two factors of a linear layer (DoRA, a bias, an embedding's) has no factors here.
+    """
+    from peft.tuners.lora import LoraLayer  # heavy; a run with adapters has loaded it
+
+    found = {}
+    for name, layer in module.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        simple = "default" in layer.lora_A and not layer.lora_variant and layer.lora_B["default"].bias is None
+        found[plain_name(f"{name}.weight")] = {
+            "a": f"{name}.lora_A.default.weight" if simple else None,
+            "b": f"{name}.lora_B.default.weight" if simple else None,
+            "scale": float(layer.scaling["default"]),
+            "transposed": bool(getattr(layer, "fan_in_fan_out", False)),
+        }
+    return found
+
+
+def plain_name(name: str) -> str:
+    """PEFT's name of a base model's parameter as plain transformers has it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -144,6 +144,26 @@ def read_model(folder: Path, module: torch.nn.Module) -> None:
     _read(folder, state)
 
 
+class SavedModel:
+    """The tensors of a saved model, each read on its own by a single process."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the metadata; ValueError as :func:`read_metadata`."""
+        self._folder, self._entries = folder, _entries(folder, _MODEL)
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they were saved."""
+        return [name.removeprefix(_MODEL) for name in self._entries]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+        entry = self._entries[_MODEL + name]
+        state = {_MODEL + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        dcp.load(state, storage_reader=StateReader(str(self._folder)), no_dist=True)
+        return state[_MODEL + name]
+
+
 def _entries(folder: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
     entries: dict[str, Any] = read_metadata(folder).state_dict_metadata
     return {name: entry for name, entry in entries.items() if name.startswith(prefix)}

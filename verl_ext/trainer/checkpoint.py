@@ -158,7 +158,7 @@ class Checkpoints:
         self.engine, self.plan, self.resumed = engine, plan, resumed
         self.is_rank0 = dist.get_rank() == 0
         # A writer thread's collectives must not meet the training's.
-        later = config.values["checkpoint"]["async_save"]
+        later = config.values["checkpoint"].get("async_save", False)
         self._group = dist.new_group(backend="gloo", timeout=LONG) if later else None
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
