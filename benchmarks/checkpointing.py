@@ -8,8 +8,10 @@ The model is a Qwen3 of random weights in fp32 with AdamW. Files are written to 
 
 import argparse
 import hashlib
+import json
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +27,8 @@ import numpy as np
 
 from benchmarks.model import VOCABULARY, write_model
 from benchmarks.start_up import PrivatePeak, private_bytes
+
+SHARD_GB = 0.02
 
 
 def seconds(function: Callable[[], Any]) -> float:
@@ -101,14 +105,25 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
     return {**found, "GB": files / 1e9}
 
 
-def exported(checkpoint: Path, output: Path) -> tuple[float, float]:
-    """Seconds, and GB of private memory above what the process had before."""
+def export_alone(checkpoint: str, output: str) -> None:
+    """Print seconds, and GB of private memory above what a process with torch and transformers has."""
+    import torch  # noqa: F401
+    import transformers
+
     from verl_ext.commands.export import ExportOptions, export
 
+    assert transformers.AutoModelForCausalLM, "imported"
     before, began = private_bytes(), time.perf_counter()
     with PrivatePeak() as peak:
-        export(ExportOptions(checkpoint=str(checkpoint), output_dir=str(output), shard_gb=0.02))
-    return time.perf_counter() - began, (peak.bytes - before) / 1e9
+        export(ExportOptions(checkpoint=checkpoint, output_dir=output, shard_gb=SHARD_GB))
+    print(json.dumps([time.perf_counter() - began, (peak.bytes - before) / 1e9]))
+
+
+def exported(checkpoint: Path, output: Path) -> tuple[float, float]:
+    """:func:`export_alone` in a process of its own."""
+    command = [sys.executable, __file__, "--export", str(checkpoint), str(output)]
+    took, memory = json.loads(subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1])
+    return took, memory
 
 
 def checksum_speeds() -> dict[str, float]:
@@ -131,7 +146,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--export", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.export:
+        export_alone(*given.export)
+        return
 
     from verl_ext.trainer.distributed import RunRanks, process_group
 
@@ -149,7 +168,7 @@ def main() -> None:
             for name, value in found.items():
                 print(f"  {name:<30} {value:7.2f} s")
             took, memory = exported(folder / "run" / "global_step_1", folder / "export")
-            print(f"  {'exported':<30} {took:7.2f} s in {memory:.3f} GB of memory, shards of 0.02 GB")
+            print(f"  {'exported':<30} {took:7.2f} s in {memory:.3f} GB of memory, shards of {SHARD_GB} GB")
             print("  checksums: " + ", ".join(f"{name} {speed:.1f} GB/s" for name, speed in checksum_speeds().items()))
         ranks.broadcast(None)
         if given.folder is None and ranks.rank == 0:

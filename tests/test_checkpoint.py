@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import SMALL, build, differences
+from tests.training import SMALL, build, differences, stopped_at
 from verl_ext.config import compose
 from verl_ext.config.checkpoints import (
     MANIFEST,
@@ -27,11 +27,11 @@ from verl_ext.config.checkpoints import (
     changed_file,
     damage,
     files_of,
-    saved_folders,
     whole_checkpoints,
 )
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.state import read_metadata
+from verl_ext.trainer.checkpoint import remove_unfinished
 from verl_ext.trainer.setup import prepare
 
 FILES = {"state/__0_0.distcp": 300, "state/__1_0.distcp": 200, "state/.metadata": 50, "extra.json": 20}
@@ -96,6 +96,16 @@ def test_the_newest_whole_checkpoint_is_gone_on_from_whatever_the_tracker_says(t
     assert whole_checkpoints(tmp_path)[0][0] == saved[2]
     os.truncate(saved[2] / "extra.json", 3)
     assert whole_checkpoints(tmp_path) == ([saved[1], saved[0]], {saved[2]: "its extra.json has 3 bytes and had 20"})
+
+
+def test_what_a_killed_run_had_begun_is_removed_and_nothing_else(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1)
+    shutil.copytree(checkpoint, tmp_path / "global_step_2.partial")
+    (tmp_path / "final_memory_checkpoint.pt.node-3-4711.partial").touch()
+    (tmp_path / "thesis.txt").touch()
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "thesis.txt"]
+    assert damage(checkpoint) is None
 
 
 def test_metadata_that_would_run_code_is_refused_and_runs_nothing(tmp_path):
@@ -167,15 +177,6 @@ def whole(options, tmp_path_factory):
     """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run_ranks(told, 1, quietly, [*options, into(folder)])
-    return folder
-
-
-def stopped_at(whole: Path, folder: Path, step: int) -> Path:
-    """A copy of a run as it was after a step."""
-    shutil.copytree(whole, folder)
-    for checkpoint in saved_folders(folder)[step:]:
-        shutil.rmtree(checkpoint)
-    (folder / TRACKER).write_text(str(step))
     return folder
 
 

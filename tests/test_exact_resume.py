@@ -1,7 +1,6 @@
 """Interrupted and resumed equals uninterrupted, to the last bit, for every dataset and kind of model, at any step."""
 
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,12 @@ from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.titans_run import TITANS
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, train
-from verl_ext.config.checkpoints import TRACKER, saved_folders, step_of
+from tests.training import differences, stopped_at, train
+from verl_ext.config.checkpoints import saved_folders
 
 # name: (ranks, steps of the run, those it is resumed after)
 CASES = {
-    "packed, a mixture": (2, 4, (1, 2)),  # an epoch has 2 steps: inside one, and between two
+    "packed, a mixture, saved aside": (2, 4, (1, 2)),  # an epoch has 2 steps: inside one, and between two
     "tied weights, sequence parallel": (2, 3, (2,)),
     "adapters alone": (2, 2, (1,)),
     "a stream of documents": (1, 3, (1,)),
@@ -46,7 +45,7 @@ def cases(tiny_model, tmp_path_factory):
     half = "data.mixture={sources: {all: {tokens: 400}}}"
     lora = ("model=lora", "model.lora_rank=4", "checkpoint.save_lora_only=true")
     overrides = (
-        [sft, small, half, f"data.val_dir={packed}"],
+        [sft, small, half, f"data.val_dir={packed}", "checkpoint.async_save=true"],
         [sft, f"model.path={folder / 'gpt2'}", "engine.ulysses_sequence_parallel_size=2"],
         [sft, small, *lora],
         ["data=multidoc", f"data.train_dir={texts}", cache, small, "data.seq_len=16", "data.max_tokens=16"],
@@ -68,16 +67,8 @@ def whole_and_resumed(cases: dict[str, list[str]], folder: Path) -> None:
                 stopped_at(whole, run, step)
             torch.distributed.barrier()
             os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
-            train([*overrides, *length, f"trainer.default_local_dir={run}"])
-
-
-def stopped_at(whole: Path, folder: Path, step: int) -> None:
-    """A copy of a run as it was after a step."""
-    shutil.copytree(whole, folder)
-    for checkpoint in saved_folders(folder):
-        if step_of(checkpoint) > step:
-            shutil.rmtree(checkpoint)
-    (folder / TRACKER).write_text(str(step))
+            kept = ["trainer.max_ckpt_to_keep=2"] if step else []
+            train([*overrides, *length, *kept, f"trainer.default_local_dir={run}"])
 
 
 @pytest.fixture(scope="module")
@@ -94,4 +85,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(name, done):
     _, steps, resumed = CASES[name]
     whole = done / name.replace(" ", "_").replace(",", "")
     for step in resumed:
-        assert not differences(whole.with_name(f"{whole.name}_{step}"), whole, steps)
+        run = whole.with_name(f"{whole.name}_{step}")
+        assert not differences(run, whole, steps)
+        # checkpoints from before the resume count towards what is kept
+        assert [path.name for path in saved_folders(run)] == [f"global_step_{step}" for step in (steps - 1, steps)]

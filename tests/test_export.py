@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.ranks import run_ranks
-from tests.test_exact_resume import stopped_at
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import train
+from tests.training import stopped_at, train
 from verl_ext.commands.export import main
 
 RUNS = {

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from verl_ext.config import compose
+from verl_ext.config.checkpoints import TRACKER, saved_folders, step_of
 from verl_ext.engines.state import StateReader, read_metadata
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
@@ -47,6 +49,16 @@ def metrics(folder: Path) -> dict[tuple[int, str], Any]:
 def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
     """:func:`metrics` that two equal runs have in common: all but the speed."""
     return {key: value for key, value in metrics(folder).items() if not key[1].endswith("per_second")}
+
+
+def stopped_at(whole: Path, folder: Path, step: int) -> Path:
+    """A copy of a run as it was after a step."""
+    shutil.copytree(whole, folder)
+    for checkpoint in saved_folders(folder):
+        if step_of(checkpoint) > step:
+            shutil.rmtree(checkpoint)
+    (folder / TRACKER).write_text(str(step))
+    return folder
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -176,7 +176,7 @@ class Checkpoints:
 
     def _set_aside_later(self, step: int) -> None:
         """Take checkpoints of later steps, damaged or of the run's former course, out of the way of its next ones."""
-        for later in saved_folders(self.folder):
+        for later in reversed(saved_folders(self.folder)):
             if step_of(later) > step:
                 aside = later.with_name(f"{later.name}{SET_ASIDE}")
                 shutil.rmtree(aside, ignore_errors=True)
@@ -286,9 +286,11 @@ class Checkpoints:
         """Keep `trainer.max_ckpt_to_keep`, those from before a resume included; the newest is whole by now."""
         kept = self.options.max_ckpt_to_keep
         for old in saved_folders(self.folder)[: -kept if kept else 0]:
-            aside = old.with_name(f"{old.name}{PARTIAL}")  # never half a checkpoint under a checkpoint's name
-            os.replace(old, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                os.replace(old, _partial(old))  # never half a checkpoint under a checkpoint's name
+                shutil.rmtree(_partial(old))
+            except OSError as error:
+                print(f"warning: {old} cannot be removed: {error.strerror}", file=sys.stderr)
 
 
 def _partial(folder: Path) -> Path:
