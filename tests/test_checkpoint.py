@@ -89,6 +89,11 @@ def test_a_manifest_never_leads_out_of_its_folder(tmp_path):
     assert damage(checkpoint) == f"its {MANIFEST} names files of other folders"
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1).rename(tmp_path / "global_step_9")
+    assert damage(checkpoint) == f"its {MANIFEST} is of step 1"
+
+
 def test_the_newest_whole_checkpoint_is_gone_on_from_whatever_the_tracker_says(tmp_path):
     saved = [write_checkpoint(tmp_path, step) for step in (2, 9, 10)]
     assert whole_checkpoints(tmp_path) == (saved[::-1], {})  # killed before the first tracker

@@ -109,7 +109,7 @@ def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
     run(options, copied(whole, folder / "rate"), CHANGES["optim.lr"], "trainer.allow_resume_mismatch=[optim.lr]")
     begun = copied(whole, folder / "begun")
     for key, change in CHANGES.items():
-        asked = (change.format(other=other), f"trainer.default_local_dir={begun}")
+        asked = (change.replace("{other}", other), f"trainer.default_local_dir={begun}")
         said[key] = refusal([*options, *asked])
         said[f"{key} allowed"] = refusal([*options, *asked, f"trainer.allow_resume_mismatch=[{key}]"])
     begin = f"trainer.default_local_dir={begun}"

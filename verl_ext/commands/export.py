@@ -84,9 +84,7 @@ def _whole_checkpoint(checkpoint: Path) -> int:
             f"checkpoint must be of this project's form; got {checkpoint}, of verl's, which "
             "python -m verl.model_merger merge --backend fsdp reads"
         )
-    if "model" not in manifest.contents:
-        raise DataError(f"checkpoint must hold a model; got {checkpoint}, of {', '.join(manifest.contents)}")
-    if wrong := changed_file(checkpoint, 0, 1):
+    if wrong := changed_file(checkpoint, 0, 1, needed=("model",)):
         raise DataError(f"checkpoint must be whole; got {checkpoint}: {wrong}")
     return manifest.step
 

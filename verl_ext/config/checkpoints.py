@@ -12,7 +12,7 @@ Checkpoints of verl's own form have no checkpoint.json: they count as whole when
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,15 +151,18 @@ def tracked_step(folder: Path) -> int | None:
         return None
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What a checkpoint that is to be resumed lacks, as far as names and sizes tell; None: nothing."""
+def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
+    """What a checkpoint lacks that is to have these contents, as far as names and sizes tell; None: nothing."""
     try:
         manifest = Manifest.read(checkpoint)
     except Damaged as error:
         return str(error)
     if manifest is None:
         return None if _verl_ranks(checkpoint) else "it lacks model, optimizer or extra of a rank"
-    if missing := [name for name in RESUMABLE if name not in manifest.contents]:
+    named = _STEP_FOLDER.search(checkpoint.name)
+    if named and manifest.step != int(named[1]):
+        return f"its {MANIFEST} is of step {manifest.step}"
+    if missing := [name for name in needed if name not in manifest.contents]:
         return f"it was saved without {', '.join(missing)} (checkpoint.save_contents)"
     for name, facts in manifest.files.items():
         try:
@@ -171,9 +174,9 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def changed_file(checkpoint: Path, rank: int, ranks: int) -> str | None:
+def changed_file(checkpoint: Path, rank: int, ranks: int, needed: Sequence[str] = RESUMABLE) -> str | None:
     """:func:`damage` by checksums: every rank reads its share of the files."""
-    if wrong := damage(checkpoint):
+    if wrong := damage(checkpoint, needed):
         return wrong
     manifest = Manifest.read(checkpoint)
     for name, facts in sorted(manifest.files.items() if manifest else ())[rank::ranks]:
