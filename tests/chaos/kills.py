@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,18 +90,19 @@ def survive(
 
 def _kill(victim: Any, run: Path, chance: random.Random, life: float) -> bool:
     """Whether the rank still ran when it was killed."""
+    _wait(victim, lambda: False, chance.uniform(0, life))
     if chance.random() < 0.5:
-        patience = time.monotonic() + _PATIENCE
-        while not any(run.glob("global_step_*.partial")) and victim.is_alive() and time.monotonic() < patience:
-            time.sleep(0.001)
-        deadline = time.monotonic() + chance.uniform(0, 0.1)
-    else:
-        deadline = time.monotonic() + chance.uniform(0, life)
-    while time.monotonic() < deadline and victim.is_alive():
-        time.sleep(0.001)
+        _wait(victim, lambda: any(run.glob("global_step_*.partial")), _PATIENCE)
+        _wait(victim, lambda: False, chance.uniform(0, 0.1))
     alive = victim.is_alive()
     victim.kill()
     return alive
+
+
+def _wait(victim: Any, until: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not until() and victim.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _end(processes: list[Any], at_once: bool) -> None:
