@@ -55,7 +55,7 @@ def survive(
 
     Args:
         whole: folder of the uninterrupted run.
-        life: seconds within which a rank that is not waited for is killed.
+        life: seconds within which a rank is killed; 0: at the first checkpoint that is being written.
         seconds: no more kills afterwards.
 
     Raises:
@@ -91,7 +91,7 @@ def survive(
 def _kill(victim: Any, run: Path, chance: random.Random, life: float) -> bool:
     """Whether the rank still ran when it was killed."""
     _wait(victim, lambda: False, chance.uniform(0, life))
-    if chance.random() < 0.5:
+    if not life or chance.random() < 0.5:
         _wait(victim, lambda: any(run.glob("global_step_*.partial")), _PATIENCE)
         _wait(victim, lambda: False, chance.uniform(0, 0.1))
     alive = victim.is_alive()

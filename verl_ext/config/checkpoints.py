@@ -1,13 +1,13 @@
 """Checkpoints on disk: what lies in one, whether it is whole, and which one a run goes on from.
 
     global_step_N/              whole, as it is renamed to this name when all of it is on the disk
-        checkpoint.json         step, what the run was made with, and size and checksum of every other file
+        manifest.json         step, what the run was made with, and size and checksum of every other file
         state/ extra.json       model and optimizer, schedule (verl_ext.engines.saving)
         huggingface/            config and tokenizer, weights with `hf_model`
     global_step_N.partial/      being written, or left by a run that was killed
     global_step_N.set_aside/    of steps after the one that was resumed
 
-Checkpoints of verl's own form have no checkpoint.json: they count as whole when every rank's files are there.
+Checkpoints of verl's own form have no manifest.json: they count as whole when every rank's files are there.
 """
 
 import json
@@ -22,7 +22,7 @@ import xxhash
 
 from verl_ext.files import sync, write_json
 
-MANIFEST = "checkpoint.json"
+MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 RESUMABLE = ("model", "optimizer", "extra")  # what a checkpoint must hold to be resumed
@@ -58,7 +58,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What checkpoint.json says.
+    """What manifest.json says.
 
     Attributes:
         step: optimizer steps that the checkpoint has seen.

@@ -75,8 +75,8 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def _of_a_file(error: BaseException) -> bool:
-    # torch's writer of zip files reports a failed write as a RuntimeError of its own.
-    return isinstance(error, OSError) or "PytorchStreamWriter" in str(error)
+    # torch's writer of zip files may report a failed write as a RuntimeError of its own.
+    return isinstance(error, OSError) or any(word in str(error) for word in ("PytorchStreamWriter", "inline_container"))
 
 
 def _words(error: BaseException) -> str:

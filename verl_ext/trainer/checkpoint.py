@@ -141,7 +141,7 @@ class Checkpoints:
     """Saves and resumes the checkpoints of a run.
 
     A save is collective and has three parts, so that a checkpoint's name stands for a whole one: every rank writes
-    into `global_step_N.partial`, has its files on the disk and takes their checksums; rank 0 writes checkpoint.json of
+    into `global_step_N.partial`, has its files on the disk and takes their checksums; rank 0 writes manifest.json of
     all of them; rank 0 renames the folder, then the tracker. What is killed in between leaves the checkpoint before.
 
     Args:
@@ -257,7 +257,7 @@ class Checkpoints:
         dist.barrier(self._group)
 
     def _seal(self, folder: Path, of_ranks: list[dict[str, FileFacts]], plan: dict[str, Any]) -> None:
-        """Write checkpoint.json of what every rank wrote."""
+        """Write manifest.json of what every rank wrote."""
         partial = _partial(folder)
         for rank, files in enumerate(of_ranks):
             _refuse_unseen(partial, rank, files)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
-from verl_ext.config.checkpoints import saved_plan
+from verl_ext.config.checkpoints import saved_plan, step_of
 from verl_ext.config.output import OutputAction, check_output
 from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
@@ -48,6 +48,7 @@ _OF_THE_STEPS = {
     "optim": ("optimizer", "lr", "betas", "weight_decay", "clip_grad", "lr_scheduler_type"),
     "trainer": ("seed",),
 }
+_OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
 # Keys of a model's config.json that say nothing of its shape.
 _NOT_OF_THE_SHAPE = (
     "dtype",
@@ -76,6 +77,7 @@ class Run:
         memory: settings that the weights of its memory belong to, None without one.
         model_config: what its config.json says of its shape.
         checkpoint: what it goes on from, None where it begins anew.
+        extends: the packs are those of the run that it resumes, and more.
     """
 
     config: RunConfig
@@ -90,6 +92,7 @@ class Run:
     memory: dict[str, Any] | None = None
     model_config: dict[str, Any] = field(default_factory=dict)
     checkpoint: Path | None = None
+    extends: bool = False
 
     @property
     def steps_per_epoch(self) -> float:
@@ -108,7 +111,7 @@ class Run:
 
     def plan_state(self) -> PlanState:
         """What this run's checkpoints say of it, and what one that it resumes must say."""
-        allowed = self.config.trainer.allow_resume_mismatch
+        allowed = [*self.config.trainer.allow_resume_mismatch, *(_OF_A_LONGER_STREAM if self.extends else ())]
         return PlanState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -203,12 +206,20 @@ def prepare(composed: DictConfig) -> Run:
             model_config=_shape_of(hf_config),
             checkpoint=checkpoint,
         )
-        plan_state = run.plan_state()
         if not config.trainer.eval_only:  # which remembers less
-            plan_state.check_allowed()
-        if run.checkpoint is not None:
-            plan_state.check(saved_plan(run.checkpoint))
-        return run
+            run.plan_state().check_allowed()
+        return run if run.checkpoint is None else _resumed(run, run.checkpoint)
+
+
+def _resumed(run: Run, checkpoint: Path) -> Run:
+    """The run as it goes on from a checkpoint; ValueError where it disagrees with what that was made with."""
+    saved = saved_plan(checkpoint)
+    seen = step_of(checkpoint) * run.plan.batch_size
+    if not run.config.trainer.eval_only and run.train_set.extends(saved, seen):
+        told = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
+        run = replace(run, extends=True, notices=(*run.notices, told))
+    run.plan_state().check(saved)
+    return run
 
 
 def _shape_of(hf_config: Any) -> dict[str, Any]:
