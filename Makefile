@@ -1,6 +1,7 @@
 # make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
 # make test         the tests
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one
+# make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
 # make cluster      two hosts as network namespaces, slurm's own daemons: minutes, as root (what is missing is skipped)
 # make lint         ruff, format check, type check of the public API, shellcheck of the launchers
 # make bench        the benchmarks of benchmarks/README.md
@@ -16,7 +17,7 @@ SHELL := /bin/bash
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-gpu cluster lint bench clean distclean
+.PHONY: help quickstart test test-gpu test-chaos cluster lint bench clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -31,6 +32,10 @@ test: .venv/.installed-test
 
 test-gpu: .venv/.installed-test
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+test-chaos: export OMP_NUM_THREADS ?= 1
+test-chaos: .venv/.installed-test
+	$(BIN)/python -m tests.chaos.kills --kills 50 --seconds 1800
 
 cluster: export OMP_NUM_THREADS ?= 1
 cluster: .venv/.installed-test

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.commands.babilong.command import BabilongOptions
+from verl_ext.commands.export import ExportOptions
 from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.preflight import PreflightOptions
@@ -23,6 +24,7 @@ COMMANDS = {
     "tokenize": TokenizeOptions,
     "index": IndexOptions,
     "babilong": BabilongOptions,
+    "export": ExportOptions,
     "init-model": InitModelOptions,
     "preflight": PreflightOptions,
 }

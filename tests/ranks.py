@@ -11,7 +11,8 @@ import pickle
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -27,6 +28,13 @@ if _context.get_start_method() == "forkserver":
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """``function(*arguments)`` on ``world_size`` gloo ranks; raises with the traceback of the first that failed."""
+    with started_ranks(function, world_size, *arguments) as (_, answers):
+        return _collect(answers, world_size)
+
+
+@contextmanager
+def started_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Iterator[tuple[list[Any], Any]]:
+    """The processes of :func:`run_ranks`, which end with the block, and the queue of their answers."""
     _start_server()
     answers = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -37,12 +45,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
         for process in ranks:
             process.start()
         try:
-            results = _collect(answers, world_size)
+            yield ranks, answers
         finally:
             for process in ranks:
                 process.terminate()
                 process.join()
-    return results
 
 
 def _start_server() -> None:

@@ -56,9 +56,9 @@ def test_a_complete_checkpoint_is_resumed(run):
             {"tracker": False},
             r"txt is missing.*resume_mode=resume_path trainer.resume_from_path=.*global_step_3",
         ),
-        ({"missing": (1,)}, "whose global_step_3 lacks model, optimizer or extra of a rank"),
-        ({"kinds": ("model", "optim")}, "whose global_step_3 lacks model, optimizer or extra of a rank"),
-        ({"kinds": ()}, "whose global_step_3 lacks model, optimizer or extra of a rank"),
+        ({"missing": (1,)}, "no whole checkpoint: global_step_3: it lacks model, opt.* of a rank"),
+        ({"kinds": ("model", "optim")}, "no whole checkpoint: global_step_3: it lacks model, opt.* of a rank"),
+        ({"kinds": ()}, "no whole checkpoint: global_step_3: it lacks model, opt.* of a rank"),
     ],
 )
 def test_an_incomplete_checkpoint_is_not_resumed_and_says_why(run, broken, reason):

@@ -1,5 +1,6 @@
 """fp16 with a gradient scaler: scaled losses, gradients unscaled before the norm, bad ones skipped on every rank."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from tests.ranks import run_ranks
 from tests.reference import Document, pack_row
 from tests.tiny_model import VOCABULARY
 from verl_ext.data import CategoryTable
-from verl_ext.engines.step import SCALER, StepEngine
+from verl_ext.engines.saving import EXTRA
+from verl_ext.engines.step import StepEngine
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator, StepLoss
 
@@ -166,10 +168,11 @@ def _loaded(model: str, folder: str) -> dict[str, Any]:
     return engine.scaler.state_dict()
 
 
-def test_the_scale_and_its_growth_are_of_the_checkpoint_and_older_checkpoints_load(tiny_model, tmp_path):
+def test_the_scale_and_its_growth_are_of_the_checkpoint_and_begin_anew_after_another_precision(tiny_model, tmp_path):
     states = on_ranks(_saved_and_loaded, 2, str(tiny_model), str(tmp_path / "saved"))
     assert (states["saved"]["scale"], states["saved"]["_growth_tracker"]) == (256, 2)
     assert states["loaded"] == states["saved"]
-    (tmp_path / "saved" / SCALER).unlink()
+    extra = json.loads((tmp_path / "saved" / EXTRA).read_text())
+    (tmp_path / "saved" / EXTRA).write_text(json.dumps({**extra, "scaler": None}))  # of a run in another precision
     state = on_ranks(_loaded, 2, str(tiny_model), str(tmp_path / "saved"))
     assert (state["scale"], state["_growth_tracker"]) == (65536, 0)

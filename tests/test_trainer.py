@@ -126,32 +126,6 @@ def test_a_lora_export_holds_the_merged_weights(data, tiny_model, tmp_path):
     assert logged[last, "val/loss"] != pytest.approx(plain_losses(tiny_model, documents)[0], rel=1e-3)
 
 
-def test_a_run_resumed_at_an_epoch_boundary_equals_an_uninterrupted_one(data, tiny_model, tmp_path):
-    run_ranks(train_alone, 2, run_of(data, tiny_model, tmp_path / "whole", "trainer.total_epochs=3"))
-    for epochs in (1, 3):
-        overrides = run_of(data, tiny_model, tmp_path / "resumed", f"trainer.total_epochs={epochs}")
-        run_ranks(train_alone, 2, [*overrides, "trainer.max_ckpt_to_keep=1"])
-    whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
-    exact = {key: value for key, value in whole.items() if not key[1].endswith("per_second")}
-    assert {key: resumed.get(key) for key in exact} == exact
-    last = max(step for step, _ in whole)
-    kept = [path.name for path in (tmp_path / "resumed").glob("global_step_*")]
-    assert kept == [f"global_step_{last}"]  # the checkpoint from before the resume counts towards what is kept
-
-
-def test_a_run_resumed_on_another_layout_goes_on_with_the_steps_it_began_with(data, tiny_model, tmp_path):
-    """Two data-parallel ranks, then the same ranks sharing every pack: other groups of packs, if drawn anew."""
-    common = ("data.max_tokens=64", "data.train_batch_size=2", "trainer.total_epochs=3")
-    run_ranks(train_alone, 2, run_of(data, tiny_model, tmp_path / "whole", *common))
-    overrides = run_of(data, tiny_model, tmp_path / "resumed", *common)
-    run_ranks(train_alone, 2, [*overrides, "trainer.total_epochs=1"])
-    run_ranks(train_alone, 2, [*overrides, "parallel.context_parallel_size=2"])
-    whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
-    for name in ("train/tokens", "train/loss"):
-        expected = [value for (_, key), value in whole.items() if key == name]
-        assert [value for (_, key), value in resumed.items() if key == name] == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -301,17 +275,6 @@ def test_a_resumed_run_counts_the_skipped_steps_of_the_run_before(tiny_model, tm
     run_ranks(train_alone, 1, run("ended", 2, "trainer.max_skipped_steps=1"))
     with pytest.raises(AssertionError, match="2 steps in a row were skipped, up to step 3"):
         run_ranks(train_alone, 1, run("ended", 6, "trainer.max_skipped_steps=1"))
-
-
-def test_a_checkpoint_without_a_count_of_skipped_steps_is_resumed(tiny_model, tmp_path):
-    folder = poisoned_data(tmp_path / "data", set())
-    where = (f"data.train_dir={folder}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}")
-    run_ranks(train_alone, 1, [*where, *ONE_DOCUMENT_A_STEP, "trainer.total_training_steps=1"])
-    saved = tmp_path / "run" / "global_step_1" / "data_0.pt"
-    state = torch.load(saved, weights_only=False)
-    torch.save({key: value for key, value in state.items() if not key.startswith("skipped")}, saved)
-    run_ranks(train_alone, 1, [*where, *ONE_DOCUMENT_A_STEP, "trainer.total_training_steps=2"])
-    assert metrics(tmp_path / "run")[2, "train/skipped_steps"] == 0
 
 
 def wait_alone(group: dist.ProcessGroup | None = None) -> None:

@@ -3,14 +3,18 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from verl_ext.config import compose
+from verl_ext.config.checkpoints import TRACKER, saved_folders, step_of
+from verl_ext.engines.state import StateReader, read_metadata
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
@@ -40,6 +44,41 @@ def metrics(folder: Path) -> dict[tuple[int, str], Any]:
     """What the run wrote to metrics.jsonl, by step and name."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {(line["step"], key): value for line in lines for key, value in line["data"].items()}
+
+
+def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
+    """:func:`metrics` that two equal runs have in common: all but the speed."""
+    return {key: value for key, value in metrics(folder).items() if not key[1].endswith("per_second")}
+
+
+def stopped_at(whole: Path, folder: Path, step: int) -> Path:
+    """A copy of a run as it was after a step."""
+    shutil.copytree(whole, folder)
+    for checkpoint in saved_folders(folder):
+        if step_of(checkpoint) > step:
+            shutil.rmtree(checkpoint)
+    (folder / TRACKER).write_text(str(step))
+    return folder
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the model and the optimizer of a checkpoint, whole."""
+    folder = checkpoint / "state"
+    entries = read_metadata(folder).state_dict_metadata
+    state = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(state, storage_reader=StateReader(str(folder)), no_dist=True)
+    return state
+
+
+def differences(folder: Path, expected: Path, step: int) -> list[str]:
+    """Names of metrics, and of tensors of a step's checkpoint, in which two runs do not agree to the last bit."""
+    found, wanted = exact_metrics(folder), exact_metrics(expected)
+    different = [
+        f"{key[1]} of step {key[0]}" for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)
+    ]
+    tensors, others = (tensors_of(run / f"global_step_{step}") for run in (folder, expected))
+    different += tensors.keys() ^ others.keys()
+    return different + [name for name in tensors.keys() & others.keys() if not tensors[name].equal(others[name])]
 
 
 @torch.no_grad()

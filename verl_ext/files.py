@@ -40,6 +40,15 @@ def whole_file(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
+def sync(path: Path) -> None:
+    """Have the content of a file, or the names in a folder, on the disk before anything that follows."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`value` as JSON at `path`, whose folder is made; what was there stays until all of it is written."""
     path.parent.mkdir(parents=True, exist_ok=True)

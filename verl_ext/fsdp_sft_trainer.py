@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 @lost_ranks_reported()
 def train(config: DictConfig) -> None:
     """Check the composed configuration, build the run and fit it."""
+    from verl_ext.config.checkpoints import saved_folders
     from verl_ext.config.output import REPORT
-    from verl_ext.trainer.checkpoint import saved_folders
+    from verl_ext.engines.saving import NotWritten
     from verl_ext.trainer.loader import LoadingFailed, loader_deaths_reported
     from verl_ext.trainer.report import report_lines, write_report
     from verl_ext.trainer.setup import prepare
@@ -64,6 +65,8 @@ def train(config: DictConfig) -> None:
             trainer.evaluate_only() if run.config.trainer.eval_only else trainer.fit()
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         exit_all_ranks(str(error), TRAINING_FAILED)
+    except NotWritten as error:  # on every rank: all know of a failed write
+        exit_all_ranks(f"the last checkpoint, {error}", TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
         exit_this_rank(str(error), TRAINING_FAILED)
 

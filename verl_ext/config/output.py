@@ -8,19 +8,20 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_ext.config.checkpoints import PARTIAL, TRACKER, damage, resumable_ranks, whole_checkpoints
 from verl_ext.config.resolve import PATHS
 from verl_ext.files import writable_problem
 from verl_ext.text.sources import local_path
 
-TRACKER = "latest_checkpointed_iteration.txt"
 REPORT = "data_report.json"
 EVALUATION = "evaluation.json"
 RUN_IDS = "run_ids.json"
 RUN_LOCK = "run.lock"
 FINAL_MEMORY = "final_memory_checkpoint.pt"
 MEMORY_SETTINGS = "final_memory_checkpoint.json"
-_NO_RUN = (REPORT, EVALUATION, RUN_IDS, RUN_LOCK)  # what may lie in a folder without a run to keep
-_SAVED = ("model", "optim", "extra_state")  # what each rank must have saved to be resumed
+METRICS = "metrics.jsonl"
+# What may lie in a folder without a run to keep: a run that was killed before its first checkpoint begins anew.
+_NO_RUN = (REPORT, EVALUATION, RUN_IDS, RUN_LOCK, METRICS, f"{METRICS}.before_restart")
 
 
 class OutputAction(Enum):
@@ -33,10 +34,18 @@ class OutputAction(Enum):
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """The decision for trainer.default_local_dir; checkpoint is the global_step folder that the run resumes from."""
+    """The decision for trainer.default_local_dir.
+
+    Attributes:
+        checkpoint: the global_step folder that the run resumes from, as far as the sizes of its files tell.
+        earlier: those in its place, newest first, where it turns out to be damaged.
+        damaged: what is wrong with newer ones, in a line each.
+    """
 
     action: OutputAction
     checkpoint: str | None = None
+    earlier: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
 
 def check_output(config: DictConfig, world_size: int | None = None) -> OutputPlan:
@@ -57,7 +66,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
             f"trainer.overwrite must be false where a run may be restarted ({restarts}); got true: a restart "
             "would remove what the run has written"
         )
-    used = folder.is_dir() and any(entry.name not in _NO_RUN for entry in folder.iterdir())
+    used = folder.is_dir() and any(not _is_no_run(entry.name) for entry in folder.iterdir())
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
         return _resume_named(config, folder, used, named, world_size)
@@ -66,15 +75,19 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
     if trainer.overwrite:
         _check_replaceable(config, folder)
         return OutputPlan(OutputAction.REPLACE)
-    latest = latest_checkpoint(folder) if trainer.resume_mode == "auto" else None
-    if latest is None:
-        why = "trainer.resume_mode is disable" if trainer.resume_mode == "disable" else _why_not_resumable(folder)
+    whole, wrong = whole_checkpoints(folder) if trainer.resume_mode == "auto" else ([], {})
+    if not whole:
+        why = (
+            "trainer.resume_mode is disable" if trainer.resume_mode == "disable" else _why_not_resumable(folder, wrong)
+        )
         raise ValueError(
             f"trainer.default_local_dir must be empty or new; got {folder}, which has files in it and {why}: choose "
             "another folder, or trainer.overwrite=true to replace it"
         )
-    _check_ranks(latest, world_size)
-    return OutputPlan(OutputAction.RESUME, str(latest))
+    check_ranks(whole[0], world_size)
+    latest, *earlier = map(str, whole)
+    damaged = tuple(f"{checkpoint} is damaged: {reason}" for checkpoint, reason in wrong.items())
+    return OutputPlan(OutputAction.RESUME, latest, tuple(earlier), damaged)
 
 
 def _restarts() -> str | None:
@@ -85,45 +98,22 @@ def _restarts() -> str | None:
     return None if requeued == "0" else f"slurm requeued it {requeued} times"
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The global_step folder that verl's tracker file names, when it can be resumed."""
-    try:
-        step = int((folder / TRACKER).read_text().strip())
-    except (OSError, ValueError):
-        return None
-    checkpoint = folder / f"global_step_{step}"
-    return checkpoint if _saved_ranks(checkpoint) else None
+def _is_no_run(name: str) -> bool:
+    return name in _NO_RUN or name.endswith(PARTIAL)
 
 
-def _why_not_resumable(folder: Path) -> str:
+def _why_not_resumable(folder: Path, wrong: dict[Path, str]) -> str:
     """What keeps `trainer.resume_mode=auto` from resuming in a folder with files in it."""
-    saved = sorted(folder.glob("global_step_*"), key=lambda path: (len(path.name), path.name))
-    whole = [path for path in saved if _saved_ranks(path)]
+    if not wrong:
+        return "holds no checkpoint to resume from"
+    whole = [path for path in wrong if damage(path) is None]  # of verl's form
     if whole:
         tracker = (folder / TRACKER).read_text().strip() if (folder / TRACKER).is_file() else "missing"
         return (
             f"whose {TRACKER} is {tracker or 'empty'}, which names no whole checkpoint; resume the last whole one by "
-            f"trainer.resume_mode=resume_path trainer.resume_from_path={whole[-1]}"
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={whole[0]}"
         )
-    if saved:
-        last = saved[-1].name
-        return (
-            f"whose {last} lacks model, optimizer or extra of a rank (checkpoint.save_contents) and cannot be resumed"
-        )
-    return "holds no checkpoint to resume from"
-
-
-def _saved_ranks(checkpoint: Path) -> int | None:
-    """How many ranks saved a checkpoint that can be resumed; None when one of their files is missing.
-
-    Without its `extra` file a resume would start the learning-rate schedule anew, without `optim` the moments.
-    """
-    for shard in sorted(checkpoint.glob("model_world_size_*_rank_0.pt")):
-        ranks = int(shard.name.split("_")[3])
-        names = [f"{kind}_world_size_{ranks}_rank_{r}.pt" for kind in _SAVED for r in range(ranks)]
-        if all((checkpoint / name).is_file() for name in names):
-            return ranks
-    return None
+    return "no whole checkpoint: " + "; ".join(f"{path.name}: {reason}" for path, reason in wrong.items())
 
 
 def _resume_named(
@@ -135,11 +125,9 @@ def _resume_named(
     checkpoint = Path(named).expanduser()
     if not checkpoint.is_dir() or "global_step_" not in checkpoint.name:
         raise ValueError(f"{key} must be an existing global_step_N folder; got {named}")
-    if _saved_ranks(checkpoint) is None:
-        raise ValueError(
-            f"{key} must hold what checkpoint.save_contents=[model,optimizer,extra] writes, for every rank; got {named}"
-        )
-    _check_ranks(checkpoint, world_size)
+    if wrong := damage(checkpoint):
+        raise ValueError(f"{key} must be a whole checkpoint; got {named}: {wrong}")
+    check_ranks(checkpoint, world_size)
     inside = folder.resolve() in checkpoint.resolve().parents
     if used and not inside and not config.trainer.overwrite:
         raise ValueError(
@@ -152,13 +140,13 @@ def _resume_named(
     return OutputPlan(OutputAction.RESUME, str(checkpoint))
 
 
-def _check_ranks(checkpoint: Path, world_size: int | None) -> None:
-    saved = _saved_ranks(checkpoint)
-    if world_size is not None and saved != world_size:
+def check_ranks(checkpoint: Path, world_size: int | None) -> None:
+    """Refuse a whole checkpoint that so many ranks cannot read, by a ValueError."""
+    saved = resumable_ranks(checkpoint)
+    if None not in (world_size, saved) and saved != world_size:
         raise ValueError(
-            f"the checkpoint {checkpoint} was saved by {saved} rank(s) and can only be resumed by as many; got "
-            f"{world_size} (trainer.overwrite=true starts anew; a huggingface/ folder, saved by hf_model in "
-            "checkpoint.save_contents, is read by any number)"
+            f"the checkpoint {checkpoint} was saved by {saved} rank(s) in verl's own form and can only be resumed by "
+            f"as many; got {world_size} (trainer.overwrite=true starts anew)"
         )
 
 

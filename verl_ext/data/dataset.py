@@ -305,6 +305,10 @@ class PackDataset(torch.utils.data.Dataset):
         """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
         return {}
 
+    def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
+        """Whether a run of these plan options visited the same first `seen` packs, and this one has more of them."""
+        return False
+
     def is_right_answer(self, pack: int, answer: str) -> bool:
         """Whether a text that a model generated answers the question of pack `pack`."""
         raise NotImplementedError(f"{type(self).__name__} has no questions")

@@ -35,6 +35,8 @@ from verl_ext.values import option, plain
 
 CACHE = "verl_ext_multidoc"
 RANGE = "token_range.json"
+# What a checkpoint calls the length of a document stream.
+NUM_SAMPLES = "the number of samples of the run (data.num_samples, trainer.total_training_steps, trainer.total_epochs)"
 
 
 @dataclass(frozen=True)
@@ -172,13 +174,30 @@ class MultiDocDataset(PackDataset):
         self._seed = val_seed if validates else options.seed
         self._plan: StreamPlan | WindowPlan
         if self.is_ordered:
-            self._plan = StreamPlan(
-                self.sources, options.seq_len, self._seed, options.num_samples, epochs, self._root, options.blend_rule
-            )
+            self._plan = self._stream(options.num_samples, epochs)
         else:
             self._plan = WindowPlan(self.sampling, self.sources, options.seq_len, self._seed, max_samples)
         self._num = min(len(self._plan), max_samples) if max_samples > 0 else len(self._plan)
         self.epochs = self._plan.epochs * self._num / len(self._plan) if self.is_ordered else 1.0
+
+    def _stream(self, num_samples: int | None, epochs: int) -> StreamPlan:
+        options = self.options
+        return StreamPlan(
+            self.sources, options.seq_len, self._seed, num_samples, epochs, self._root, options.blend_rule
+        )
+
+    def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
+        """Whether only the number of samples differs, and the first `seen` are the same all the same.
+
+        It is so as long as both numbers take the documents equally often. Several sources without weights are mixed by
+        what an unknown number of epochs gives of each, which may be another order.
+        """
+        num = saved.get(NUM_SAMPLES)
+        weighs = len(self.sources) == 1 or all(source.weight is not None for source in self.sources)
+        if not (isinstance(self._plan, StreamPlan) and weighs and isinstance(num, int) and seen <= num < self._num):
+            return False
+        is_same_data = saved.get("the digest of the documents in data.train_dir") == self._digest_of(num, num)
+        return is_same_data and self._plan.begins_as(self._stream(num, 1), seen)
 
     def _train_sampling(self, asked_samples: int | None) -> str:
         """`asked_samples`: data.num_samples of the config, where the argument is what the run needs."""
@@ -260,11 +279,17 @@ class MultiDocDataset(PackDataset):
     def digest(self) -> str:
         """16 hex digits of the documents' lengths, their token ids' range, and all that decides which sample has which
         tokens."""
+        return self._digest_of(self._num, len(self._plan))
+
+    def _digest_of(self, num_samples: int, planned: int) -> str:
         parts = [
             [s.index.digest, s.weight, None if s.documents is None else hashlib.sha256(s.documents.data).hexdigest()]
             for s in self.sources
         ]
-        facts = [parts, self.token_range, self.options.seq_len, self._seed, self._num, self.plan_options()]
+        options = self.plan_options()
+        if NUM_SAMPLES in options:
+            options[NUM_SAMPLES] = planned
+        facts = [parts, self.token_range, self.options.seq_len, self._seed, num_samples, options]
         return digest(facts)[:16]
 
     def plan_options(self) -> dict[str, Any]:
@@ -278,8 +303,7 @@ class MultiDocDataset(PackDataset):
         if len(self.sources) > 1:
             facts["the weights of data.blend"] = [source.weight for source in self.sources]
             facts["data.blend_rule"] = options.blend_rule
-        decided_by = "data.num_samples, trainer.total_training_steps, trainer.total_epochs"
-        return {**facts, f"the number of samples of the run ({decided_by})": len(self._plan)}
+        return {**facts, NUM_SAMPLES: len(self._plan)}
 
     @property
     def longest_document(self) -> int:

@@ -382,6 +382,18 @@ class StreamPlan:
     def __len__(self) -> int:
         return self._num
 
+    def begins_as(self, other: "StreamPlan", first: int) -> bool:
+        """Whether the first so many samples are those of another plan of the same sources."""
+        used = [first]
+        if self._order is not None and other._order is not None:
+            if not all(np.array_equal(a[:first], b[:first]) for a, b in zip(self._order, other._order, strict=True)):
+                return False
+            used = np.bincount(self._order[0][:first], minlength=len(self._samples)).tolist()
+        return all(
+            not count or (own is not None and its is not None and own.begins_as(its, count))
+            for own, its, count in zip(self._samples, other._samples, used, strict=True)
+        )
+
     def pieces(self, number: int) -> tuple[int, Pieces]:
         source, sample = 0, number
         if self._order is not None:

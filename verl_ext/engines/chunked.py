@@ -23,7 +23,8 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.engines.step import StepEngine, gather_to_rank0
+from verl_ext.engines.saving import gather_to_rank0
+from verl_ext.engines.step import StepEngine
 from verl_ext.losses import token_nll
 from verl_ext.models.qwen_titans import generate_greedily, load_memory_checkpoint
 

@@ -4,7 +4,6 @@ A subclass of ``FSDPEngineWithLMHead``; everything that it does not name here (s
 clipping, the learning-rate schedule) is verl's. What a forward reads and gives is for its subclasses to say.
 """
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,12 +16,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
-from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
-from verl.utils.transformers_compat import drop_tied_target_keys
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
@@ -30,11 +25,9 @@ from verl.workers.engine.utils import detach_tree
 from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.router import RouterLoss
+from verl_ext.engines.saving import Save, load_engine
 
-SCALER = "gradient_scaler.pt"  # in a checkpoint of an fp16 run
 _STEADY_STEPS = 400  # after which the scale doubles; verl's own number
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -138,54 +131,17 @@ class StepEngine(FSDPEngineWithLMHead):
         return inputs, output_args, on_device(micro_batch, device)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's checkpoint, with the scaler's state; ``hf_model`` of a LoRA run has its adapters merged."""
-        get_torch_device().synchronize()  # verl offloads the optimizer without waiting for its copies on the host
-        manager = self.checkpoint_manager
-        contents = manager.checkpoint_save_contents
-        merges = self._is_lora and manager.should_save_hf_model
-        if merges:
-            manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
-        try:
-            super().save_checkpoint(local_path, *args, **kwargs)
-        finally:
-            manager.checkpoint_save_contents = contents
-        if self.scaler is not None and manager.should_save_extra and self.rank == 0:
-            torch.save(self.scaler.state_dict(), Path(local_path) / SCALER)
-        if merges:
-            self._export_merged(Path(local_path) / "huggingface")
+        """What `checkpoint.save_contents` asks for, into a folder; collective. NotWritten: a file cannot be written."""
+        self.collected(Path(local_path)).write()
 
-    def _export_merged(self, folder: Path) -> None:
-        """Write the model with its adapters merged, under the base model's names; collective, rank 0 writes.
-
-        verl 0.9.1's ``hf_model`` has PEFT's names, which plain transformers cannot load.
-        """
-        # eval_mode loads weights that are offloaded
-        with self.eval_mode(), merged_lora_context(self.module, backup_adapters=True):
-            merged = normalize_peft_param_name(self.module.state_dict())
-            gathered = {name: gather_to_rank0(tensor) for name, tensor in merged.items()}
-        if self.rank == 0:
-            config = self.module.config
-            with torch.device("meta"):
-                plain = AutoModelForCausalLM.from_config(config, trust_remote_code=self.model_config.trust_remote_code)
-            drop_tied_target_keys(gathered, plain, config)
-            plain.save_pretrained(folder, state_dict=gathered)
-        dist.barrier()
+    def collected(self, folder: Path, later: bool = False) -> Save:
+        """What :meth:`save_checkpoint` writes, to be written `later` while training goes on; collective."""
+        get_torch_device().synchronize()  # verl offloads to the host without waiting for its copies
+        return Save(self, folder, super().save_checkpoint, later)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's checkpoint, with the scaler's state where it has one.
-
-        Rank 0's file is read, so that the scale is the same on every rank, also where nodes share no disk; collective.
-        """
-        super().load_checkpoint(local_path, *args, **kwargs)
-        if self.scaler is None or not self.checkpoint_manager.should_load_extra:
-            return
-        path = Path(local_path) / SCALER
-        saved = [torch.load(path, weights_only=True) if self.rank == 0 and path.is_file() else None]
-        dist.broadcast_object_list(saved)
-        if saved[0] is not None:
-            self.scaler.load_state_dict(saved[0])
-        elif self.rank == 0:
-            _log.warning("%s has no %s: the loss scale starts anew", path.parent, SCALER)
+        """What `checkpoint.load_contents` asks for, of any number of ranks or, of verl's own form, of as many."""
+        load_engine(self, Path(local_path), super().load_checkpoint)
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole parameters of a long-term memory, on rank 0's host memory; collective. Empty without one."""
@@ -215,17 +171,6 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
         elif isinstance(value, torch.Tensor):
             moved[key] = pinned(value, device).to(device, non_blocking=True)
     return moved
-
-
-def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
-    if isinstance(tensor, DTensor):
-        # verl offloads weights without waiting for their copies: read on the host they could be half there.
-        on_device: Any = tensor.to(get_device_id())
-        full = on_device.full_tensor()
-    else:
-        full = tensor.detach().clone()
-    return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
 
 
 def _adapt_config(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run's folder: the lock on it, verl's checkpoints in it, and what a resumed run must share with the run before.
+"""A run's folder: the lock on it, the checkpoints in it, and what a resumed run must share with the run before.
 
     trainer.default_local_dir/run.lock      who holds it, or held it last: "process 4711 on node-3 since 2026-03-01 …"
 
@@ -10,29 +10,58 @@ objects of that file.
 
 import errno
 import fcntl
+import json
 import os
-import re
 import shutil
 import socket
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
-from verl.utils.checkpoint import CheckpointHandler
+from verl.utils import hdfs_io
 
-from verl_ext.config.output import EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, REPORT, RUN_IDS, RUN_LOCK, TRACKER
+from verl_ext.config.checkpoints import (
+    MANIFEST,
+    PARTIAL,
+    SET_ASIDE,
+    TRACKER,
+    FileFacts,
+    Manifest,
+    changed_file,
+    files_of,
+    saved_folders,
+    saved_plan,
+    step_of,
+    unfinished_folders,
+)
+from verl_ext.config.output import (
+    EVALUATION,
+    FINAL_MEMORY,
+    MEMORY_SETTINGS,
+    METRICS,
+    REPORT,
+    RUN_IDS,
+    RUN_LOCK,
+    OutputPlan,
+    check_ranks,
+)
 from verl_ext.config.run import RunConfig
+from verl_ext.data.dataset import Ranks
+from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic
 from verl_ext.engines.step import StepEngine
-from verl_ext.files import write_json
+from verl_ext.files import sync, whole_file, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
-from verl_ext.trainer.tracking import METRICS
+from verl_ext.trainer.distributed import LONG
+from verl_ext.values import nearest_name
 
 
 class PlanState:
-    """What stands in for the data loader in verl's checkpoints.
+    """What a checkpoint was made with, and how far the run was.
 
     The packs of every step follow from the dataset, the budget, the strategy and the seed, so a checkpoint needs no
     loader position: only these, to refuse a resume that would silently train on other packs, or another model. How
@@ -45,16 +74,20 @@ class PlanState:
         skipped_steps: of the run so far, those before a resume included.
         skipped_in_a_row: of these, the last ones without a trained step between them.
         folder: of the run, for messages.
+        allowed: keys that may differ, `trainer.allow_resume_mismatch`.
     """
 
-    def __init__(self, fingerprint: dict[str, Any], grouping: dict[str, Any], folder: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(
+        self, fingerprint: dict[str, Any], grouping: dict[str, Any], folder: str, allowed: Sequence[str] = ()
+    ) -> None:
+        self.fingerprint = _as_json(fingerprint)
         self.grouping = grouping
         self.skipped_steps = self.skipped_in_a_row = 0
         self.folder = folder
+        self.allowed = allowed
 
     def state_dict(self) -> dict[str, Any]:
-        """Saved beside the model as verl saves a loader's state."""
+        """What is saved with the model."""
         skipped = {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
         return {**self.fingerprint, "grouping": self.grouping, **skipped}
 
@@ -65,11 +98,16 @@ class PlanState:
         self.skipped_steps = state.get("skipped_steps", 0)  # a checkpoint of an earlier version has none
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
 
-    def check_saved(self, checkpoint: str) -> None:
-        """:meth:`check` of a `global_step_N` folder, before a model is loaded."""
-        saved = Path(checkpoint) / "data_0.pt"
-        if saved.is_file():
-            self.check(torch.load(saved, map_location="cpu", weights_only=False))
+    def check_allowed(self) -> None:
+        """Raises ValueError for a name in `allowed` that no checkpoint remembers."""
+        names = [_name(key) for key in self.fingerprint]
+        for name in self.allowed:
+            if name not in names:
+                nearest = nearest_name(name, names)
+                raise ValueError(
+                    f"trainer.allow_resume_mismatch must name what a checkpoint remembers; got {name}"
+                    + (f" (nearest: {nearest})" if nearest else f", not among {', '.join(sorted(set(names)))}")
+                )
 
     def check(self, state: dict[str, Any]) -> None:
         """Compare with what a checkpoint was trained on.
@@ -78,65 +116,201 @@ class PlanState:
             ValueError: a key differs, so that the step number would mean other packs, or the weights another model.
         """
         for key, value in self.fingerprint.items():
-            if key in state and state[key] != value:
+            name = _name(key)
+            if key in state and _as_json(state[key]) != value and name not in self.allowed:
                 raise ValueError(
                     f"{key} is {value}, but the run in {self.folder} was trained with {state[key]}: resume with that, "
-                    "or choose another trainer.default_local_dir, or trainer.overwrite=true"
+                    f"or allow the change by trainer.allow_resume_mismatch=[{name}], or choose another "
+                    "trainer.default_local_dir, or trainer.overwrite=true"
                 )
 
 
+def _name(key: str) -> str:
+    """The option of a key such as "packs in data.train_dir"."""
+    return next((word.strip("(),") for word in key.split() if "." in word), key)
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
 _OF_A_RUN = ("chunk_size", "output_std")  # settings that another run of the same memory may change
-_STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
 
 class Checkpoints:
-    """Saves and resumes through verl's ``CheckpointHandler``.
+    """Saves and resumes the checkpoints of a run.
+
+    A save is collective and has three parts, so that a checkpoint's name stands for a whole one: every rank writes
+    into `global_step_N.partial`, has its files on the disk and takes their checksums; rank 0 writes manifest.json of
+    all of them; rank 0 renames the folder, then the tracker. What is killed in between leaves the checkpoint before.
 
     Args:
         config: the run's.
         engine: an initialised engine.
-        plan: fingerprint of the step plan.
+        plan: what the checkpoints are made with.
+        resumed: the checkpoint that the run goes on from, verified; None begins anew.
     """
 
-    def __init__(self, config: RunConfig, engine: StepEngine, plan: PlanState) -> None:
-        trainer = config.trainer
-        self.folder = Path(trainer.default_local_dir)
-        self.engine = engine
-        self.handler = CheckpointHandler(
-            engine=engine,
-            train_dataloader=plan,
-            default_local_dir=trainer.default_local_dir,
-            max_ckpt_to_keep=trainer.max_ckpt_to_keep,
-            default_hdfs_dir=trainer.default_hdfs_dir,
-            resume_mode=trainer.resume_mode,
-            resume_from_path=trainer.resume_from_path,
-            lora_train_meta=_lora_metadata(config.values["model"]),
-        )
+    def __init__(self, config: RunConfig, engine: StepEngine, plan: PlanState, resumed: Path | None) -> None:
+        self.folder = Path(config.trainer.default_local_dir)
+        self.options = config.trainer
+        self.contents = tuple(config.values["checkpoint"]["save_contents"])
+        self.engine, self.plan, self.resumed = engine, plan, resumed
+        self.is_rank0 = dist.get_rank() == 0
+        # A writer thread's collectives must not meet the training's.
+        later = config.values["checkpoint"].get("async_save", False)
+        self._group = dist.new_group(backend="gloo", timeout=LONG) if later else None
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def resume(self) -> int:
-        """Load the checkpoint that `trainer.resume_mode` means; its step, 0 without one."""
-        step = self.handler.load_checkpoint()
-        if step:
-            # verl's retention counts only what this process has saved.
-            self.engine.checkpoint_manager.previous_saved_paths = [str(p) for p in saved_folders(self.folder)]
+        """Load the checkpoint that the run goes on from; its step, 0 without one."""
+        if self.resumed is None:
+            return 0
+        self.engine.load_checkpoint(str(self.resumed))
+        self.plan.load_state_dict(saved_plan(self.resumed))
+        step = step_of(self.resumed)
+        if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
+            self._set_aside_later(step)
         return step
 
+    def _set_aside_later(self, step: int) -> None:
+        """Take checkpoints of later steps, damaged or of the run's former course, out of the way of its next ones."""
+        for later in reversed(saved_folders(self.folder)):
+            if step_of(later) > step:
+                aside = later.with_name(f"{later.name}{SET_ASIDE}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(later, aside)
+                print(f"warning: {later} is of a later step and is set aside as {aside.name}", file=sys.stderr)
+        self._track(step)
+
     def save(self, step: int) -> None:
-        """Write ``global_step_<step>``."""
-        self.handler.save_checkpoint(step=step)
+        """Write ``global_step_<step>``; collective. With `checkpoint.async_save` a thread of each rank writes it.
+
+        Raises:
+            NotWritten: a rank could not write its part, where threads write from :meth:`finish`; what was written is
+                removed, earlier checkpoints are as before.
+        """
+        assert self._writing is None, "the checkpoint before is finished first"
+        folder = self.folder / f"global_step_{step}"
+        if self.is_rank0:
+            print(f"Saving checkpoint to: {folder}")
+        with self._removed_on_failure(folder):
+            with errors_shared():
+                if self.is_rank0:
+                    shutil.rmtree(_partial(folder), ignore_errors=True)
+                    _partial(folder).mkdir(parents=True)
+            collected = self.engine.collected(_partial(folder), later=self._group is not None)
+        plan = self.plan.state_dict()
+        if self._group is None:
+            self._complete(folder, collected, plan)
+            return
+        self._writing = threading.Thread(
+            target=self._complete_aside, args=(folder, collected, plan), name="checkpoint", daemon=True
+        )
+        self._writing.start()
+
+    def finish(self) -> None:
+        """Wait until a checkpoint that threads write is whole; NotWritten as :meth:`save`."""
+        if self._writing is None:
+            return
+        self._writing.join()
+        self._writing, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _complete_aside(self, folder: Path, collected: Save, plan: dict[str, Any]) -> None:
+        try:
+            self._complete(folder, collected, plan)
+        except BaseException as error:  # raised by finish(), in the thread that trains
+            self._failure = error
+
+    @contextmanager
+    def _removed_on_failure(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self.is_rank0:
+                shutil.rmtree(_partial(folder), ignore_errors=True)
+            if isinstance(error, NotWritten):
+                raise NotWritten(f"{folder.name} cannot be written: {error}") from error
+            raise
+
+    def _complete(self, folder: Path, collected: Save, plan: dict[str, Any]) -> None:
+        """Write what was collected, and make it a checkpoint once it is whole."""
+        with self._removed_on_failure(folder):
+            collected.write(self._group)
+            own: dict[str, FileFacts] = {}
+            with errors_shared(self._group):
+                own = files_of(_partial(folder), dist.get_rank())
+            of_ranks: list[dict[str, FileFacts]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, own, self._group)
+            with errors_shared(self._group):
+                if self.is_rank0:
+                    self._seal(folder, of_ranks, plan)
+                    self._publish(_partial(folder), folder)
+        if self.is_rank0:
+            self._remove_oldest()
+            if hdfs := self.options.default_hdfs_dir:
+                hdfs_io.makedirs(hdfs, exist_ok=True)
+                hdfs_io.copy(src=str(folder), dst=hdfs, dirs_exist_ok=True)
+        dist.barrier(self._group)
+
+    def _seal(self, folder: Path, of_ranks: list[dict[str, FileFacts]], plan: dict[str, Any]) -> None:
+        """Write manifest.json of what every rank wrote."""
+        partial = _partial(folder)
+        for rank, files in enumerate(of_ranks):
+            _refuse_unseen(partial, rank, files)
+        files = {name: facts for files in of_ranks for name, facts in files.items()}
+        elastic = is_elastic(self.engine)
+        Manifest(step_of(folder), len(of_ranks), self.contents, plan, elastic, files).write(partial)
+        for path in (partial / MANIFEST, *(path for path in partial.rglob("*") if path.is_dir()), partial):
+            sync(path)
+
+    def _publish(self, partial: Path, folder: Path) -> None:
+        aside = folder.with_name(f"{folder.name}{SET_ASIDE}")
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(folder, aside)
+        os.replace(partial, folder)
+        sync(self.folder)
+        self._track(step_of(folder))
+
+    def _track(self, step: int) -> None:
+        with whole_file(self.folder / TRACKER) as written:
+            written.write_text(str(step))
+            sync(written)
+        sync(self.folder)
+
+    def _remove_oldest(self) -> None:
+        """Keep `trainer.max_ckpt_to_keep`, those from before a resume included; the newest is whole by now."""
+        kept = self.options.max_ckpt_to_keep
+        for old in saved_folders(self.folder)[: -kept if kept else 0]:
+            try:
+                os.replace(old, _partial(old))  # never half a checkpoint under a checkpoint's name
+                shutil.rmtree(_partial(old))
+            except OSError as error:
+                print(f"warning: {old} cannot be removed: {error.strerror}", file=sys.stderr)
 
 
-def _lora_metadata(model: dict[str, Any]) -> dict[str, Any] | None:
-    """What verl writes beside a LoRA checkpoint."""
-    if not model["lora_rank"] and model["lora_adapter_path"] is None:
-        return None
-    return {"r": int(model["lora_rank"]), "lora_alpha": int(model["lora_alpha"] or 0), "task_type": "CAUSAL_LM"}
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{PARTIAL}")
 
 
-def saved_folders(folder: Path) -> list[Path]:
-    """Checkpoint folders below ``folder``, oldest step first."""
-    steps = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("global_step_*"))
-    return [path for _, path in sorted((int(match[1]), path) for match, path in steps if match)]
+def _refuse_unseen(folder: Path, rank: int, files: dict[str, FileFacts]) -> None:
+    for name, facts in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != facts.bytes:
+            raise ValueError(
+                "trainer.default_local_dir must be a folder that all ranks share; got "
+                f"{folder.parent}, where rank 0 does not see what rank {rank} wrote: {folder.name}/{name}"
+            )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what runs that were killed had begun to write."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
@@ -151,11 +325,33 @@ def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dic
 
 def clear_output(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
-    for path in saved_folders(folder):
+    for path in (*saved_folders(folder), *unfinished_folders(folder)):
         shutil.rmtree(path)
-    metrics = (METRICS, f"{METRICS}.before_resume")
+    metrics = (METRICS, f"{METRICS}.before_resume", f"{METRICS}.before_restart")
     for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, RUN_IDS, *metrics):
         (folder / name).unlink(missing_ok=True)
+
+
+def verified(output: OutputPlan, ranks: Ranks) -> Path | None:
+    """The checkpoint that a run goes on from, every file of it as it was written; collective.
+
+    Raises:
+        ValueError: none is, or the one that was named is not.
+    """
+    said = list(output.damaged)
+    for named in filter(None, (output.checkpoint, *output.earlier)):
+        checkpoint = Path(named)
+        wrong = next(filter(None, ranks.gather(changed_file(checkpoint, ranks.rank, ranks.size))), None)
+        if wrong is None:
+            check_ranks(checkpoint, ranks.size)
+            if said and ranks.rank == 0:
+                print(*(f"warning: {line}" for line in said), sep="\n", file=sys.stderr)
+                print(f"warning: going on from {checkpoint} in its place", file=sys.stderr, flush=True)
+            return checkpoint
+        said.append(f"{checkpoint} is damaged: {wrong}")
+    if said:
+        raise ValueError("; ".join(said) + ": choose another trainer.default_local_dir, or trainer.overwrite=true")
+    return None
 
 
 _HELD = (errno.EACCES, errno.EAGAIN)

@@ -29,7 +29,7 @@ from verl_ext.values import first_line
 USER_ERROR = 2
 TRAINING_FAILED = 3
 _WATCH_SECONDS = 1.0
-_TIMEOUT = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
+LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
 
 def accelerator() -> str | None:
@@ -56,11 +56,11 @@ def process_group() -> Iterator[None]:
     with lost_ranks_reported():
         if accelerator() is None:
             # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
-            dist.init_process_group("gloo", timeout=_TIMEOUT)
+            dist.init_process_group("gloo", timeout=LONG)
         else:
             from verl.utils.distributed import initialize_global_process_group
 
-            initialize_global_process_group(int(_TIMEOUT.total_seconds()))
+            initialize_global_process_group(int(LONG.total_seconds()))
     try:
         yield
     finally:

@@ -4,11 +4,12 @@ A mistake found here is one line that names the requirement, the dotted key and 
 and nothing was written but what the next start need not do again: scans of the data, tokenized texts and indices.
 """
 
+import json
 import math
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 
 from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
+from verl_ext.config.checkpoints import saved_plan, step_of
 from verl_ext.config.output import OutputAction, OutputPlan, check_output
 from verl_ext.config.plan import plan_options, resolve_plan
 from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
@@ -31,7 +33,7 @@ from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
-from verl_ext.trainer.checkpoint import PlanState, refuse_locked
+from verl_ext.trainer.checkpoint import PlanState, refuse_locked, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
@@ -42,6 +44,24 @@ from verl_ext.values import refuse, show
 _OF_THE_PLAN = (
     *("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance", "cost"),
     *("mixture", "train_ratio"),
+)
+
+# Keys of other nodes that decide what a step does with them.
+_OF_THE_STEPS = {
+    "loss": ("mode", "category_weights", "documents_per_pack"),
+    "model": ("lora_rank", "lora_alpha", "target_modules"),
+    "optim": ("optimizer", "lr", "betas", "weight_decay", "clip_grad", "lr_scheduler_type"),
+    "trainer": ("seed",),
+}
+_OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
+# Keys of a model's config.json that say nothing of its shape.
+_NOT_OF_THE_SHAPE = (
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "architectures",
+    "use_cache",
+    "output_router_logits",
 )
 
 
@@ -57,8 +77,13 @@ class Validation:
 class Run:
     """A run that is valid as far as can be checked without the model's weights.
 
-    cost: what a document costs the model; world_size: the ranks that it is for; backend: of attention;
-    memory: settings that the weights of its memory belong to, None without one.
+    Attributes:
+        cost: what a document costs the model.
+        world_size: the ranks that it is for; backend: of attention.
+        memory: settings that the weights of its memory belong to, None without one.
+        model_config: what its config.json says of its shape.
+        checkpoint: what it goes on from, None where it begins anew.
+        extends: the packs are those of the run that it resumes, and more.
     """
 
     config: RunConfig
@@ -73,6 +98,9 @@ class Run:
     replaces_output: bool
     notices: tuple[str, ...]
     memory: dict[str, Any] | None = None
+    model_config: dict[str, Any] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    extends: bool = False
 
     @property
     def steps_per_epoch(self) -> float:
@@ -91,16 +119,21 @@ class Run:
 
     def plan_state(self) -> PlanState:
         """What this run's checkpoints say of it, and what one that it resumes must say."""
-        return PlanState(self._fingerprint(), self.grouping, str(self.output))
+        allowed = [*self.config.trainer.allow_resume_mismatch, *(_OF_A_LONGER_STREAM if self.extends else ())]
+        return PlanState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs, and the weights the same model."""
         values = self.config.values
-        model = {} if self.memory is None else {"model.memory": self.memory, "model.train": values["model"]["train"]}
+        model = {f"model.config.{key}": value for key, value in self.model_config.items()}
+        if self.memory is not None:
+            model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
+            model |= {"model.memory": self.memory, "model.train": values["model"]["train"]}
         if self.config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
         return {
             **{f"data.{key}": values["data"][key] for key in _OF_THE_PLAN if key in values["data"]},
+            **{f"{node}.{key}": values[node][key] for node, keys in _OF_THE_STEPS.items() for key in keys},
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
             "the digest of the documents in data.train_dir": self.train_set.digest,
@@ -155,6 +188,8 @@ def prepare(composed: DictConfig) -> Run:
             refuse_locked(Path(config.trainer.default_local_dir))
         output = check_output(composed, world_size)
         train_set, val_set = open_sets(config)
+    with user_errors_end_the_run():  # every rank reads its share of the files
+        checkpoint = None if config.trainer.plan_only else verified(output, RunRanks())
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     with user_errors_end_the_run():
         _check_nodes(config, output, datasets)
@@ -183,10 +218,29 @@ def prepare(composed: DictConfig) -> Run:
             replaces_output=output.action is OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
             memory=config.model.memory_settings(hf_config),
+            model_config=_shape_of(hf_config),
+            checkpoint=checkpoint,
         )
-        if output.checkpoint is not None and not config.trainer.plan_only:
-            run.plan_state().check_saved(output.checkpoint)
-        return run
+        if not config.trainer.eval_only:  # which remembers less
+            run.plan_state().check_allowed()
+        return run if run.checkpoint is None else _resumed(run, run.checkpoint)
+
+
+def _resumed(run: Run, checkpoint: Path) -> Run:
+    """The run as it goes on from a checkpoint; ValueError where it disagrees with what that was made with."""
+    saved = saved_plan(checkpoint)
+    seen = step_of(checkpoint) * run.plan.batch_size
+    if not run.config.trainer.eval_only and run.train_set.extends(saved, seen):
+        told = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
+        run = replace(run, extends=True, notices=(*run.notices, told))
+    run.plan_state().check(saved)
+    return run
+
+
+def _shape_of(hf_config: Any) -> dict[str, Any]:
+    """What must be the same for weights to mean the same model; a later transformers may know more keys."""
+    described = json.loads(hf_config.to_json_string(use_diff=False))
+    return {key: value for key, value in described.items() if key not in _NOT_OF_THE_SHAPE and key[0] != "_"}
 
 
 def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackDataset]) -> None:

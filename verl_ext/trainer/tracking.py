@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 from verl.utils.tracking import Tracking
 
-from verl_ext.config.output import RUN_IDS
+from verl_ext.config.output import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import write_json
 from verl_ext.values import first_line
@@ -73,7 +73,6 @@ def continued_runs(ids: Mapping[str, str], loggers: Sequence[str]) -> Iterator[N
             del os.environ[name]
 
 
-METRICS = "metrics.jsonl"
 _FILE_PATH = "VERL_FILE_LOGGER_PATH"
 
 
@@ -93,6 +92,8 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
         path = Path(os.environ.setdefault(_FILE_PATH, str(folder / METRICS)))
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_until(path, first_step) if first_step else []
+        if not first_step and path.is_file():  # of a run that ended before its first checkpoint
+            os.replace(path, path.with_name(f"{path.name}.before_restart"))
         backup = path.with_name(f"{path.name}.before_resume")
         if kept and not backup.exists():
             os.replace(path, backup)  # until they are written again below

@@ -7,6 +7,7 @@ because verl's drops validation batches, averages means, and waits for the devic
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,13 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
+from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, save_final_memory
+from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, remove_unfinished, save_final_memory
 from verl_ext.trainer.distributed import limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.loader import DataParallelRank
@@ -76,9 +78,11 @@ class SFTTrainer:
             self.client.reset()
         if run.replaces_output and self.is_rank0:
             clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
+        if self._lock is not None:
+            remove_unfinished(run.output)
         dist.barrier()
         self.plan_state = run.plan_state()
-        self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state)
+        self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.checkpoint)
         self.first_step = 0
         self._pack_tokens = run.train_set.pack_tokens()
         engine = self.engine
@@ -102,7 +106,7 @@ class SFTTrainer:
         with user_errors_end_the_run():  # a tracker without a login ends every rank
             self.tracking = open_tracking(self.config, self.first_step) if self.is_rank0 else None
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
-        self._share_plan_state()
+        self._regroup()
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
@@ -125,11 +129,8 @@ class SFTTrainer:
         if self.tracking is not None:
             self.tracking.finish()
 
-    def _share_plan_state(self) -> None:
-        """Go on with a resumed run's groups of packs and skipped steps, whatever the layout of ranks is now."""
-        state: list[Any] = [self.plan_state.state_dict()]
-        dist.broadcast_object_list(state)  # it was saved by data-parallel rank; there may be more of them now
-        self.plan_state.load_state_dict(state[0])
+    def _regroup(self) -> None:
+        """Go on with a resumed run's groups of packs, whatever the layout of ranks is now."""
         grouping = self.plan_state.grouping
         if grouping != self.run.grouping:
             self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
@@ -224,6 +225,7 @@ class SFTTrainer:
         )
         limit = self.config.trainer.max_skipped_steps
         if state.skipped_in_a_row > limit:
+            self.checkpoints.finish()
             raise TooManySkippedSteps(
                 f"{state.skipped_in_a_row} steps in a row were skipped, up to step {step}, for want of a finite "
                 f"gradient or of a target of a weight above 0; trainer.max_skipped_steps allows {limit}"
@@ -236,8 +238,29 @@ class SFTTrainer:
             self._track(metrics, step)
         if self.run.is_due(step, self.config.trainer.save_freq):
             with self.progress.aside():
-                self.checkpoints.save(step)
+                self._save(step)
         self.progress.resume(paused)
+
+    def _save(self, step: int) -> None:
+        """A checkpoint; where one before the last step cannot be written, the run goes on without it."""
+        is_last = step == self.run.total_steps
+        with self._going_on(True):  # the one before, which threads wrote
+            self.checkpoints.finish()
+        with self._going_on(not is_last):
+            self.checkpoints.save(step)
+            if is_last:
+                self.checkpoints.finish()
+
+    @contextlib.contextmanager
+    def _going_on(self, goes_on: bool) -> Iterator[None]:
+        """Whether training goes on where a checkpoint cannot be written, which is said."""
+        try:
+            yield
+        except NotWritten as error:
+            if not goes_on:
+                raise
+            if self.is_rank0:
+                print(f"warning: training goes on without a checkpoint: {error}", file=sys.stderr, flush=True)
 
     def _profile(self, step: int, moment: str) -> None:
         """verl's profiler between the two steps of `trainer.profile_interval`."""

@@ -54,6 +54,19 @@ class SampleIndices:
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
+    def begins_as(self, other: "SampleIndices", first: int) -> bool:
+        """Whether the first so many samples are those of other indices of the same documents."""
+        if not first:
+            return True
+        rows = self.shuffle_index[:first]
+        if len(rows) < first or not np.array_equal(rows, other.shuffle_index[:first]):
+            return False
+        last = int(rows.max()) + 2
+        places = int(self.sample_index[last - 1, 0]) + 1
+        return np.array_equal(self.sample_index[:last], other.sample_index[:last]) and np.array_equal(
+            self.document_index[:places], other.document_index[:places]
+        )
+
     def pieces(self, k: int) -> Pieces:
         """The tokens of sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
         row = self.shuffle_index.item(k)

@@ -1,0 +1,253 @@
+"""Checkpoints are whole or not there: damage is found and named, the one before is used, a full disk costs nothing."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import SMALL, build, differences, stopped_at
+from verl_ext.config import compose
+from verl_ext.config.checkpoints import (
+    MANIFEST,
+    TRACKER,
+    FileFacts,
+    Manifest,
+    changed_file,
+    damage,
+    files_of,
+    whole_checkpoints,
+)
+from verl_ext.engines.saving import NotWritten
+from verl_ext.engines.state import read_metadata
+from verl_ext.trainer.checkpoint import remove_unfinished
+from verl_ext.trainer.setup import prepare
+
+FILES = {"state/__0_0.distcp": 300, "state/__1_0.distcp": 200, "state/.metadata": 50, "extra.json": 20}
+
+
+def write_checkpoint(folder: Path, step: int, contents=("model", "optimizer", "extra")) -> Path:
+    """A checkpoint of random bytes, and its manifest."""
+    checkpoint = folder / f"global_step_{step}"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    rng = np.random.default_rng(step)
+    for name, size in FILES.items():
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_bytes(rng.bytes(size))
+    files = {**files_of(checkpoint, 0), **files_of(checkpoint, 1)}
+    assert files.keys() == FILES.keys()
+    Manifest(step, 2, contents, {"data.seed": 1}, True, files).write(checkpoint)
+    return checkpoint
+
+
+def test_every_file_is_of_one_rank(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1)
+    assert list(files_of(checkpoint, 1)) == ["state/__1_0.distcp"]
+    assert not files_of(checkpoint, 2)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_changed_byte_of_any_file_is_found_and_the_file_named(tmp_path, data):
+    checkpoint = write_checkpoint(tmp_path, 1)
+    name = data.draw(st.sampled_from([*FILES, MANIFEST]))
+    content = bytearray((checkpoint / name).read_bytes())
+    before = bytes(content)
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    (checkpoint / name).write_bytes(content)
+    found = [wrong for rank in range(3) if (wrong := changed_file(checkpoint, rank, 3))]
+    assert found or (name == MANIFEST and json.loads(content) == json.loads(before))  # another kind of space
+    assert all(name in wrong for wrong in found)
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(list(FILES)), share=st.floats(0, 0.99))
+def test_a_truncated_or_missing_file_is_found_by_its_size_alone(tmp_path, name, share):
+    checkpoint = write_checkpoint(tmp_path, 1)
+    assert damage(checkpoint) is None
+    os.truncate(checkpoint / name, int(share * FILES[name]))
+    assert f"its {name} has {int(share * FILES[name])} bytes and had {FILES[name]}" == damage(checkpoint)
+    (checkpoint / name).unlink()
+    assert damage(checkpoint) == f"it has no {name}"
+
+
+def test_a_manifest_never_leads_out_of_its_folder(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1)
+    (tmp_path / "secret").write_bytes(b"secret")
+    Manifest(1, 1, ("model",), {}, True, {"../secret": FileFacts.of(tmp_path / "secret")}).write(checkpoint)
+    assert damage(checkpoint) == f"its {MANIFEST} names files of other folders"
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1).rename(tmp_path / "global_step_9")
+    assert damage(checkpoint) == f"its {MANIFEST} is of step 1"
+
+
+def test_the_newest_whole_checkpoint_is_gone_on_from_whatever_the_tracker_says(tmp_path):
+    saved = [write_checkpoint(tmp_path, step) for step in (2, 9, 10)]
+    assert whole_checkpoints(tmp_path) == (saved[::-1], {})  # killed before the first tracker
+    (tmp_path / TRACKER).write_text("9")  # killed between the folder and the tracker
+    assert whole_checkpoints(tmp_path)[0][0] == saved[2]
+    os.truncate(saved[2] / "extra.json", 3)
+    assert whole_checkpoints(tmp_path) == ([saved[1], saved[0]], {saved[2]: "its extra.json has 3 bytes and had 20"})
+
+
+def test_what_a_killed_run_had_begun_is_removed_and_nothing_else(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1)
+    shutil.copytree(checkpoint, tmp_path / "global_step_2.partial")
+    (tmp_path / "final_memory_checkpoint.pt.node-3-4711.partial").touch()
+    (tmp_path / "thesis.txt").touch()
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "thesis.txt"]
+    assert damage(checkpoint) is None
+
+
+def test_metadata_that_would_run_code_is_refused_and_runs_nothing(tmp_path):
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Code()))
+    with pytest.raises(ValueError, match=r"must be the metadata of torch\.distributed"):
+        read_metadata(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=200))
+def test_metadata_of_any_bytes_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^[^\n]*must be the metadata of torch.distributed.checkpoint[^\n]*$"):
+        read_metadata(tmp_path)
+
+
+# Whole runs: one start of a rank does many of them, one after the other.
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model, tmp_path_factory):
+    """The overrides of a run of four steps, saved at each."""
+    rng = np.random.default_rng(0)
+    documents = random_documents(rng, rng.integers(5, 60, 24), VOCABULARY, 2)
+    data = write_tokenized(tmp_path_factory.mktemp("data") / "data", documents, {1: "maths", 2: "code"})
+    length = ("trainer.save_freq=1", f"trainer.total_training_steps={STEPS}")
+    return [f"data.train_dir={data}", f"model.path={tiny_model}", *length]
+
+
+def into(folder: Path) -> str:
+    return f"trainer.default_local_dir={folder}"
+
+
+def told(function, *arguments) -> str:
+    """What a run says on stderr; "error: …" included."""
+    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+    words = io.StringIO()
+    with contextlib.redirect_stderr(words), contextlib.suppress(SystemExit):
+        function(*arguments)
+    return words.getvalue()
+
+
+def quietly(overrides) -> None:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        trainer = build(overrides)
+        trainer.resume()
+        trainer.fit()
+
+
+def refused(overrides) -> None:
+    prepare(compose([*SMALL, *overrides]))
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    """Metrics of every step, parameters and optimizer, to the last bit."""
+    assert not differences(folder, whole, STEPS)
+    assert (folder / TRACKER).read_text() == str(STEPS)
+
+
+@pytest.fixture(scope="module")
+def whole(options, tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(told, 1, quietly, [*options, into(folder)])
+    return folder
+
+
+def damaged_runs(options, whole, folder):
+    """What is said of a damaged last checkpoint, by name and by auto, and where there is no whole one at all."""
+    words = []
+    for name, harm in (("flipped", flip), ("truncated", truncate)):
+        run = stopped_at(whole, folder / name, 3)
+        harm(run / "global_step_3" / "state" / "__0_0.distcp")
+        named = (f"trainer.resume_from_path={run / 'global_step_3'}", "trainer.resume_mode=resume_path")
+        words.append(told(refused, [*options, into(run), *named]))
+        words.append(told(quietly, [*options, into(run)]))
+    last = stopped_at(whole, folder / "none", 1)
+    flip(last / "global_step_1" / "state" / "__0_0.distcp")
+    words.append(told(refused, [*options, into(last)]))
+    return words
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, 1000)
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_gives_the_uninterrupted_run(options, whole, tmp_path):
+    ((refused_flipped, flipped, refused_truncated, truncated, none),) = run_ranks(
+        damaged_runs, 1, options, whole, tmp_path
+    )
+    assert "global_step_3 is damaged: its state/__0_0.distcp is not as it was written" in refused_flipped
+    assert "__0_0.distcp has 1,000 bytes" in refused_truncated
+    for refusal in (refused_flipped, refused_truncated, none):
+        assert refusal.count("error: ") == 1
+    for name, said in (("flipped", flipped), ("truncated", truncated)):
+        assert f"warning: going on from {tmp_path / name / 'global_step_2'} in its place" in said
+        assert_same_run(tmp_path / name, whole)
+        assert (tmp_path / name / "global_step_3.set_aside").is_dir()
+
+
+def full_disk_runs(options, whole, folder):
+    """What is said by a run whose disk is full from step 2 on, and by the same command with room again."""
+    run = stopped_at(whole, folder, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # metrics fit, a checkpoint does not
+    words = []
+    try:
+        words.append(told(not_written, [*options, into(run)]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    left = sorted(path.name for path in run.iterdir() if path.name.startswith("global"))
+    words.append(told(quietly, [*options, into(run)]))
+    return words, left
+
+
+def not_written(overrides) -> None:
+    with pytest.raises(NotWritten):
+        quietly(overrides)
+
+
+def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_checkpoint_whole(options, whole, tmp_path):
+    (((full, roomy), left),) = run_ranks(full_disk_runs, 1, options, whole, tmp_path / "run")
+    for step in (2, 3):
+        assert f"goes on without a checkpoint: global_step_{step} cannot be written: rank 0: File too large" in full
+    assert left == ["global_step_1"]
+    assert "warning" not in roomy
+    assert_same_run(tmp_path / "run", whole)

@@ -1,0 +1,206 @@
+"""A checkpoint is resumed on any layout of ranks and with what it was made with; verl's own form by as many ranks."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import SMALL, build, metrics, stopped_at
+from verl_ext.config import compose
+from verl_ext.config.checkpoints import MANIFEST
+from verl_ext.trainer.setup import prepare
+
+STEPS, SAVED = 6, 2
+OWN_FORM = "optim.optimizer_impl=torch.optim.adamw"  # the same optimizer under another module's name: verl's own form
+# name: (ranks, overrides) of runs that go on from the first checkpoint of a run on two data-parallel ranks
+LAYOUTS = {
+    "one rank": (1, ()),
+    "a sequence-parallel group": (2, ("engine.ulysses_sequence_parallel_size=2",)),
+    "replicas of the weights": (2, ("engine.fsdp_size=1",)),
+    "more ranks": (3, ()),
+}
+# What may be changed by name, and how.
+CHANGES = {
+    "optim.lr": "optim.lr=1e-4",
+    "trainer.seed": "trainer.seed=2",
+    "loss.mode": "loss=sequence",
+    "data.max_tokens": "data.max_tokens=128",
+    "model.config.rope_parameters": "model.override_config={rope_theta: 1e6}",
+    "data.train_dir": "data.train_dir={other}",
+    "model.lora_rank": "model.lora_rank=4",
+}
+
+
+def folder_of(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+def run(overrides: list[str], folder: Path, *more: str) -> str:
+    """A whole run; what rank 0 says on stderr, the error that ends it included."""
+    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
+    said = io.StringIO()
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(said),
+        contextlib.suppress(SystemExit),
+    ):
+        trainer = build([*overrides, f"trainer.default_local_dir={folder}", *more])
+        trainer.resume()
+        trainer.fit()
+    return said.getvalue()
+
+
+def copied(source: Path, folder: Path, step: int = SAVED) -> Path:
+    """A copy of a run as it was after a step, made by rank 0."""
+    if dist.get_rank() == 0:
+        stopped_at(source, folder, step)
+    dist.barrier()
+    return folder
+
+
+def on_two_ranks(options: list[str], folder: Path) -> dict[str, str]:
+    """The run that is not interrupted, and all others of two ranks; what was said of one."""
+    whole = folder / "whole"
+    run(options, whole)
+    for name, (ranks, layout) in LAYOUTS.items():
+        if ranks == 2:
+            run(options, copied(whole, folder / folder_of(name)), *layout)
+    named = (f"trainer.resume_from_path={folder / 'back' / 'global_step_2'}", "trainer.resume_mode=resume_path")
+    said = run(options, copied(whole, folder / "back", STEPS), *named)
+    run([*options, OWN_FORM], folder / "verl", f"trainer.total_training_steps={SAVED}")
+    copied(folder / "verl", folder / "earlier")
+    as_an_earlier_version_wrote_it(folder / "earlier" / f"global_step_{SAVED}", [*options, OWN_FORM])
+    copied(folder / "earlier", folder / "earlier_refused")
+    for name in ("verl", "earlier"):
+        run([*options, OWN_FORM] if name == "verl" else options, folder / name)
+    return {"back": said}
+
+
+def as_an_earlier_version_wrote_it(checkpoint: Path, overrides: list[str]) -> None:
+    """Leave verl's files, and the plan as a pickle without a count of skipped steps."""
+    if dist.get_rank() == 0:
+        state = prepare_alone(overrides)
+        (checkpoint / MANIFEST).unlink()
+        torch.save(state, checkpoint / "data_0.pt")
+    else:
+        prepare_alone(overrides)
+    dist.barrier()
+
+
+def prepare_alone(overrides: list[str]) -> dict:
+    plan_only = prepare(compose([*SMALL, *overrides, "trainer.plan_only=true", "trainer.logger=[file]"]))
+    state = plan_only.plan_state().state_dict()
+    return {key: value for key, value in state.items() if "skipped" not in key and not key.startswith("optim.")}
+
+
+def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
+    """What is said of every change, refused and allowed, and of verl's form; and runs that go on."""
+    whole, said = folder / "whole", {}
+    run(options, copied(whole, folder / folder_of("one rank")))
+    run(options, copied(whole, folder / "rate"), CHANGES["optim.lr"], "trainer.allow_resume_mismatch=[optim.lr]")
+    begun = copied(whole, folder / "begun")
+    for key, change in CHANGES.items():
+        asked = (change.replace("{other}", other), f"trainer.default_local_dir={begun}")
+        said[key] = refusal([*options, *asked])
+        said[f"{key} allowed"] = refusal([*options, *asked, f"trainer.allow_resume_mismatch=[{key}]"])
+    begin = f"trainer.default_local_dir={begun}"
+    said["unknown"] = refusal([*options, begin, "trainer.allow_resume_mismatch=[optim.rl]"])
+    for name in ("verl", "earlier_refused"):
+        said[name] = refusal([*options, OWN_FORM, f"trainer.default_local_dir={folder / name}"])
+    return said
+
+
+def refusal(overrides: list[str]) -> str:
+    """What is said before a model is loaded."""
+    words = io.StringIO()
+    with contextlib.redirect_stderr(words), contextlib.suppress(SystemExit):
+        prepare(compose([*SMALL, *overrides]))
+    return words.getvalue()
+
+
+def on_three_ranks(options: list[str], folder: Path) -> None:
+    run(options, copied(folder / "whole", folder / folder_of("more ranks")))
+
+
+@pytest.fixture(scope="module")
+def done(tiny_model, tmp_path_factory):
+    """The folder of all runs, each of six steps over two epochs of two, and what was said: one start for 1, 2 and 3
+    ranks each. A step has six packs, for any of them to share."""
+    folder = tmp_path_factory.mktemp("runs")
+    rng = np.random.default_rng(0)
+    names = {1: "maths", 2: "code"}
+    data = write_tokenized(folder / "data", random_documents(rng, rng.integers(5, 60, 24), VOCABULARY, 2), names)
+    other = write_tokenized(folder / "other", random_documents(rng, [20] * 24, VOCABULARY, 2), names)
+    options = [
+        *(f"data.train_dir={data}", f"model.path={tiny_model}", "data.train_batch_size=6"),
+        *(f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}", "optim.lr=1e-3"),
+    ]
+    said = run_ranks(on_two_ranks, 2, options, folder)[0]
+    said |= run_ranks(on_one_rank, 1, options, folder, other)[0]
+    run_ranks(on_three_ranks, 3, options, folder)
+    return folder, said
+
+
+def curve(folder: Path, *names: str) -> dict:
+    return {key: value for key, value in metrics(folder).items() if key[1] in names}
+
+
+LOSSES = ("train/loss", "train/maths_loss", "train/code_loss", "train/grad_norm")
+COUNTS = ("train/tokens", "train/target_tokens", "train/maths_tokens", "train/packs", "train/lr")
+
+
+def assert_same_course(folder: Path, whole: Path, tolerance: float) -> None:
+    assert curve(folder, *COUNTS) == curve(whole, *COUNTS)
+    assert curve(folder, *LOSSES) == pytest.approx(curve(whole, *LOSSES), rel=tolerance, abs=0)
+    assert len(curve(folder, "train/loss")) == STEPS
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_checkpoint_is_resumed_on_another_layout_of_ranks_with_the_same_losses(name, done):
+    folder, _ = done
+    assert_same_course(folder / folder_of(name), folder / "whole", 1e-5)
+
+
+@pytest.mark.parametrize("name", ["verl", "earlier"])
+def test_verls_own_form_is_resumed_by_as_many_ranks_and_refused_by_others(name, done):
+    folder, said = done
+    assert_same_course(folder / name, folder / "whole", 0)
+    refused = said["verl" if name == "verl" else "earlier_refused"]
+    assert "was saved by 2 rank(s) in verl's own form and can only be resumed by as many; got 1" in refused
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_resume_that_disagrees_is_refused_with_the_key_unless_it_is_allowed(key, done):
+    _, said = done
+    assert said[key].count("error: ") == 1, said[key]
+    assert f"trainer.allow_resume_mismatch=[{key}]" in said[key]
+    assert f"allow_resume_mismatch=[{key}]" not in said[f"{key} allowed"]
+
+
+def test_a_key_that_no_checkpoint_remembers_is_unknown(done):
+    _, said = done
+    assert "must name what a checkpoint remembers; got optim.rl (nearest: optim.lr)" in said["unknown"]
+
+
+def test_a_learning_rate_that_is_allowed_to_change_takes_effect(done):
+    folder, _ = done
+    rates = [value for (_, name), value in sorted(metrics(folder / "rate").items()) if name == "train/lr"]
+    assert rates == pytest.approx([1e-3] * SAVED + [1e-4] * (STEPS - SAVED))
+
+
+def test_a_resume_of_an_earlier_checkpoint_sets_the_later_ones_aside(done):
+    folder, said = done
+    assert_same_course(folder / "back", folder / "whole", 0)
+    assert said["back"].count("is set aside") == 2
+    assert sorted(path.name for path in (folder / "back").glob("global_step_*")) == [
+        *("global_step_2", "global_step_4", "global_step_4.set_aside", "global_step_6", "global_step_6.set_aside")
+    ]

@@ -1,0 +1,294 @@
+"""What an engine writes into a checkpoint's folder, and reads back.
+
+    state/           the model and the optimizer, for any number of ranks (:mod:`verl_ext.engines.state`)
+    extra.json       the learning-rate schedule, and the scale of fp16's gradients
+    adapters.json    of a LoRA run: how an export merges them
+    huggingface/     config and tokenizer; with `hf_model` in `checkpoint.save_contents` the weights as well
+
+FSDP1, and optimizers of other packages than torch, whose states have forms of their own, keep verl's files: one of each
+kind a rank, read by as many ranks as wrote them.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import (
+    load_fsdp_model_to_gpu,
+    merged_lora_context,
+    normalize_peft_param_name,
+    offload_fsdp_model_to_cpu,
+    offload_fsdp_optimizer,
+)
+from verl.utils.transformers_compat import drop_tied_target_keys
+
+from verl_ext.engines.state import StateWriter, model_state, optimizer_state, read_model, read_optimizer
+from verl_ext.files import write_json
+from verl_ext.values import first_line
+
+STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
+SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
+_log = logging.getLogger(__name__)
+
+
+class NotWritten(OSError):
+    """A rank could not write its part, as where a disk is full; raised by every rank."""
+
+
+@contextmanager
+def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """What a rank raises inside is raised by all: :class:`NotWritten` for an OSError, with the rank and the reason.
+
+    Collective over a group, all ranks where it is None; inside, a rank that may fail joins no other collective than
+    those of torch's checkpoints, whose errors are shared already.
+    """
+    failure: tuple[bool, str] | None = None
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        rank, cause = next(iter(causes.items()))
+        failure = all(map(_of_a_file, causes.values())), f"rank {rank}: {_words(cause)}"
+        raised: BaseException = error
+    except Exception as error:
+        failure = _of_a_file(error), f"rank {dist.get_rank()}: {_words(error)}"
+        raised = error
+    failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure, group)
+    told = [each for each in failures if each is not None]
+    if not told:
+        return
+    of_files, words = min(told)  # a mistake of the program before a full disk
+    if of_files:
+        raise NotWritten(words)
+    raise RuntimeError(words) from (raised if failure is not None else None)
+
+
+def _of_a_file(error: BaseException) -> bool:
+    # torch's writer of zip files may report a failed write as a RuntimeError of its own.
+    return isinstance(error, OSError) or any(word in str(error) for word in ("PytorchStreamWriter", "inline_container"))
+
+
+def _words(error: BaseException) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+
+
+class Save:
+    """What a checkpoint is made of, collected from an engine at one step, and written then or later.
+
+    Args:
+        engine: a `StepEngine`.
+        folder: to write into.
+        as_verl: writes verl's own files.
+        later: tensors are copied to the host, so that training may go on before :meth:`write`.
+    """
+
+    def __init__(self, engine: Any, folder: Path, as_verl: Callable[[str], None], later: bool = False) -> None:
+        """Collective."""
+        self.engine, self.folder = engine, folder
+        manager = engine.checkpoint_manager
+        self.state: dict[str, torch.Tensor] = {}
+        self.extra: dict[str, Any] | None = None
+        self.exports = is_elastic(engine) or (engine._is_lora and manager.should_save_hf_model)
+        if is_elastic(engine):
+            self._collect(later)
+        else:
+            self._write_as_verl(as_verl)
+        self.weights = _export_weights(engine) if manager.should_save_hf_model and self.exports else None
+
+    def _collect(self, later: bool) -> None:
+        engine, manager = self.engine, self.engine.checkpoint_manager
+        self.writer = StateWriter(self.folder / STATE)
+        self.state = self.writer.stage(self._tensors()) if later else self._tensors()
+        if manager.should_save_extra:
+            scaler = None if engine.scaler is None else dict(engine.scaler.state_dict())
+            self.extra = {"lr_scheduler": dict(engine.lr_scheduler.state_dict()), "scaler": scaler}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        manager, module = self.engine.checkpoint_manager, self.engine.module
+        state: dict[str, torch.Tensor] = {}
+        if manager.should_save_model:
+            state |= model_state(module, adapters_only=manager.should_save_lora_only and self.engine._is_lora)
+        if manager.should_save_optimizer:
+            state |= optimizer_state(module, self.engine.optimizer)
+        return state
+
+    def _write_as_verl(self, as_verl: Callable[[str], None]) -> None:
+        engine, manager = self.engine, self.engine.checkpoint_manager
+        contents = manager.checkpoint_save_contents
+        if engine._is_lora:  # verl's export has PEFT's names, which plain transformers cannot load
+            manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
+        try:
+            as_verl(str(self.folder))
+        finally:
+            manager.checkpoint_save_contents = contents
+        with errors_shared():
+            if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
+                torch.save(engine.scaler.state_dict(), self.folder / SCALER)
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write it; collective over a group, all ranks where it is None.
+
+        Raises:
+            NotWritten: a file cannot be written.
+        """
+        with errors_shared(group):
+            if self.state:
+                self.writer.write(self.state, group)
+        with errors_shared(group):
+            if self.engine.rank == 0 and self.extra is not None:
+                write_json(self.folder / EXTRA, self.extra)
+            if self.engine.rank == 0 and self.state and self.engine._is_lora:
+                write_json(self.folder / ADAPTERS, adapters_of(self.engine.module))
+            if self.engine.rank == 0 and self.exports:
+                _write_export(self.engine, self.folder / EXPORT, self.weights)
+
+
+def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> None:
+    """Read what `checkpoint.load_contents` asks for; collective.
+
+    Args:
+        as_verl: reads verl's own files, which also versions before 0.2 wrote.
+    """
+    if (folder / STATE).is_dir():
+        _load_elastic(engine, folder)
+        if engine._is_offload_optimizer:
+            offload_fsdp_optimizer(engine.optimizer)
+        return
+    as_verl(str(folder))
+    if engine.scaler is None or not engine.checkpoint_manager.should_load_extra:
+        return
+    if (folder / SCALER).is_file():
+        engine.scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
+    elif engine.rank == 0:
+        _log.warning("%s has no %s: the loss scale starts anew", folder, SCALER)
+
+
+def is_elastic(engine: Any) -> bool:
+    """Whether an engine's checkpoints are read by any number of ranks."""
+    return isinstance(engine.module, FSDPModule) and engine.optimizer_config.optimizer_impl == "torch.optim"
+
+
+def _load_elastic(engine: Any, folder: Path) -> None:
+    manager = engine.checkpoint_manager
+    if manager.should_load_model:
+        read_model(folder / STATE, engine.module)
+    if manager.should_load_optimizer:
+        read_optimizer(folder / STATE, engine.module, engine.optimizer)
+    if manager.should_load_extra:
+        extra = json.loads((folder / EXTRA).read_text(encoding="utf-8"))
+        _resume_schedule(engine.lr_scheduler, extra["lr_scheduler"])
+        if engine.scaler is not None and extra["scaler"] is not None:
+            engine.scaler.load_state_dict(extra["scaler"])
+        elif engine.scaler is not None and engine.rank == 0:
+            _log.warning("%s is not of an fp16 run: the loss scale starts anew", folder)
+
+
+def _resume_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
+    """Put a schedule of the configuration at the saved step."""
+    of_options = ("base_lrs", "lr_lambdas", "_last_lr")
+    schedule.load_state_dict({**schedule.state_dict(), **{k: v for k, v in saved.items() if k not in of_options}})
+    rates = [base * at(schedule.last_epoch) for base, at in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+def _export_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights under plain transformers' names, LoRA merged, whole on rank 0's host memory; collective."""
+    if engine._is_offload_param:
+        load_fsdp_model_to_gpu(engine.module)
+    with merged_lora_context(engine.module, backup_adapters=True) if engine._is_lora else nullcontext():
+        named = engine.module.state_dict()
+        named = normalize_peft_param_name(named) if engine._is_lora else named
+        weights = {name: gather_to_rank0(tensor) for name, tensor in named.items()}
+    if engine._is_offload_param:
+        offload_fsdp_model_to_cpu(engine.module)
+    return weights
+
+
+def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
+    full = tensor
+    if isinstance(tensor, DTensor):
+        # verl offloads weights without waiting for their copies: read on the host they could be half there.
+        on_device: Any = tensor.to(get_device_id())
+        full = on_device.full_tensor()
+    return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
+
+
+def _write_export(engine: Any, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+    """The files of `huggingface/`, by rank 0: config, tokenizer, the code of a model of the Hub's, and the weights."""
+    config, trusted = engine.module.config, engine.model_config.trust_remote_code
+    config.save_pretrained(folder)
+    with suppress(OSError, ValueError):  # many models have none
+        GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
+    if (processor := engine.checkpoint_manager.processing_class) is not None:
+        processor.save_pretrained(folder)
+    if hasattr(config, "auto_map"):
+        module = engine.module.get_base_model() if engine._is_lora else engine.module
+        custom_object_save(module, folder, config=config)
+    if weights is not None:
+        write_weights(config, weights, folder, trusted)
+
+
+def write_weights(
+    config: Any, weights: dict[str, torch.Tensor], folder: Path, trusted: bool = False, shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write the whole weights of a model as plain transformers does, beside its other files.
+
+    Args:
+        weights: by the names of `AutoModelForCausalLM`'s parameters; of tied ones one name is enough.
+        trusted: the model's code may be the folder's own.
+        shard_bytes: of a file.
+    """
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    with suppress(OSError, ValueError):
+        plain.generation_config = GenerationConfig.from_pretrained(folder)
+    drop_tied_target_keys(weights, plain, config)
+    if missing := sorted(_own_names(plain) - weights.keys()):
+        raise ValueError(f"the weights of {type(plain).__name__} must be whole; {missing[0]} is missing")
+    plain.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
+
+
+def _own_names(plain: torch.nn.Module) -> set[str]:
+    """Names of a model's parameters, of tied ones the first."""
+    return {name for name, _ in plain.named_parameters()}
+
+
+def adapters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """How each LoRA adapter is merged: the name of the plain weight to its factors' names, scale and orientation.
+
+    An adapter that is more than two factors of a linear layer (DoRA, a bias, an embedding's) has no factors here.
+    """
+    from peft.tuners.lora import LoraLayer  # heavy; a run with adapters has loaded it
+
+    found = {}
+    for name, layer in module.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        simple = "default" in layer.lora_A and not layer.lora_variant and layer.lora_B["default"].bias is None
+        found[plain_name(f"{name}.weight")] = {
+            "a": f"{name}.lora_A.default.weight" if simple else None,
+            "b": f"{name}.lora_B.default.weight" if simple else None,
+            "scale": float(layer.scaling["default"]),
+            "transposed": bool(getattr(layer, "fan_in_fan_out", False)),
+        }
+    return found
+
+
+def plain_name(name: str) -> str:
+    """PEFT's name of a base model's parameter as plain transformers has it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
