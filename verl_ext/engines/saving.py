@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
+from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.fsdp_utils import (
     load_fsdp_model_to_gpu,
     merged_lora_context,
@@ -95,6 +96,7 @@ class Save:
 
     def __init__(self, engine: Any, folder: Path, as_verl: Callable[[str], None], later: bool = False) -> None:
         """Collective."""
+        get_torch_device().synchronize()  # verl offloads weights and states without waiting for their copies
         self.engine, self.folder = engine, folder
         manager = engine.checkpoint_manager
         self.state: dict[str, torch.Tensor] = {}
@@ -219,7 +221,8 @@ def _export_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    device: Any = get_device_id()  # where tensors that are offloaded are gathered
+    full = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
 
 
