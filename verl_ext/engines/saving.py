@@ -221,8 +221,10 @@ def _export_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
-    device: Any = get_device_id()  # where tensors that are offloaded are gathered
-    full = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
+    full = tensor
+    if isinstance(tensor, DTensor):
+        on_device: Any = tensor.to(get_device_id())  # where tensors that are offloaded are gathered
+        full = on_device.full_tensor()
     return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
 
 
