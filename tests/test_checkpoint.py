@@ -244,8 +244,12 @@ def not_written(overrides) -> None:
         quietly(overrides)
 
 
-def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_checkpoint_whole(options, whole, tmp_path):
-    (((full, roomy), left),) = run_ranks(full_disk_runs, 1, options, whole, tmp_path / "run")
+@pytest.mark.parametrize("later", ["false", "true"])
+def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_checkpoint_whole(
+    later, options, whole, tmp_path
+):
+    asked = [*options, f"checkpoint.async_save={later}"]
+    (((full, roomy), left),) = run_ranks(full_disk_runs, 1, asked, whole, tmp_path / "run")
     for step in (2, 3):
         assert f"goes on without a checkpoint: global_step_{step} cannot be written: rank 0: File too large" in full
     assert left == ["global_step_1"]

@@ -2,8 +2,8 @@
 
     global_step_N/state/  ──tensor by tensor──►  tensors in mapped files  ──►  model-00001-of-0000N.safetensors, …
 
-A tensor is read on its own into a file that is mapped into memory, adapters are merged there, and transformers writes
-the shards from it: what must be in memory at a time is a shard and the largest tensor.
+A tensor is read on its own into a file that is mapped into memory, with its adapter merged, and transformers writes the
+shards from there: the weights are never in memory as a whole.
 """
 
 import json
@@ -25,8 +25,8 @@ _DTYPES = ("saved", "float32", "bfloat16", "float16")
 class ExportOptions(OutputOptions):
     """A checkpoint as a folder for plain transformers: sharded safetensors, config and tokenizer; adapters are merged.
 
-    It runs offline and without GPUs, in the memory of a shard and the largest tensor; a checkpoint of adapters alone
-    (checkpoint.save_lora_only) in that of its base model. Meanwhile the disk holds the weights twice."""
+    It runs offline and without GPUs, a tensor at a time; a checkpoint of adapters alone (checkpoint.save_lora_only)
+    needs the memory of its base model. Meanwhile the disk holds the weights twice."""
 
     marker: ClassVar[str] = MARKER
 

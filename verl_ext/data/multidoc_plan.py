@@ -386,12 +386,13 @@ class StreamPlan:
         """Whether the first so many samples are those of another plan of the same sources."""
         used = [first]
         if self._order is not None and other._order is not None:
-            if not all(np.array_equal(a[:first], b[:first]) for a, b in zip(self._order, other._order, strict=True)):
+            own, its = self._order, other._order
+            if not all(np.array_equal(own[part][:first], its[part][:first]) for part in (0, 1)):
                 return False
             used = np.bincount(self._order[0][:first], minlength=len(self._samples)).tolist()
         return all(
-            not count or (own is not None and its is not None and own.begins_as(its, count))
-            for own, its, count in zip(self._samples, other._samples, used, strict=True)
+            not count or (samples is not None and others is not None and samples.begins_as(others, count))
+            for samples, others, count in zip(self._samples, other._samples, used, strict=True)
         )
 
     def pieces(self, number: int) -> tuple[int, Pieces]:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.fsdp_utils import (
     load_fsdp_model_to_gpu,
     merged_lora_context,
@@ -96,6 +96,7 @@ class Save:
 
     def __init__(self, engine: Any, folder: Path, as_verl: Callable[[str], None], later: bool = False) -> None:
         """Collective."""
+        get_torch_device().synchronize()  # verl offloads weights and states without waiting for their copies
         self.engine, self.folder = engine, folder
         manager = engine.checkpoint_manager
         self.state: dict[str, torch.Tensor] = {}

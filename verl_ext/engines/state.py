@@ -10,6 +10,7 @@ Everything is a tensor, read by ``torch.load(weights_only=True)``; the metadata 
 descriptions of tensors are read. Options of the optimizer (lr, betas) are the configuration's and not saved.
 """
 
+import io
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 METADATA = ".metadata"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -149,19 +150,26 @@ class SavedModel:
 
     def __init__(self, folder: Path) -> None:
         """Reads the metadata; ValueError as :func:`read_metadata`."""
-        self._folder, self._entries = folder, _entries(folder, _MODEL)
+        self._folder, self._metadata = folder, read_metadata(folder)
 
     @property
     def names(self) -> list[str]:
         """In the order in which they were saved."""
-        return [name.removeprefix(_MODEL) for name in self._entries]
+        saved = self._metadata.state_dict_metadata
+        return [name.removeprefix(_MODEL) for name in saved if name.startswith(_MODEL)]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
-        entry = self._entries[_MODEL + name]
-        state = {_MODEL + name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        dcp.load(state, storage_reader=StateReader(str(self._folder)), no_dist=True)
-        return state[_MODEL + name]
+        """The whole tensor; `dcp.load` would keep each until Python next collects its cycles."""
+        entry: Any = self._metadata.state_dict_metadata[_MODEL + name]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            place = self._metadata.storage_data[MetadataIndex(_MODEL + name, chunk.offsets)]
+            with (self._folder / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                part = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+            region = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[region] = part
+        return whole
 
 
 def _entries(folder: Path, prefix: str) -> dict[str, TensorStorageMetadata]:

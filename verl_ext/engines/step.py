@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
@@ -136,7 +136,6 @@ class StepEngine(FSDPEngineWithLMHead):
 
     def collected(self, folder: Path, later: bool = False) -> Save:
         """What :meth:`save_checkpoint` writes, to be written `later` while training goes on; collective."""
-        get_torch_device().synchronize()  # verl offloads to the host without waiting for its copies
         return Save(self, folder, super().save_checkpoint, later)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
