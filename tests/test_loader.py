@@ -206,7 +206,8 @@ def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tiny_model, 
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port}"]
     done = run(folder, tiny_model, tmp_path / "out", broken, torchrun if ranks > 1 else [])
     assert done.returncode == (TRAINING_FAILED if ranks == 1 else 1), done.stderr  # torchrun's own code is 1
-    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    told = [line for line in errors if "a collective failed" not in line]  # of a rank that misses the one that ended
     assert len(told) == 1, done.stderr
     assert "a loader process (pid" in told[0]
     assert "killed by signal: Killed" in told[0]

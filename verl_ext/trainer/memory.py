@@ -182,9 +182,10 @@ def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
     for gain, trial in sorted(saved, key=lambda one: -one[0]):
         ((remedy, value),) = trial.chosen
         if gain > 0 and remedy not in [other for other, _ in chosen]:
-            chosen = (*chosen, (remedy, value))
-            if len(chosen) > 1:
-                yield from _trial(run, chosen)
+            for together in _trial(run, (*chosen, (remedy, value))):
+                chosen = together.chosen
+                if len(chosen) > 1:
+                    yield together
 
 
 def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
