@@ -3,14 +3,12 @@
 A kernel may be twice as far off as the same formula written out in its own precision, and no further.
 """
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.attention import document_layout, has_flash_attn
+from verl_ext.attention import DocumentLayout, document_layout, has_flash_attn
 from verl_ext.attention.kernels import KERNELS, KernelOptions
 
 FLASH = pytest.mark.skipif(not has_flash_attn(), reason="needs the flash-attn package")
@@ -56,18 +54,21 @@ def layout_of(lengths, device):
     return document_layout(torch.cat([torch.arange(n) for n in lengths]), device)
 
 
-def written_out(query, key, value, lengths, window):
-    """Causal attention, softmax and all, document by document, in the tensors' own precision."""
+def written_out(query, key, value, lengths, window, key_lengths=None):
+    """Causal attention, softmax and all, document by document, in the tensors' own precision; queries are the last of
+    their document."""
     groups = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    key_lengths = key_lengths or list(lengths)
     outputs = []
-    for start, end in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()]):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
-        at = torch.arange(end - start, device=query.device)
-        distance = at[:, None] - at[None, :]
-        seen = (distance >= 0) & (distance < (window or end - start))
-        scores = (q @ k.transpose(1, 2)) / query.size(-1) ** 0.5
-        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    of_documents = (query.split(list(lengths)), key.split(key_lengths), value.split(key_lengths))
+    for q, k, v in zip(*of_documents, strict=True):
+        at = torch.arange(len(k), device=query.device)
+        distance = at[len(k) - len(q) :, None] - at[None, :]
+        seen = (distance >= 0) & (distance < (window or len(k)))
+        scores = (q.transpose(0, 1) @ k.permute(1, 2, 0)) / query.size(-1) ** 0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append((weights @ v.transpose(0, 1)).transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -95,6 +96,22 @@ def test_a_kernel_is_as_exact_as_its_precision_on_any_pack(name, device):
             assert off <= 2 * allowed + 1e-3 * float(upstream.norm()), f"{part}: {off} against {allowed}"
 
     on_any_pack()
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_queries_may_be_the_last_of_longer_documents(name, window, device):
+    function = kernel(name, device)
+    lengths, key_lengths = [40, 1, 200, 7], [300, 1, 200, 90]
+    (query, *_), upstream = tensors(lengths, (4, 2, 64), device)
+    (_, key, value), _ = tensors(key_lengths, (4, 2, 64), device, seed=1)
+    inputs = [query, key, value]
+    layout = DocumentLayout.of(lengths, device, key_lengths)
+    found = with_gradients(function(*inputs, layout, KernelOptions(window=window)), inputs, upstream)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = with_gradients(written_out(*exact, lengths, window, key_lengths), exact, upstream.double())
+    for ours, truth in zip(found, want, strict=True):
+        assert float((ours.double() - truth).norm()) <= 1e-2 * float(truth.norm()) + 1e-3 * float(upstream.norm())
 
 
 @pytest.mark.parametrize("name", BACKENDS)
