@@ -20,7 +20,7 @@ import os
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 MISSING = "???"  # what Hydra has for a value that must be given
@@ -264,6 +264,15 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
         return found[0]
     close = nearest_name(name, by_name)
     return by_name[close] if close else None
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested mappings; an empty one is a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def repeated_keys(override: str) -> list[str]:

@@ -44,9 +44,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(inputs, tmp_path, devi
     whole = run(inputs, tmp_path / "whole", "trainer.total_training_steps=4", *exact)
     assert whole[4, "train/loss"] < whole[1, "train/loss"]
     run(inputs, tmp_path / "parts", "trainer.total_training_steps=4", "trainer.save_freq=2", *exact)
-    for step in (4,):
-        folder = tmp_path / "parts" / f"global_step_{step}"
-        assert folder.is_dir()
     resumed = run(
         inputs,
         tmp_path / "resumed",

@@ -1,6 +1,6 @@
 """From a command line to a run's config: old names translated, needless plus signs dropped, typos refused."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from verl_ext.config import schema
 from verl_ext.config.legacy import Item, translate
 from verl_ext.config.resolve import resolve_config
-from verl_ext.values import repeated_keys, show
+from verl_ext.values import leaves, repeated_keys, show
 
 PRIMARY = "sft"
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
@@ -132,7 +132,7 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
     value = parsed.value() if parsed else None
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)
-    unknown = [key for key in _keys(item.key, value) if not is_choice and not schema.is_known(key)]
+    unknown = [key for key, _ in leaves({item.key: value}) if not is_choice and not schema.is_known(key)]
     if unknown and own_class and item.prefix.startswith("+") and item.key.startswith("data."):
         return item, None  # a key that the user's own dataset class reads
     if unknown:
@@ -147,15 +147,6 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
     if item.prefix in ("++", "~") or item.key.startswith("hydra."):
         return item, None
     return replace(item, prefix="++"), notice  # whether the composed config holds it already or not
-
-
-def _keys(key: str, value: object) -> Iterator[str]:
-    """The dotted keys that an override sets."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _keys(f"{key}.{name}", inner)
-    else:
-        yield key
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:

@@ -22,6 +22,8 @@ from verl_ext.data.mixture import MixtureRow
 from verl_ext.packing import CostModel
 from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
 
+DIGEST = "the digest of the documents in data.train_dir"  # what a checkpoint calls `PackDataset.digest`
+
 
 class Ranks:
     """The ranks of a run that read their data together; of this class itself, a process that runs alone."""

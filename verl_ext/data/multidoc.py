@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryTable
-from verl_ext.data.dataset import ONE_RANK, DatasetOptions, PackDataset, Ranks, RunLength
+from verl_ext.data.dataset import DIGEST, ONE_RANK, DatasetOptions, PackDataset, Ranks, RunLength
 from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.megatron.blend import BLEND_RULES
 from verl_ext.data.multidoc_plan import LABEL_TOKENS, SourceFinder, StreamPlan, WindowPlan, is_path, read_blend
@@ -196,7 +196,7 @@ class MultiDocDataset(PackDataset):
         weighs = len(self.sources) == 1 or all(source.weight is not None for source in self.sources)
         if not (isinstance(self._plan, StreamPlan) and weighs and isinstance(num, int) and seen <= num < self._num):
             return False
-        is_same_data = saved.get("the digest of the documents in data.train_dir") == self._digest_of(num, num)
+        is_same_data = saved.get(DIGEST) == self._digest_of(num, num)
         return is_same_data and self._plan.begins_as(self._stream(num, 1), seen)
 
     def _train_sampling(self, asked_samples: int | None) -> str:

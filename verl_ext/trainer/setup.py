@@ -8,7 +8,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
-from verl_ext.data.dataset import RunLength
+from verl_ext.data.dataset import DIGEST, RunLength
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
@@ -38,7 +38,7 @@ from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import refuse, show
+from verl_ext.values import leaves, refuse, show
 
 # Keys below data that decide which packs a step has.
 _OF_THE_PLAN = (
@@ -136,7 +136,7 @@ class Run:
             **{f"{node}.{key}": values[node][key] for node, keys in _OF_THE_STEPS.items() for key in keys},
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
-            "the digest of the documents in data.train_dir": self.train_set.digest,
+            DIGEST: self.train_set.digest,
             **model,
         }
 
@@ -252,7 +252,7 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
         return
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
-        facts |= {key: show(value) for key, value in _flat(config.values)} | versions()
+        facts |= {key: show(value) for key, value in leaves(config.values)} | versions()
         resumed = Path(output.checkpoint or "no checkpoint").name
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in datasets:
@@ -263,14 +263,6 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
