@@ -3,6 +3,7 @@
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one
 # make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
 # make cluster      two hosts as network namespaces, slurm's own daemons: minutes, as root (what is missing is skipped)
+# make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
 # make lint         ruff, format check, type check of the public API, shellcheck of the launchers
 # make bench        the benchmarks of benchmarks/README.md
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
@@ -17,7 +18,7 @@ SHELL := /bin/bash
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-gpu test-chaos cluster lint bench clean distclean
+.PHONY: help quickstart test test-gpu test-chaos cluster verl-versions lint bench clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -40,6 +41,13 @@ test-chaos: .venv/.installed-test
 cluster: export OMP_NUM_THREADS ?= 1
 cluster: .venv/.installed-test
 	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
+
+VERLS := 0.7.1 0.8.0
+
+verl-versions: export HF_HUB_OFFLINE ?= 1
+verl-versions: $(VERLS:%=.venv-verl-%/.installed)
+	set -e; for version in $(VERLS); do \
+		.venv-verl-$$version/bin/python -m pytest --noconftest --disable-warnings tests/test_drop_in.py $(PYTEST_ARGS); done
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -65,13 +73,23 @@ clean:
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-verl-*
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
 		echo "PYTHON must be a Python 3.10 to 3.12; got '$(PYTHON)' ($$($(PYTHON) --version 2>&1))." \
 		     "Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
+
+# What these versions of verl were released beside: they need numpy 1 and a transformers with Qwen2-VL's older names,
+# which this package's own requirements exclude (--no-deps), and its datasets do not need.
+.venv-verl-%/.installed: pyproject.toml | .venv/bin/python
+	@echo "Installing verl $* into .venv-verl-$*: once, a few minutes"
+	.venv/bin/python -m venv .venv-verl-$*
+	.venv-verl-$*/bin/python -m pip install --quiet 'verl==$*' 'torch>=2.11,<2.14' 'transformers>=4.56,<5' \
+		'datasets>=4,<5' 'pyarrow>=19,<23' pytest rich orjson uvicorn fastapi cachetools
+	.venv-verl-$*/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
 
 # The stamps say which extras are in .venv; an install that was cut short leaves none.
 .venv/.installed-test: pyproject.toml | .venv/bin/python

@@ -35,6 +35,22 @@ seen["engines"] = {
 }
 from transformers import AttentionInterface
 seen["attentions"] = sorted(AttentionInterface().valid_keys())
+import verl.trainer.main_ppo
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
+named = lambda registry: {str(name): f"{found.__module__}.{found.__qualname__}" for name, found in registry.items()}
+seen["RL"] = [named(registry) for registry in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, REWARD_MANAGER_REGISTRY)]
+with initialize_config_module("verl.trainer.config", version_base=None):
+    seen["RL configurations"] = {
+        f"{trainer} {estimator}": OmegaConf.to_container(
+            compose(trainer, overrides=[f"algorithm.adv_estimator={estimator}"]), resolve=False
+        )
+        for trainer in ("ppo_trainer", "ppo_megatron_trainer")
+        for estimator in ("gae", "grpo")
+    }
+seen["RL modules"] = sorted(name for name in sys.modules if name.startswith("verl_ext"))
 print("SEEN" + json.dumps(seen))
 """
 
@@ -102,6 +118,15 @@ def test_verl_loads_the_plugin_and_nothing_more_of_the_package(programs):
 def test_verls_own_engines_are_as_before(programs):
     assert programs["stock"]["engines"], "verl registers engines of its own"
     assert programs["installed"]["engines"] == programs["stock"]["engines"]
+
+
+def test_ppo_and_grpo_find_the_same_algorithms_and_compose_the_same_configurations(programs):
+    stock, installed = programs["stock"], programs["installed"]
+    assert "grpo" in stock["RL"][0]
+    assert installed["RL"] == stock["RL"]
+    assert stock["RL configurations"]["ppo_trainer grpo"]["algorithm"]["adv_estimator"] == "grpo"
+    assert installed["RL configurations"] == stock["RL configurations"]
+    assert installed["RL modules"] == ["verl_ext", "verl_ext.cpu_platform", "verl_ext.plugin"]
 
 
 def test_verls_own_platforms_are_as_before_and_one_is_added(programs):
