@@ -117,7 +117,7 @@ class FusedHead:
                 low = head.lora_A[name](head.lora_dropout[name](x)) * head.scaling[name]
                 factors.append((low.to(x.dtype), head.lora_B[name].weight.to(x.dtype)))
         terms, nll = head_terms(factors, work.labels, work.coefficients, bias=base.bias, block_bytes=work.block_bytes)
-        return torch.stack([terms, nll], dim=-1).unsqueeze(0)
+        return torch.stack([terms[None], nll[None]], dim=-1)  # no view: FSDP2 warns of one
 
 
 class _Exchange(torch.autograd.Function):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.utils.logging import disable_progress_bar
 
 from verl_ext.data.dataset import Ranks
 from verl_ext.values import first_line
@@ -209,4 +210,5 @@ def _be_quiet() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    os.environ.update(TQDM_DISABLE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # read when tqdm and transformers load
+    disable_progress_bar()  # transformers'
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets loads
