@@ -70,8 +70,9 @@ def composed(dataset, path, cache, *overrides):
         "+data.cache_dir": cache,
         **OPTIONS[dataset],
     }
+    given = [f"{key}={value}" for key, value in options.items()]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("sft_trainer_engine", overrides=[*(f"{key}={value}" for key, value in options.items()), *overrides])
+        return compose("sft_trainer_engine", overrides=[*given, *overrides])
 
 
 def rows_of(dataset, path, cache, *overrides):
