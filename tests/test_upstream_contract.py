@@ -89,6 +89,14 @@ CALLABLES = {
     "verl.utils.fsdp_utils:merged_lora_context": ("actor", "backup_adapters"),
     "verl.utils.fsdp_utils:normalize_peft_param_name": ("params",),
     "verl.utils.transformers_compat:drop_tied_target_keys": (),
+    # the fake GPU of a plan
+    "torch._guards:active_fake_mode": (),
+    "torch._subclasses.fake_tensor:FakeTensorMode.create_symbolic_nested_int": ("nt_tensor_id",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard": ("self",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard": ("self",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward": ("self",),
+    "torch.utils._python_dispatch:is_traceable_wrapper_subclass": ("t",),
+    "torch.utils.backend_registration:_setup_privateuseone_for_python_backend": ("rename", "backend_module"),
     # platform
     "verl.plugin.platform:PlatformRegistry.register": ("platform",),
     "verl.plugin.platform:get_platform": (),
@@ -106,6 +114,16 @@ def _resolve(name: str):
 @pytest.mark.parametrize("name", CALLABLES)
 def test_a_name_that_is_used_is_there_with_its_parameters(name):
     assert set(CALLABLES[name]) <= set(inspect.signature(_resolve(name)).parameters)
+
+
+def test_torch_has_the_private_functions_that_the_fake_gpu_of_a_plan_calls():
+    from torch.utils.backend_registration import _DummyBackendModule
+
+    names = ("_dispatch_has_kernel_for_dispatch_key", "_dispatch_get_all_op_names", "_dispatch_key_parse")
+    for name in (*names, "_get_nested_int", "DispatchKeySet", "_ExcludeDispatchKeyGuard"):
+        assert hasattr(torch._C, name), name
+    assert hasattr(torch.nested._internal.nested_tensor, "NestedTensor")
+    assert _DummyBackendModule()
 
 
 def test_versions_are_those_that_were_tried():
