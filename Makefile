@@ -64,6 +64,7 @@ bench: .venv/.installed-test
 	$(BIN)/python benchmarks/head_memory.py
 	$(BIN)/python benchmarks/activation_memory.py --tokens 2048
 	$(BIN)/python benchmarks/memory_plan.py
+	$(BIN)/python benchmarks/scaling.py --check
 	$(BIN)/python benchmarks/titans_memory.py
 	$(BIN)/python benchmarks/tokenizing.py
 	$(BIN)/python benchmarks/index.py
