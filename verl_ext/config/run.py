@@ -53,6 +53,9 @@ class TrainerOptions(Options):
     log_freq: int = option(1, "steps between logged metrics", least=1)
     log_every_batches: int | None = option(None, "the same in micro-batches of a rank, in place of log_freq", least=1)
     max_skipped_steps: int = option(10, "non-finite gradients in a row before the run ends with an error", least=0)
+    spike_factor: float | None = option(
+        None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
+    )
     nccl_timeout: int = option(1800, "seconds that a collective of training may take (CPU: gloo's)", least=1)
     overwrite: bool = option(False, "true: a default_local_dir with files in it is replaced")
     plan_only: bool = option(False, "true: check everything, print and write the plan, train nothing")

@@ -56,6 +56,15 @@ class RunLength(NamedTuple):
     epochs: int
 
 
+class PackedDocument(NamedTuple):
+    """Where a document of a pack lies: tokens start..start+tokens of row `row` of `folder`."""
+
+    folder: str
+    row: int
+    start: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class DataOptions(Options):
     """The keys of the data node that every dataset family has: where it lies, and how packs become steps."""
@@ -302,6 +311,10 @@ class PackDataset(torch.utils.data.Dataset):
     @abstractmethod
     def pack_targets(self) -> NDArray[np.int64]:
         """int64[P]: target tokens of each pack."""
+
+    def documents_of(self, pack: int) -> list[PackedDocument]:
+        """The documents of a pack in its order; none where a class does not tell."""
+        return []
 
     def plan_options(self) -> dict[str, Any]:
         """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
