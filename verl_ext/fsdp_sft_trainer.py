@@ -68,7 +68,8 @@ def train(config: DictConfig) -> None:
     except NotWritten as error:  # on every rank: all know of a failed write
         exit_all_ranks(f"the last checkpoint, {error}", TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
-        exit_this_rank(str(error), TRAINING_FAILED)
+        changed = run.files.changed()  # a file that is cut short under its map is a bus error
+        exit_this_rank(f"{error}; {changed}" if changed else str(error), TRAINING_FAILED)
 
 
 def predicted_memory(run: "Run") -> dict[str, Any]:

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import xxhash
 
-from verl_ext.files import sync, write_json
+from verl_ext.files import checksum, is_inside, sync, write_json
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 RESUMABLE = ("model", "optimizer", "extra")  # what a checkpoint must hold to be resumed
 _FORMAT = 1
-_CHUNK = 2**23
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _UNFINISHED = re.compile(rf"global_step_\d+({re.escape(PARTIAL)}|{re.escape(SET_ASIDE)})")
 _VERL_KINDS = ("model", "optim", "extra_state")  # what each rank must have saved to be resumed
@@ -48,12 +47,7 @@ class FileFacts:
     @classmethod
     def of(cls, path: Path) -> "FileFacts":
         """Reads the whole file."""
-        checksum, size = xxhash.xxh3_128(), 0
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                checksum.update(chunk)
-                size += len(chunk)
-        return cls(size, checksum.hexdigest())
+        return cls(path.stat().st_size, checksum(path))
 
 
 @dataclass(frozen=True)
@@ -93,8 +87,8 @@ class Manifest:
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            checksum, form = content.pop("checksum"), content["format"]
-            whole = checksum == _checksum(content)
+            written, form = content.pop("checksum"), content["format"]
+            whole = written == _checksum(content)
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise Damaged(f"its {MANIFEST} cannot be read") from error
         if not whole:
@@ -165,6 +159,8 @@ def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
     if missing := [name for name in needed if name not in manifest.contents]:
         return f"it was saved without {', '.join(missing)} (checkpoint.save_contents)"
     for name, facts in manifest.files.items():
+        if not is_inside(checkpoint / name, checkpoint):
+            return f"its {name} is a link out of the folder"
         try:
             size = (checkpoint / name).stat().st_size
         except OSError:

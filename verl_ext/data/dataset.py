@@ -56,6 +56,15 @@ class RunLength(NamedTuple):
     epochs: int
 
 
+class DataFile(NamedTuple):
+    """A file that is read while a run goes on. bytes, xxh3_128: as recorded at `recorded_ns` when it was tokenized."""
+
+    path: str
+    bytes: int | None = None
+    xxh3_128: str | None = None
+    recorded_ns: int = 0
+
+
 class PackedDocument(NamedTuple):
     """Where a document of a pack lies: tokens start..start+tokens of row `row` of `folder`."""
 
@@ -275,6 +284,11 @@ class PackDataset(torch.utils.data.Dataset):
     @abstractmethod
     def folders(self) -> tuple[str, ...]:
         """What is read, absolute."""
+
+    @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        """The files that hold the tokens, whose changes end a run; none where a class does not tell."""
+        return ()
 
     @property
     @abstractmethod

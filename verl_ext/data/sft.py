@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
 from verl_ext.data.dataset import (
+    DataFile,
     DatasetOptions,
     PackDataset,
     PackedDocument,
@@ -241,6 +242,10 @@ class SFTDataSet(PackDataset):
     @property
     def folders(self) -> tuple[str, ...]:
         return self._data.folders
+
+    @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        return self._data.files
 
     @property
     def token_range(self) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
+from verl_ext.config.run import AFTER_EACH_EPOCH
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
@@ -26,7 +27,7 @@ from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, remove_unfinished, save_final_memory
-from verl_ext.trainer.distributed import limit_collectives, user_errors_end_the_run
+from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
@@ -249,10 +250,23 @@ class SFTTrainer:
         if self.evaluation is not None and self.run.is_due(step, self.config.trainer.test_freq):
             metrics = self.validate()
             self._track(metrics, step)
-        if self.run.is_due(step, self.config.trainer.save_freq):
+        saves = self.run.is_due(step, self.config.trainer.save_freq)
+        if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
+            self._refuse_changed_data()
+        if saves:
             with self.progress.aside():
                 self._save(step)
         self.progress.resume(paused)
+
+    def _refuse_changed_data(self) -> None:
+        """End the run, before a checkpoint is made of it, where the files that it is trained on have changed."""
+        if self.run.content is None:
+            return
+        if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
+            with self.progress.aside(), self._going_on(True):
+                self.checkpoints.finish()  # of the data as it was
+            with self.progress.aside():
+                self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
 
     def _save(self, step: int) -> None:
         """A checkpoint; where one before the last step cannot be written, the run goes on without it."""
