@@ -19,6 +19,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl_ext.config.compose import prepare_overrides
+from verl_ext.redaction import redacted_text
 from verl_ext.trainer.distributed import (
     TRAINING_FAILED,
     exit_all_ranks,
@@ -86,7 +87,7 @@ def print_on_rank0(lines: Iterable[str], stream: object = None) -> None:
     """Print lines, each once for the whole run."""
     if dist.get_rank() == 0:
         for line in lines:
-            print(line, file=stream or sys.stdout, flush=True)  # type: ignore[arg-type]
+            print(redacted_text(line), file=stream or sys.stdout, flush=True)  # type: ignore[arg-type]
 
 
 def main() -> None:

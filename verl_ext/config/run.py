@@ -44,6 +44,9 @@ class TrainerOptions(Options):
     max_ckpt_to_keep: int | None = option(None, "checkpoints that are kept; null: all", least=1)
     resume_mode: str = option("auto", "auto: from the last checkpoint", choices=("auto", "disable", "resume_path"))
     resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
+    allow_pickled_checkpoints: bool = option(
+        False, "true: checkpoints of verl's own form may run code of theirs when they are read"
+    )
     allow_resume_mismatch: list[str] = option([], "keys that may differ from what the resumed run was trained with")
     balance_batch: bool = option(True, "verl's; without effect on packs, see data.balance")
     nnodes: int = option(1, "verl's; torchrun says how many there are", least=1)

@@ -11,11 +11,16 @@ kind a rank, read by as many ranks as wrote them.
 
 import json
 import logging
+import os
+import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,6 +44,8 @@ from verl_ext.values import first_line
 
 STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
 SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
+_NUMPYS_STATE: Any = np.random.RandomState(0).get_state(legacy=True)[1]  # which verl saves: an array of uint32
+_OF_NUMPYS_STATE: list[Any] = [_NUMPYS_STATE.__reduce__()[0], np.ndarray, np.dtype, type(_NUMPYS_STATE.dtype)]
 _log = logging.getLogger(__name__)
 
 
@@ -174,6 +181,27 @@ def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> No
         engine.scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
     elif engine.rank == 0:
         _log.warning("%s has no %s: the loss scale starts anew", folder, SCALER)
+
+
+@contextmanager
+def tensors_alone(checkpoint: Path) -> Iterator[None]:
+    """Let ``torch.load`` read tensors and plain values inside, whatever it is asked for: verl asks for any object.
+
+    Raises ValueError where a file of the checkpoint holds something else, of which nothing is run.
+    """
+    with (
+        mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0"),
+        torch.serialization.safe_globals(_OF_NUMPYS_STATE),
+    ):
+        try:
+            yield
+        except pickle.UnpicklingError as error:
+            unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error))
+            raise ValueError(
+                f"a checkpoint must hold tensors and plain values alone; {checkpoint} has a pickle of "
+                f"{unknown[0] if unknown else 'something else'}: trainer.allow_pickled_checkpoints=true reads it, and "
+                "runs the code that is in it"
+            ) from error
 
 
 def is_elastic(engine: Any) -> bool:

@@ -27,6 +27,7 @@ import pyarrow as pa
 
 from verl_ext.files import cached_folder, checksum, write_json
 from verl_ext.progress import Progress
+from verl_ext.redaction import redacted
 from verl_ext.text.arrow_folder import STATE, read_state
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
@@ -205,7 +206,7 @@ def _write(
         writer.abandon()
     write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
     report = {
-        "files": [file.path for file in files],
+        "files": redacted([file.path for file in files]),
         "options": _options(encoder),
         "categories": {names[number]: of_category.as_dict() for number, of_category in counts.items()},
         "total": total.as_dict(),

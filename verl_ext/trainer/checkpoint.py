@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -53,7 +53,7 @@ from verl_ext.config.output import (
 )
 from verl_ext.config.run import RunConfig
 from verl_ext.data.dataset import Ranks
-from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic
+from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic, tensors_alone
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import sync, whole_file, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
@@ -173,7 +173,8 @@ class Checkpoints:
         """Load the checkpoint that the run goes on from; its step, 0 without one."""
         if self.resumed is None:
             return 0
-        self.engine.load_checkpoint(str(self.resumed))
+        with nullcontext() if self.options.allow_pickled_checkpoints else tensors_alone(self.resumed):
+            self.engine.load_checkpoint(str(self.resumed))
         self.plan.load_state_dict(saved_plan(self.resumed))
         step = step_of(self.resumed)
         if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():

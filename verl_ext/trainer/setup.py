@@ -8,6 +8,7 @@ import json
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
+from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.checkpoint import PlanState, refuse_locked, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
@@ -181,6 +183,8 @@ def prepare(composed: DictConfig) -> Run:
     """
     with user_errors_end_the_run():
         check_keys(composed)
+        if composed.model.trust_remote_code and dist.get_rank() == 0:  # said before any of it runs
+            print(f"note: {TRUSTED}", file=sys.stderr, flush=True)
         planned = plan_options(composed)
         world_size = planned.world_size or dist.get_world_size()
         device, capability = ("cuda", None) if planned.gpu_memory else (accelerator(), gpu_capability())

@@ -19,6 +19,7 @@ from verl.utils.tracking import Tracking
 from verl_ext.config.output import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import whole_file, write_json
+from verl_ext.redaction import redacted
 from verl_ext.values import first_line
 
 # tracker: (variable of its run's id, variable that lets a run of that id be continued)
@@ -128,7 +129,7 @@ def _started(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Trac
                 trainer.project_name,
                 trainer.experiment_name,
                 default_backend=loggers,
-                config=config.values,
+                config=redacted(config.values),
             )
     except Exception as error:  # each tracker has exceptions of its own
         raise ValueError(
