@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.ranks import run_ranks
-from tests.test_spikes import data as data
 from tests.test_spikes import overrides_of
 from tests.test_trainer import poisoned_data
 from verl_ext.commands.command_line import command, read_options

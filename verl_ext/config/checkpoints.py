@@ -89,18 +89,24 @@ class Manifest:
             content = json.loads(path.read_text(encoding="utf-8"))
             written, form = content.pop("checksum"), content["format"]
             whole = written == _checksum(content)
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
             raise Damaged(f"its {MANIFEST} cannot be read") from error
         if not whole:
             raise Damaged(f"its {MANIFEST} is not as it was written")
         if form != _FORMAT:
             raise Damaged(f"its {MANIFEST} is of format {form}, and this version reads {_FORMAT}")
-        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
+        try:
+            del content["format"]
+            files = {name: FileFacts(**facts) for name, facts in content["files"].items()}
+            manifest = cls(**{**content, "files": files, "contents": tuple(map(str, content["contents"]))})
+        except (LookupError, AttributeError, TypeError) as error:
+            raise Damaged(f"its {MANIFEST} lacks what a checkpoint's has") from error
+        kinds = {"step": int, "ranks": int, "plan": dict, "elastic": bool}
+        if any(type(getattr(manifest, name)) is not kind for name, kind in kinds.items()):
+            raise Damaged(f"its {MANIFEST} is of other kinds than a checkpoint's")
+        if any(Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name for name in files):
             raise Damaged(f"its {MANIFEST} names files of other folders")
-        content["files"] = {name: FileFacts(**facts) for name, facts in content["files"].items()}
-        content["contents"] = tuple(content["contents"])
-        del content["format"]
-        return cls(**content)
+        return manifest
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ FSDP1, and optimizers of other packages than torch, whose states have forms of t
 kind a rank, read by as many ranks as wrote them.
 """
 
-import json
 import logging
 import os
 import pickle
@@ -40,12 +39,13 @@ from verl.utils.transformers_compat import drop_tied_target_keys
 
 from verl_ext.engines.state import StateWriter, model_state, optimizer_state, read_model, read_optimizer
 from verl_ext.files import write_json
+from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line
 
 STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
 SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
-_NUMPYS_STATE: Any = np.random.RandomState(0).get_state(legacy=True)[1]  # which verl saves: an array of uint32
-_OF_NUMPYS_STATE: list[Any] = [_NUMPYS_STATE.__reduce__()[0], np.ndarray, np.dtype, type(_NUMPYS_STATE.dtype)]
+_UINT32 = np.zeros(0, np.uint32)  # numpy's random state, which verl saves, is an array of them
+_OF_NUMPYS_STATE: list[Any] = [_UINT32.__reduce__()[0], np.ndarray, np.dtype, type(_UINT32.dtype)]
 _log = logging.getLogger(__name__)
 
 
@@ -216,12 +216,26 @@ def _load_elastic(engine: Any, folder: Path) -> None:
     if manager.should_load_optimizer:
         read_optimizer(folder / STATE, engine.module, engine.optimizer)
     if manager.should_load_extra:
-        extra = json.loads((folder / EXTRA).read_text(encoding="utf-8"))
-        _resume_schedule(engine.lr_scheduler, extra["lr_scheduler"])
-        if engine.scaler is not None and extra["scaler"] is not None:
-            engine.scaler.load_state_dict(extra["scaler"])
+        schedule, scaler = read_extra(folder)
+        _resume_schedule(engine.lr_scheduler, schedule)
+        if engine.scaler is not None and scaler is not None:
+            engine.scaler.load_state_dict(scaler)
         elif engine.scaler is not None and engine.rank == 0:
             _log.warning("%s is not of an fp16 run: the loss scale starts anew", folder)
+
+
+def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """(state of the schedule, state of fp16's scaler) of a checkpoint's folder; ValueError where there is none."""
+    path = folder / EXTRA
+    try:
+        extra = parse_json(path.read_text(encoding="utf-8"))
+        schedule, scaler = extra["lr_scheduler"], extra["scaler"]
+        whole = isinstance(schedule["last_epoch"], int) and (scaler is None or isinstance(scaler["scale"], float))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} must hold the state of a schedule; it cannot be read as one") from error
+    if not whole:
+        raise ValueError(f"{path} must hold the state of a schedule; its last_epoch or scale is no number")
+    return schedule, scaler
 
 
 def _resume_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:

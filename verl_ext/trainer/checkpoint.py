@@ -58,7 +58,7 @@ from verl_ext.engines.step import StepEngine
 from verl_ext.files import sync, whole_file, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.trainer.distributed import LONG
-from verl_ext.values import nearest_name
+from verl_ext.values import nearest_name, show
 
 _SEEN = ("skipped_steps", "skipped_in_a_row", "spikes")
 
@@ -99,10 +99,13 @@ class PlanState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what the checkpoint was trained on; ValueError as :meth:`check`."""
         self.check(state)
-        self.grouping = state.get("grouping", self.grouping)
-        for name in _SEEN:
-            setattr(self, name, state.get(name, 0))  # a checkpoint of an earlier version has none
-        self.recent_losses = list(state.get("recent_losses", []))
+        grouping, losses = state.get("grouping", self.grouping), state.get("recent_losses", [])
+        seen = {name: state.get(name, 0) for name in _SEEN}  # a checkpoint of an earlier version has none
+        kinds = isinstance(grouping, dict) and isinstance(losses, list)
+        if not kinds or any(type(n) is not int for n in seen.values()) or any(type(x) is not float for x in losses):
+            raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {show(seen)}")
+        self.grouping, self.recent_losses = grouping, losses
+        vars(self).update(seen)
 
     def check_allowed(self) -> None:
         """Raises ValueError for a name in `allowed` that no checkpoint remembers."""
