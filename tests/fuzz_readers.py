@@ -220,10 +220,11 @@ def _make_checkpoint(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     from verl_ext.config.checkpoints import FileFacts, Manifest
+    from verl_ext.engines.state import StateWriter
     from verl_ext.files import write_json
 
     state = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
-    dcp.save(state, checkpoint_id=str(folder / "state"), no_dist=True)
+    dcp.save(state, storage_writer=StateWriter(folder / "state"), no_dist=True)
     write_json(folder / "extra.json", {"lr_scheduler": {"last_epoch": 3, "_step_count": 4}, "scaler": None})
     files = {path.relative_to(folder).as_posix(): FileFacts.of(path) for path in folder.rglob("*") if path.is_file()}
     Manifest(3, 1, ("model", "optimizer", "extra"), _PLAN, True, files).write(folder)
@@ -273,7 +274,7 @@ def _make_model(folder: Path) -> None:
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=128,
     )  # fmt: skip
-    QwenTitansConfig.from_base(base, chunk_size=16).save_pretrained(folder)
+    QwenTitansConfig.from_base(base, chunk_size=64).save_pretrained(folder)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(
             {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
@@ -321,6 +322,7 @@ def _time_limit() -> Iterator[None]:
 def _child(name: str, number: int, examples: int, root: str, answers: Any) -> None:
     """Read so many damaged inputs; what is being read stands in `root`/input, for when this process dies of it."""
     target, whole, counts = TARGETS[name], Path(root) / "whole", Counter[str]()
+    (Path(root) / "input").write_text(f"{name}, before any damage")
     whole.mkdir()
     target.make(whole)
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
@@ -330,6 +332,8 @@ def _child(name: str, number: int, examples: int, root: str, answers: Any) -> No
         )
     )
     folder = Path(root) / "global_step_3"
+    shutil.copytree(whole, folder)
+    target.read(folder)
 
     @hypothesis.seed(number)
     @hypothesis.settings(
