@@ -26,7 +26,7 @@ import xxhash
 from hypothesis import strategies as st
 
 SECONDS_OF_AN_INPUT = 20
-_SPAWN = multiprocessing.get_context("spawn")
+_context = multiprocessing.get_context("forkserver")  # in the tests, of the server that has imported verl
 
 # What is done to a file's bytes, positions taken modulo its length.
 _PLACES = st.integers(0, 1 << 20)
@@ -380,8 +380,8 @@ def _child(name: str, number: int, examples: int, root: str, answers: Any) -> No
 def fuzz(name: str, number: int, examples: int) -> tuple[dict[str, int], str | None]:
     """(how many inputs were read and refused, the first that a reader failed on) of a target in a child process."""
     with tempfile.TemporaryDirectory() as root:
-        answers = _SPAWN.SimpleQueue()
-        child = _SPAWN.Process(target=_child, args=(name, number, examples, root, answers), daemon=True)
+        answers = _context.SimpleQueue()
+        child = _context.Process(target=_child, args=(name, number, examples, root, answers), daemon=True)
         child.start()
         child.join(60 + examples * SECONDS_OF_AN_INPUT)
         if child.is_alive():

@@ -1,16 +1,17 @@
 """Secrets do not reach what is printed or written."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.test_spikes import overrides_of
-from tests.test_trainer import poisoned_data
 from verl_ext.commands.command_line import command, read_options
 from verl_ext.commands.report import reported_options
 from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.config import compose
+from verl_ext.config.run import RunConfig
 from verl_ext.redaction import redacted, redacted_text
+from verl_ext.trainer import tracking
 from verl_ext.values import DataError
 
 SECRET = "s3cr3tV4lue"
@@ -73,29 +74,12 @@ def test_a_commands_error_and_report_name_no_secret(capsys, tmp_path):
     assert SECRET not in json.dumps(reported_options(options))
 
 
-def tracked_config(overrides: list[str]) -> str:
-    from verl.utils import tracking
-
-    from tests.training import train
-
-    seen = []
-    begin = tracking.Tracking.__init__
-
-    def noted(self, *args, **kwargs):
-        seen.append(kwargs["config"])
-        begin(self, *args, **kwargs)
-
-    tracking.Tracking.__init__ = noted
-    train(overrides)
-    return json.dumps(seen, default=str)
-
-
-def test_trackers_are_given_no_secret(tiny_model, tmp_path):
-    data = poisoned_data(tmp_path / "data", set())
-    more = ["trainer.total_training_steps=1", f"data.apply_chat_template_kwargs={{hf_token:{SECRET}}}"]
-    (config,) = run_ranks(tracked_config, 1, overrides_of(data, tiny_model, tmp_path / "run", *more))
-    assert '"max_tokens": 64' in config
-    assert SECRET not in config
-    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert written
-    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+def test_trackers_are_given_no_secret(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(tracking, "Tracking", lambda *args, **kwargs: given.append(kwargs["config"]) or Mock(logger={}))
+    secret = f"data.apply_chat_template_kwargs={{hf_token:{SECRET}}}"
+    config = compose([f"data.train_dir={tmp_path}", "model.path=m", f"trainer.default_local_dir={tmp_path}", secret])
+    tracking.open_tracking(RunConfig.of(config), 0)
+    text = json.dumps(given, default=str)
+    assert '"max_tokens": 8192' in text
+    assert SECRET not in text
