@@ -396,7 +396,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Damage what readers read, for so many seconds.")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--only", choices=TARGETS, action="append")
-    parser.add_argument("--examples", type=int, default=1000, help="inputs of a child process")
+    parser.add_argument("--examples", type=int, default=200, help="inputs of a child process")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     options = parser.parse_args()
     end, counts, failures, number = time.monotonic() + options.seconds, Counter[tuple[str, str]](), [], options.seed
