@@ -2,6 +2,7 @@
 # make test         the tests
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one
 # make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
+# make fuzz         damage what readers read, SECONDS of it (600)
 # make cluster      two hosts as network namespaces, slurm's own daemons: minutes, as root (what is missing is skipped)
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
 # make lint         ruff, format check, type check of the public API, shellcheck of the launchers
@@ -18,7 +19,7 @@ SHELL := /bin/bash
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-gpu test-chaos cluster verl-versions lint bench clean distclean
+.PHONY: help quickstart test test-gpu test-chaos fuzz cluster verl-versions lint bench clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -37,6 +38,11 @@ test-gpu: .venv/.installed-test
 test-chaos: export OMP_NUM_THREADS ?= 1
 test-chaos: .venv/.installed-test
 	$(BIN)/python -m tests.chaos.kills --kills 50 --seconds 1800
+
+fuzz: export OMP_NUM_THREADS ?= 1
+fuzz: SECONDS ?= 600
+fuzz: .venv/.installed-test
+	$(BIN)/python -m tests.fuzz_readers --seconds $(SECONDS)
 
 cluster: export OMP_NUM_THREADS ?= 1
 cluster: .venv/.installed-test

@@ -95,7 +95,7 @@ def _first_gradients(options):
         return 0.0
 
     trainer.engine.optimizer_step = kept  # in place of the step, at whose end verl drops the gradients
-    trainer.train_step(batch, logged=False)
+    trainer.train_step(batch, summed=False)
     memory = {name: tensor.clone() for name, tensor in trainer.engine.memory_state_dict().items()}
     return memory, gradients, run.plan.packs(0).tolist()
 

@@ -335,7 +335,7 @@ def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
     dist.all_reduce = counted("all_reduce", reduce)
     torch.Tensor.item, torch.Tensor.tolist = counted("reads", item), counted("reads", to_list)
     try:
-        outcome = trainer.train_step(batch, logged=logged)
+        outcome = trainer.train_step(batch, summed=logged)
         if logged:
             trainer._log_step(1, outcome)
     finally:

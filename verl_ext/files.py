@@ -20,10 +20,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from verl_ext.values import MISSING, DataError, file_of, reason_of
 
 CONTENTS = "contents.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
+_CHUNK = 1 << 23
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +41,27 @@ def whole_file(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = None) -> str:
+    """xxh3_128, 32 hex digits, of a file's bytes from `begin` on, of at most so many."""
+    found, left = xxhash.xxh3_128(), most
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while chunk := file.read(_CHUNK if left is None else min(_CHUNK, left)):
+            found.update(chunk)
+            left = None if left is None else left - len(chunk)
+    return found.hexdigest()
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file that a folder's own files name lies in it, links followed.
+
+    The Hub's cache is one place: its `snapshots/REVISION` hold links to `blobs` beside them.
+    """
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    hubs = (above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots")
+    return real.is_relative_to(root) or any(real.is_relative_to(hub / "blobs") for hub in hubs)
 
 
 def sync(path: Path) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl_ext.config.compose import prepare_overrides
+from verl_ext.redaction import redacted_text
 from verl_ext.trainer.distributed import (
     TRAINING_FAILED,
     exit_all_ranks,
@@ -68,7 +69,8 @@ def train(config: DictConfig) -> None:
     except NotWritten as error:  # on every rank: all know of a failed write
         exit_all_ranks(f"the last checkpoint, {error}", TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
-        exit_this_rank(str(error), TRAINING_FAILED)
+        changed = run.files.changed()  # a file that is cut short under its map is a bus error
+        exit_this_rank(f"{error}; {changed}" if changed else str(error), TRAINING_FAILED)
 
 
 def predicted_memory(run: "Run") -> dict[str, Any]:
@@ -85,7 +87,7 @@ def print_on_rank0(lines: Iterable[str], stream: object = None) -> None:
     """Print lines, each once for the whole run."""
     if dist.get_rank() == 0:
         for line in lines:
-            print(line, file=stream or sys.stdout, flush=True)  # type: ignore[arg-type]
+            print(redacted_text(line), file=stream or sys.stdout, flush=True)  # type: ignore[arg-type]
 
 
 def main() -> None:

@@ -46,6 +46,12 @@ class StepSums:
         """Σ ℓ_t over the targets of each category slot, a view of C + 1 elements; slot 0 are those of no category."""
         return self.values[len(_SCALARS) : len(_SCALARS) + self.slots]
 
+    @property
+    def loss(self) -> float:
+        """Σ a_t·ℓ_t / Z, NaN where Z is 0; reads the device."""
+        weighted, normaliser = self.values[:2].tolist()
+        return weighted / normaliser if normaliser else math.nan
+
     def add_counts(self, counts: torch.Tensor) -> None:
         """Add host-side ``float64[4 + C + 1]``: normaliser, tokens, target_tokens, packs, tokens by category slot."""
         counts = counts.to(self.values.device, non_blocking=True)

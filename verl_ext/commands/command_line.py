@@ -33,8 +33,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.files import output_problems
+from verl_ext.redaction import redacted_text
 from verl_ext.text.sources import local_path
-from verl_ext.text.tokenizer import ModelOptions, leave_out_torch
+from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
 from verl_ext.values import (
     REQUIRED,
     DataError,
@@ -125,9 +126,11 @@ def command(
             options = read_options(options_class, arguments)
             if isinstance(model := getattr(options, "model", None), ModelOptions):
                 leave_out_torch(model)
+                if model.trust_remote_code:
+                    print(f"note: {TRUSTED}", file=sys.stderr)
             print(run(options))
         except (UsageError, DataError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {redacted_text(str(error))}", file=sys.stderr)
             return 2 if isinstance(error, UsageError) else 1
         except KeyboardInterrupt:
             print("error: interrupted; nothing was written", file=sys.stderr)

@@ -10,6 +10,7 @@ import numpy as np
 
 from verl_ext.files import write_json
 from verl_ext.progress import Row, aligned
+from verl_ext.redaction import redacted
 from verl_ext.text.chat import ChatOptions
 from verl_ext.text.documents import Counts, Documents, Run
 from verl_ext.values import DataError, Options, one_line
@@ -136,7 +137,8 @@ def total(counts: Mapping[str, Counts]) -> Counts:
 
 def reported_options(options: Options) -> dict[str, Any]:
     """The options as a report has them."""
-    return {key: value for key, value in asdict(options).items() if key not in NOT_REPORTED}  # type: ignore[call-overload]
+    given = asdict(options)  # type: ignore[call-overload]
+    return redacted({key: value for key, value in given.items() if key not in NOT_REPORTED})
 
 
 def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[Row]]:

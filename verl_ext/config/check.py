@@ -299,18 +299,23 @@ def _is_local(path: str) -> bool:
 
 
 def _read_hf_config(config: DictConfig) -> tuple[Any, list[str]]:
-    from transformers import AutoConfig
-
     path = str(config.model.hf_config_path or config.model.path or "")
     folder = os.path.expanduser(path)
     if not path or "://" in path or (_is_local(path) and not os.path.isdir(folder)):
         return None, []  # required or missing: path_problems reports it; remote: read by verl
     try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=bool(config.model.trust_remote_code))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        return None, [f"model.path must hold a model's config.json; got {path} ({first_line(error)})"]
-    try:
+        hf_config = read_hf_config(folder, bool(config.model.trust_remote_code))
         override(hf_config, config.model.override_config)
     except ValueError as error:
         return None, [str(error)]
     return hf_config, []
+
+
+def read_hf_config(path: str, trusted: bool = False) -> Any:
+    """The Hugging Face config of a folder or Hub name; trusted: its own code may run. ValueError where it has none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    except Exception as error:  # a config's class raises whatever the values lead it to
+        raise ValueError(f"model.path must hold a model's config.json; got {path} ({first_line(error)})") from error

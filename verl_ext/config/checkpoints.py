@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import xxhash
 
-from verl_ext.files import sync, write_json
+from verl_ext.files import checksum, is_inside, sync, write_json
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 RESUMABLE = ("model", "optimizer", "extra")  # what a checkpoint must hold to be resumed
 _FORMAT = 1
-_CHUNK = 2**23
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _UNFINISHED = re.compile(rf"global_step_\d+({re.escape(PARTIAL)}|{re.escape(SET_ASIDE)})")
 _VERL_KINDS = ("model", "optim", "extra_state")  # what each rank must have saved to be resumed
@@ -48,12 +47,7 @@ class FileFacts:
     @classmethod
     def of(cls, path: Path) -> "FileFacts":
         """Reads the whole file."""
-        checksum, size = xxhash.xxh3_128(), 0
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                checksum.update(chunk)
-                size += len(chunk)
-        return cls(size, checksum.hexdigest())
+        return cls(path.stat().st_size, checksum(path))
 
 
 @dataclass(frozen=True)
@@ -93,20 +87,26 @@ class Manifest:
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            checksum, form = content.pop("checksum"), content["format"]
-            whole = checksum == _checksum(content)
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            written, form = content.pop("checksum"), content["format"]
+            whole = written == _checksum(content)
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
             raise Damaged(f"its {MANIFEST} cannot be read") from error
         if not whole:
             raise Damaged(f"its {MANIFEST} is not as it was written")
         if form != _FORMAT:
             raise Damaged(f"its {MANIFEST} is of format {form}, and this version reads {_FORMAT}")
-        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
+        try:
+            del content["format"]
+            files = {name: FileFacts(**facts) for name, facts in content["files"].items()}
+            manifest = cls(**{**content, "files": files, "contents": tuple(map(str, content["contents"]))})
+        except (LookupError, AttributeError, TypeError) as error:
+            raise Damaged(f"its {MANIFEST} lacks what a checkpoint's has") from error
+        kinds = {"step": int, "ranks": int, "plan": dict, "elastic": bool}
+        if any(type(getattr(manifest, name)) is not kind for name, kind in kinds.items()):
+            raise Damaged(f"its {MANIFEST} is of other kinds than a checkpoint's")
+        if any(Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name for name in files):
             raise Damaged(f"its {MANIFEST} names files of other folders")
-        content["files"] = {name: FileFacts(**facts) for name, facts in content["files"].items()}
-        content["contents"] = tuple(content["contents"])
-        del content["format"]
-        return cls(**content)
+        return manifest
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -165,6 +165,8 @@ def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
     if missing := [name for name in needed if name not in manifest.contents]:
         return f"it was saved without {', '.join(missing)} (checkpoint.save_contents)"
     for name, facts in manifest.files.items():
+        if not is_inside(checkpoint / name, checkpoint):
+            return f"its {name} is a link out of the folder"
         try:
             size = (checkpoint / name).stat().st_size
         except OSError:

@@ -20,8 +20,12 @@ RUN_LOCK = "run.lock"
 FINAL_MEMORY = "final_memory_checkpoint.pt"
 MEMORY_SETTINGS = "final_memory_checkpoint.json"
 METRICS = "metrics.jsonl"
+SPIKES = "spikes.jsonl"
 # What may lie in a folder without a run to keep: a run that was killed before its first checkpoint begins anew.
-_NO_RUN = (REPORT, EVALUATION, RUN_IDS, RUN_LOCK, METRICS, f"{METRICS}.before_restart")
+_NO_RUN = (
+    *(REPORT, EVALUATION, RUN_IDS, RUN_LOCK),
+    *(f"{name}{ending}" for name in (METRICS, SPIKES) for ending in ("", ".before_restart")),
+)
 
 
 class OutputAction(Enum):

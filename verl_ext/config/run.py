@@ -44,6 +44,9 @@ class TrainerOptions(Options):
     max_ckpt_to_keep: int | None = option(None, "checkpoints that are kept; null: all", least=1)
     resume_mode: str = option("auto", "auto: from the last checkpoint", choices=("auto", "disable", "resume_path"))
     resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
+    allow_pickled_checkpoints: bool = option(
+        False, "true: checkpoints of verl's own form may run code of theirs when they are read"
+    )
     allow_resume_mismatch: list[str] = option([], "keys that may differ from what the resumed run was trained with")
     balance_batch: bool = option(True, "verl's; without effect on packs, see data.balance")
     nnodes: int = option(1, "verl's; torchrun says how many there are", least=1)
@@ -53,6 +56,9 @@ class TrainerOptions(Options):
     log_freq: int = option(1, "steps between logged metrics", least=1)
     log_every_batches: int | None = option(None, "the same in micro-batches of a rank, in place of log_freq", least=1)
     max_skipped_steps: int = option(10, "non-finite gradients in a row before the run ends with an error", least=0)
+    spike_factor: float | None = option(
+        None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
+    )
     nccl_timeout: int = option(1800, "seconds that a collective of training may take (CPU: gloo's)", least=1)
     overwrite: bool = option(False, "true: a default_local_dir with files in it is replaced")
     plan_only: bool = option(False, "true: check everything, print and write the plan, train nothing")

@@ -8,6 +8,7 @@ import copy
 import os
 from collections.abc import Iterator
 from glob import glob
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from verl_ext.engines.activations import NEEDS_CHECKPOINTS, tileable_mlps, until
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.losses import HEADS, row_bytes
+from verl_ext.text.json_records import parse_json
+from verl_ext.values import first_line
 
 SP = "engine.ulysses_sequence_parallel_size"
 CP = "parallel.context_parallel_size"
@@ -214,6 +217,8 @@ def weight_problems(folder: str) -> list[str]:
     files = sorted(glob(os.path.join(folder, "*.safetensors")))
     if not files and not any(glob(os.path.join(folder, kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
         return [f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
+    if problem := _index_problem(Path(folder)):
+        return [problem]
     for file in files:
         try:
             with safe_open(file, framework="pt"):
@@ -221,6 +226,19 @@ def weight_problems(folder: str) -> list[str]:
         except (SafetensorError, OSError) as error:
             return [f"model.path must hold weights that can be read; got {file}: {error}"]
     return []
+
+
+def _index_problem(folder: Path) -> str | None:
+    """One line when an index of shards is none, or names files of other folders."""
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+            inside = all(Path(name).name == name for name in names)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return f"model.path must hold an index of its weights that can be read; got {index}: {first_line(error)}"
+        if not inside:
+            return f"model.path must hold the weights that its index names; {index} names files of other folders"
+    return None
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:

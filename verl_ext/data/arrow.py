@@ -7,7 +7,7 @@ Arrow keeps a list column in chunks (record batches); each has the values of its
     values    7 8 9   4      5 6
 """
 
-import json
+import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +18,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryNumbers
+from verl_ext.data.dataset import DataFile
+from verl_ext.text.arrow_folder import STATE, Shard, read_state
 from verl_ext.text.tokenized import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
 from verl_ext.values import first_line
+
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
 
 
 def open_folder(folder: str, key: str) -> Any:
@@ -34,10 +38,15 @@ def open_folder(folder: str, key: str) -> Any:
     from datasets import load_from_disk  # here, because importing it takes a second
 
     try:
+        shards = read_state(path).shards
+        for shard in shards:
+            _check_whole(path / shard.name, shard)
         # save_to_disk writes an empty dataset as no file, which load_from_disk cannot read
-        has_files = json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
+        has_files = bool(shards)
         dataset: Any = load_from_disk(str(path), keep_in_memory=False) if has_files else ()
-    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+        if has_files:
+            dataset.data.table.validate()  # a damaged file may point beyond its own bytes
+    except Exception as error:  # `datasets` and Arrow raise whatever the bytes lead them to
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
     if missing := [name for name in TOKEN_COLUMNS if has_files and name not in dataset.column_names]:
@@ -48,6 +57,18 @@ def open_folder(folder: str, key: str) -> Any:
     if len(dataset) == 0:
         raise ValueError(f"{key} must hold at least one document; {folder} has none")
     return dataset
+
+
+def _check_whole(path: Path, shard: Shard) -> None:
+    """ValueError for a shard that is cut short: Arrow takes one that ends between two batches for a whole one."""
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - len(_END)))
+        end = file.read()
+    if shard.bytes not in (None, size):
+        raise ValueError(f"{path.name} has {size:,} bytes and had {shard.bytes:,} when it was tokenized")
+    if end != _END:
+        raise ValueError(f"{path.name} does not end as a stream of record batches does")
 
 
 def _folder_problem(path: Path) -> str | None:
@@ -95,6 +116,9 @@ class ListColumn:
                 raise ValueError(f"{key} must have column {name} as a list of {wanted} values; got {kind}")
         self.first_row = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)])
         for first, chunk in zip(self.first_row, self._chunks, strict=False):
+            begin, end = (int(at) for at in _offsets(chunk)[[0, -1]])
+            if not 0 <= begin <= end <= (most := len(chunk.values)):
+                raise ValueError(f"{key} must have column {name} inside its {most} values; got {begin}..{end}")
             if chunk.null_count or chunk.values.null_count:
                 rows = f"rows {first}..{first + len(chunk) - 1}"
                 raise ValueError(f"{key} must have no null in column {name}; {rows} hold one")
@@ -234,6 +258,16 @@ class TokenizedData:
         return type(self), (self.folders, self.key, False)
 
     @cached_property
+    def files(self) -> tuple[DataFile, ...]:
+        """The shards of all folders, in the order of their rows."""
+        found = []
+        for folder in map(Path, self.folders):
+            recorded = (folder / STATE).stat().st_mtime_ns
+            for name, size, checksum in read_state(folder).shards:
+                found.append(DataFile(str(folder / name), size, checksum, recorded))
+        return tuple(found)
+
+    @cached_property
     def lengths(self) -> NDArray[np.integer]:
         """int32[N], int64 where one needs it: the `length` column."""
         chunks = self._chunks("length")
@@ -243,6 +277,8 @@ class TokenizedData:
             if chunk.null_count:
                 raise ValueError(f"{self.key} must have no null in column length")
         lengths = np.concatenate([chunk.to_numpy() for chunk in chunks])
+        if (lowest := lengths.min()) < 0:
+            raise ValueError(f"{self.key} must have column length at least 0; got {lowest}")
         return lengths.astype(np.int32 if lengths.max() <= np.iinfo(np.int32).max else np.int64, copy=False)
 
     @cached_property

@@ -114,17 +114,17 @@ def _read_file(path: Path) -> dict[int, str]:
         return {}
     try:
         pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=list)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON; {first_line(error)}") from error
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         raise ValueError(f'{path} must be an object like {{"1": "gsm8k"}}; got {str(pairs)[:60]}')
     names: dict[int, str] = {}
     for text, name in pairs:
-        if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise ValueError(f"{path} must have category numbers above 0 as its keys; got {text!r}")
+        if not (text.isascii() and text.isdigit() and text.strip("0")):
+            raise ValueError(f"{path} must have category numbers above 0 as its keys; got {text[:80]!r}")
+        if len(text) > len(str(_HIGHEST)) or int(text) > _HIGHEST:  # Python converts no number of 5000 digits
+            raise ValueError(f"{path} must have category numbers up to {_HIGHEST} as its keys; got {text[:80]}")
         number = int(text)
-        if number > _HIGHEST:
-            raise ValueError(f"{path} must have category numbers up to {_HIGHEST} as its keys; got {text}")
         if number in names:
             raise ValueError(f"{path} must name each category once; got {text!r} twice")
         if not isinstance(name, str) or not name.strip():

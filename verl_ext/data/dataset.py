@@ -56,6 +56,24 @@ class RunLength(NamedTuple):
     epochs: int
 
 
+class DataFile(NamedTuple):
+    """A file that is read while a run goes on. bytes, xxh3_128: as recorded at `recorded_ns` when it was tokenized."""
+
+    path: str
+    bytes: int | None = None
+    xxh3_128: str | None = None
+    recorded_ns: int = 0
+
+
+class PackedDocument(NamedTuple):
+    """Where a document of a pack lies: tokens start..start+tokens of row `row` of `folder`."""
+
+    folder: str
+    row: int
+    start: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class DataOptions(Options):
     """The keys of the data node that every dataset family has: where it lies, and how packs become steps."""
@@ -268,6 +286,11 @@ class PackDataset(torch.utils.data.Dataset):
         """What is read, absolute."""
 
     @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        """The files that hold the tokens, whose changes end a run; none where a class does not tell."""
+        return ()
+
+    @property
     @abstractmethod
     def categories(self) -> CategoryTable:
         """The categories of its targets."""
@@ -302,6 +325,10 @@ class PackDataset(torch.utils.data.Dataset):
     @abstractmethod
     def pack_targets(self) -> NDArray[np.int64]:
         """int64[P]: target tokens of each pack."""
+
+    def documents_of(self, pack: int) -> list[PackedDocument]:
+        """The documents of a pack in its order; none where a class does not tell."""
+        return []
 
     def plan_options(self) -> dict[str, Any]:
         """What else than its config's keys decides which pack has which tokens, by the words that tell it."""

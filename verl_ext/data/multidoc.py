@@ -22,7 +22,16 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryTable
-from verl_ext.data.dataset import DIGEST, ONE_RANK, DatasetOptions, PackDataset, Ranks, RunLength
+from verl_ext.data.dataset import (
+    DIGEST,
+    ONE_RANK,
+    DataFile,
+    DatasetOptions,
+    PackDataset,
+    PackedDocument,
+    Ranks,
+    RunLength,
+)
 from verl_ext.data.left_out import OverLengthRow
 from verl_ext.data.megatron.blend import BLEND_RULES
 from verl_ext.data.multidoc_plan import LABEL_TOKENS, SourceFinder, StreamPlan, WindowPlan, is_path, read_blend
@@ -266,9 +275,19 @@ class MultiDocDataset(PackDataset):
         }
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
+    def documents_of(self, pack: int) -> list[PackedDocument]:
+        source, (document, start, stop) = self._plan.pieces(self.place_of(pack))
+        prefix = self.sources[source].index.prefix
+        pieces = zip(document.tolist(), start.tolist(), (stop - start).tolist(), strict=True)
+        return [PackedDocument(prefix, *piece) for piece in pieces]
+
     @property
     def folders(self) -> tuple[str, ...]:
         return tuple(source.index.prefix for source in self.sources)
+
+    @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        return tuple(DataFile(path) for source in self.sources for path in source.index.files)
 
     @cached_property
     def categories(self) -> CategoryTable:

@@ -27,6 +27,7 @@ from verl_ext.data.dataset import ONE_RANK, Ranks
 from verl_ext.data.left_out import OverLengthCount
 from verl_ext.files import default_root, whole_file
 from verl_ext.packing import Spans
+from verl_ext.text.arrow_folder import read_state
 from verl_ext.text.tokenized import CATEGORIES
 
 BLOCK_TOKENS = 1 << 22
@@ -362,12 +363,12 @@ def _digest(folders: Sequence[str], spans: Spans, over: OverLengthDocuments) -> 
     over-length documents."""
     facts: list[Any] = [FORMAT, len(spans), len(over), [over.max_tokens, over.policy] if len(over) else None]
     for folder in map(Path, folders):
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = read_state(folder)
         names = folder / CATEGORIES
-        facts += [state.get("_fingerprint"), names.read_text(encoding="utf-8") if names.exists() else None]
-        for file in state["_data_files"]:
-            status = (folder / file["filename"]).stat()
-            facts += [file["filename"], status.st_size, status.st_mtime_ns]
+        facts += [state.fingerprint, names.read_text(encoding="utf-8") if names.exists() else None]
+        for shard in state.shards:
+            status = (folder / shard.name).stat()
+            facts += [shard.name, status.st_size, status.st_mtime_ns]
     digest = hashlib.sha256(json.dumps(facts).encode())
     for array in (spans.row, spans.start, spans.length, over.rows, over.lengths):
         digest.update(np.ascontiguousarray(array).data)

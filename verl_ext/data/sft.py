@@ -25,7 +25,16 @@ from numpy.typing import NDArray
 
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
-from verl_ext.data.dataset import DatasetOptions, PackDataset, Ranks, missing_paths, named_paths, split_rows
+from verl_ext.data.dataset import (
+    DataFile,
+    DatasetOptions,
+    PackDataset,
+    PackedDocument,
+    Ranks,
+    missing_paths,
+    named_paths,
+    split_rows,
+)
 from verl_ext.data.left_out import CategoryRows, OverLengthRow
 from verl_ext.data.mixture import MixtureOptions, draw_spans
 from verl_ext.data.scan import DocumentScan, OverLengthDocuments, scan_documents
@@ -206,6 +215,15 @@ class SFTDataSet(PackDataset):
             out["attention_mask"][:tokens] = 1
         return {name: torch.from_numpy(values) for name, values in out.items()}
 
+    def documents_of(self, pack: int) -> list[PackedDocument]:
+        documents, first_rows = self.plan.documents(self.place_of(pack)), self._data.first_rows()
+        row, start, length = (values[documents] for values in (self.spans.row, self.spans.start, self.spans.length))
+        folder = np.searchsorted(first_rows, row, side="right") - 1
+        numbers = zip(
+            folder.tolist(), (row - first_rows[folder]).tolist(), start.tolist(), length.tolist(), strict=True
+        )
+        return [PackedDocument(self.folders[of], *place) for of, *place in numbers]
+
     @cached_property
     def scan(self) -> DocumentScan:
         """Read at the first use. ValueError when there is no target, or for values out of range."""
@@ -224,6 +242,10 @@ class SFTDataSet(PackDataset):
     @property
     def folders(self) -> tuple[str, ...]:
         return self._data.folders
+
+    @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        return self._data.files
 
     @property
     def token_range(self) -> tuple[int, int]:

@@ -9,13 +9,17 @@ FSDP1, and optimizers of other packages than torch, whose states have forms of t
 kind a rank, read by as many ranks as wrote them.
 """
 
-import json
 import logging
+import os
+import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,10 +39,13 @@ from verl.utils.transformers_compat import drop_tied_target_keys
 
 from verl_ext.engines.state import StateWriter, model_state, optimizer_state, read_model, read_optimizer
 from verl_ext.files import write_json
+from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line
 
 STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
 SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
+_UINT32 = np.zeros(0, np.uint32)  # numpy's random state, which verl saves, is an array of them
+_OF_NUMPYS_STATE: list[Any] = [_UINT32.__reduce__()[0], np.ndarray, np.dtype, type(_UINT32.dtype)]
 _log = logging.getLogger(__name__)
 
 
@@ -176,6 +183,27 @@ def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> No
         _log.warning("%s has no %s: the loss scale starts anew", folder, SCALER)
 
 
+@contextmanager
+def tensors_alone(checkpoint: Path) -> Iterator[None]:
+    """Let ``torch.load`` read tensors and plain values inside, whatever it is asked for: verl asks for any object.
+
+    Raises ValueError where a file of the checkpoint holds something else, of which nothing is run.
+    """
+    with (
+        mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0"),
+        torch.serialization.safe_globals(_OF_NUMPYS_STATE),
+    ):
+        try:
+            yield
+        except pickle.UnpicklingError as error:
+            unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error))
+            raise ValueError(
+                f"a checkpoint must hold tensors and plain values alone; {checkpoint} has a pickle of "
+                f"{unknown[0] if unknown else 'something else'}: trainer.allow_pickled_checkpoints=true reads it, and "
+                "runs the code that is in it"
+            ) from error
+
+
 def is_elastic(engine: Any) -> bool:
     """Whether an engine's checkpoints are read by any number of ranks."""
     return isinstance(engine.module, FSDPModule) and engine.optimizer_config.optimizer_impl == "torch.optim"
@@ -188,12 +216,26 @@ def _load_elastic(engine: Any, folder: Path) -> None:
     if manager.should_load_optimizer:
         read_optimizer(folder / STATE, engine.module, engine.optimizer)
     if manager.should_load_extra:
-        extra = json.loads((folder / EXTRA).read_text(encoding="utf-8"))
-        _resume_schedule(engine.lr_scheduler, extra["lr_scheduler"])
-        if engine.scaler is not None and extra["scaler"] is not None:
-            engine.scaler.load_state_dict(extra["scaler"])
+        schedule, scaler = read_extra(folder)
+        _resume_schedule(engine.lr_scheduler, schedule)
+        if engine.scaler is not None and scaler is not None:
+            engine.scaler.load_state_dict(scaler)
         elif engine.scaler is not None and engine.rank == 0:
             _log.warning("%s is not of an fp16 run: the loss scale starts anew", folder)
+
+
+def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """(state of the schedule, state of fp16's scaler) of a checkpoint's folder; ValueError where there is none."""
+    path = folder / EXTRA
+    try:
+        extra = parse_json(path.read_text(encoding="utf-8"))
+        schedule, scaler = extra["lr_scheduler"], extra["scaler"]
+        whole = isinstance(schedule["last_epoch"], int) and (scaler is None or isinstance(scaler["scale"], float))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} must hold the state of a schedule; it cannot be read as one") from error
+    if not whole:
+        raise ValueError(f"{path} must hold the state of a schedule; its last_epoch or scale is no number")
+    return schedule, scaler
 
 
 def _resume_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:

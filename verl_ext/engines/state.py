@@ -11,6 +11,7 @@ descriptions of tensors are read. Options of the optimizer (lr, betas) are the c
 """
 
 import io
+import math
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from verl_ext.files import is_inside
+from verl_ext.values import first_line
 
 METADATA = ".metadata"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -112,16 +116,29 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
-        assert isinstance(metadata, Metadata)
-        assert metadata.storage_meta is not None
-        assert all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+        entries = metadata.state_dict_metadata.values()
         files = {info.relative_path for info in metadata.storage_data.values()}
-        assert all(Path(name).name == name for name in files)
+        sound = isinstance(metadata.storage_meta, StorageMeta) and all(map(_is_sound, entries))
+        sound = sound and all(Path(name).name == name and is_inside(folder / name, folder) for name in files)
     except OSError:
         raise
     except Exception as error:  # an unpickler raises whatever the bytes lead it to
         raise ValueError(f"{path} must be the metadata of torch.distributed.checkpoint; got another file") from error
+    if not sound:
+        raise ValueError(f"{path} must be of tensors in files beside it; got the metadata of something else")
     return metadata
+
+
+def _is_sound(entry: Any) -> bool:
+    """Whether an entry is a tensor's, whose chunks lie inside it and are as many elements as it has."""
+    if not (isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties.dtype, torch.dtype)):
+        return False
+    edges = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    return sum(math.prod(sizes) for _, sizes in edges) == math.prod(entry.size) and all(
+        len(offsets) == len(sizes) == len(entry.size)
+        and all(0 <= at <= at + size <= most for at, size, most in zip(offsets, sizes, entry.size, strict=True))
+        for offsets, sizes in edges
+    )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -159,16 +176,22 @@ class SavedModel:
         return [name.removeprefix(_MODEL) for name in saved if name.startswith(_MODEL)]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor; `dcp.load` would keep each until Python next collects its cycles."""
+        """The whole tensor; `dcp.load` would keep each until Python next collects its cycles.
+
+        Raises ValueError for one that cannot be read.
+        """
         entry: Any = self._metadata.state_dict_metadata[_MODEL + name]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
-            place = self._metadata.storage_data[MetadataIndex(_MODEL + name, chunk.offsets)]
-            with (self._folder / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                part = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
-            region = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[region] = part
+        try:
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+            for chunk in entry.chunks:
+                edges = zip(chunk.offsets, chunk.sizes, strict=True)
+                region = tuple(slice(begin, begin + size) for begin, size in edges)
+                place = self._metadata.storage_data[MetadataIndex(_MODEL + name, chunk.offsets)]
+                with (self._folder / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    whole[region] = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+        except Exception as error:  # as an unpickler
+            raise ValueError(f"{self._folder} must hold {name}; it cannot be read: {first_line(error)}") from error
         return whole
 
 

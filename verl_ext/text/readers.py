@@ -7,7 +7,6 @@ travel as bytes and are parsed by the worker that tokenizes them; the other form
 import codecs
 import csv
 import io
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,8 +18,9 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from verl_ext.text.arrow_folder import STATE, parse_state, read_state
 from verl_ext.text.json_records import BadRecord, JsonList, LineColumn, parse_line
-from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, open_source
+from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_url, open_source
 from verl_ext.values import DataError, first_line
 
 BLOCK = 1 << 20  # bytes of a text file taken at once
@@ -313,18 +313,16 @@ def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
 
 def _arrow_shards(folder: str) -> list[str]:
     try:
-        with open_source(f"{folder}/state.json") as file:
-            state = json.loads(file.stream.read())
-        if state.get("_indices_data_files"):
-            raise DataError(f"{folder}: must be saved anew: its rows are in an order of their own")
-        names = [str(part["filename"]) for part in state["_data_files"]]
+        if is_url(folder):
+            with open_source(f"{folder}/{STATE}") as file:
+                state = parse_state(file.stream.read().decode("utf-8"))
+        else:
+            state = read_state(Path(folder))
     except DataError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{folder}: cannot be read as an Arrow folder: its state.json names no files") from error
-    if len({*names}) != len(names) or any(Path(name).name != name for name in names):
-        raise DataError(f"{folder}: cannot be read as an Arrow folder: its state.json names files that cannot be")
-    return [f"{folder}/{name}" for name in names]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: cannot be read as an Arrow folder: {first_line(error)}") from error
+    return [f"{folder}/{shard.name}" for shard in state.shards]
 
 
 def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:

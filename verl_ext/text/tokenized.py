@@ -25,8 +25,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import pyarrow as pa
 
-from verl_ext.files import cached_folder, write_json
+from verl_ext.files import cached_folder, checksum, write_json
 from verl_ext.progress import Progress
+from verl_ext.redaction import redacted
+from verl_ext.text.arrow_folder import STATE, read_state
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
 
@@ -204,7 +206,7 @@ def _write(
         writer.abandon()
     write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
     report = {
-        "files": [file.path for file in files],
+        "files": redacted([file.path for file in files]),
         "options": _options(encoder),
         "categories": {names[number]: of_category.as_dict() for number, of_category in counts.items()},
         "total": total.as_dict(),
@@ -314,23 +316,22 @@ class DatasetWriter:
         return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts))
 
     def _write_metadata(self, files: list[str]) -> None:
-        """dataset_info.json and state.json as `Dataset.save_to_disk` writes them, naming our shards."""
+        """dataset_info.json and state.json as `Dataset.save_to_disk` writes them, with what our shards hold."""
         from datasets import DatasetInfo, Features  # here, because importing it takes a second
 
         features = Features.from_arrow_schema(_schema(self.weighted, self.texts))
         DatasetInfo(features=features).write_to_directory(str(self.folder), pretty_print=True)
         unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
         state = {**unformatted, "_output_all_columns": False, "_split": None, "_fingerprint": self._hash.hexdigest()}
-        write_json(self.folder / "state.json", {**state, "_data_files": [{"filename": name} for name in files]})
+        facts = [(name, os.path.getsize(self.folder / name), checksum(self.folder / name)) for name in files]
+        shards = [dict(zip(("filename", "bytes", "xxh3_128"), each, strict=True)) for each in facts]
+        write_json(self.folder / STATE, {**state, "_data_files": shards})
 
 
 def has_document_columns(folder: Path) -> bool:
     """Whether every shard of a dataset is as it was written here, so that its DOCUMENT_COLUMNS hold."""
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if state.get("_indices_data_files"):
-        return False
-    for file in state["_data_files"]:
-        with pa.memory_map(str(folder / file["filename"])) as source, pa.ipc.open_stream(source) as reader:
+    for shard in read_state(folder).shards:
+        with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
             if not MARK.items() <= (reader.schema.metadata or {}).items():
                 return False
     return True

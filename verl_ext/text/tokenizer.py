@@ -17,6 +17,7 @@ _tokenizer_module = _WITH_TORCH
 LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
 # Added tokens of no text, such as <think>, which not every tokenizer marks as special.
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
+TRUSTED = "model.trust_remote_code=true runs Python code that comes with the model or tokenizer"
 
 
 @dataclass(frozen=True)

@@ -192,26 +192,40 @@ class StepLoss:
         normaliser: Z of the global step, above 0.
         data_parallel_size: ranks whose shares add up to the loss.
         sums: where weighted and category losses are collected; None on steps that are not logged.
+        kept: to which each micro-batch's ℓ_t, float32[T] on the device, is appended; None: they are not kept.
     """
 
-    def __init__(self, normaliser: float, data_parallel_size: int, sums: StepSums | None) -> None:
+    def __init__(
+        self,
+        normaliser: float,
+        data_parallel_size: int,
+        sums: StepSums | None,
+        kept: list[torch.Tensor] | None = None,
+    ) -> None:
         assert normaliser > 0, "a step without a weighted target is skipped, not divided by 0"
         self.scale = data_parallel_size / normaliser
-        self.sums = sums
+        self.sums, self.kept = sums, kept
 
     def __call__(
         self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
     ) -> tuple[torch.Tensor, dict]:
-        """The micro-batch's share of the loss, a scalar, and no metrics of its own."""
+        """The micro-batch's share of the loss, a scalar, and no metrics of its own.
+
+        The gradient of a share that is not finite is NaN: the gradient norm, which all ranks share, then skips the step
+        on every rank, also where the loss alone is infinite.
+        """
         coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
         nll = -model_output["log_probs"].values()  # float32[T]
         if "loss_terms" in model_output:  # of a fused head
             terms = model_output["loss_terms"].values()
         else:  # where nothing is predicted, an infinite nll must not become NaN by a product with 0
             terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
+        if self.kept is not None:
+            self.kept.append(nll.detach())
         if self.sums is not None:
             self.sums.weighted_loss.add_(terms.detach().double().sum())
             category = data["category_index"].values()
             of_targets = torch.where(category >= 0, nll.detach().double(), 0.0)
             self.sums.category_loss.index_add_(0, category.clamp(min=0), of_targets)
-        return terms.sum() * self.scale, {}
+        share = terms.sum() * self.scale
+        return share * torch.where(share.detach().isfinite(), 1.0, torch.nan), {}

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -47,17 +47,20 @@ from verl_ext.config.output import (
     REPORT,
     RUN_IDS,
     RUN_LOCK,
+    SPIKES,
     OutputPlan,
     check_ranks,
 )
 from verl_ext.config.run import RunConfig
 from verl_ext.data.dataset import Ranks
-from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic
+from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic, tensors_alone
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import sync, whole_file, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.trainer.distributed import LONG
-from verl_ext.values import nearest_name
+from verl_ext.values import nearest_name, show
+
+_SEEN = ("skipped_steps", "skipped_in_a_row", "spikes")
 
 
 class PlanState:
@@ -73,6 +76,7 @@ class PlanState:
         grouping: `Run.grouping` of this run, and of the checkpoint once one is loaded.
         skipped_steps: of the run so far, those before a resume included.
         skipped_in_a_row: of these, the last ones without a trained step between them.
+        spikes: steps of the run so far whose loss was a spike; recent_losses: of the last trained steps.
         folder: of the run, for messages.
         allowed: keys that may differ, `trainer.allow_resume_mismatch`.
     """
@@ -82,21 +86,26 @@ class PlanState:
     ) -> None:
         self.fingerprint = _as_json(fingerprint)
         self.grouping = grouping
-        self.skipped_steps = self.skipped_in_a_row = 0
+        self.skipped_steps = self.skipped_in_a_row = self.spikes = 0
+        self.recent_losses: list[float] = []
         self.folder = folder
         self.allowed = allowed
 
     def state_dict(self) -> dict[str, Any]:
         """What is saved with the model."""
-        skipped = {"skipped_steps": self.skipped_steps, "skipped_in_a_row": self.skipped_in_a_row}
-        return {**self.fingerprint, "grouping": self.grouping, **skipped}
+        seen = {name: getattr(self, name) for name in _SEEN}
+        return {**self.fingerprint, "grouping": self.grouping, **seen, "recent_losses": list(self.recent_losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what the checkpoint was trained on; ValueError as :meth:`check`."""
         self.check(state)
-        self.grouping = state.get("grouping", self.grouping)
-        self.skipped_steps = state.get("skipped_steps", 0)  # a checkpoint of an earlier version has none
-        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
+        grouping, losses = state.get("grouping", self.grouping), state.get("recent_losses", [])
+        seen = {name: state.get(name, 0) for name in _SEEN}  # a checkpoint of an earlier version has none
+        kinds = isinstance(grouping, dict) and isinstance(losses, list)
+        if not kinds or any(type(n) is not int for n in seen.values()) or any(type(x) is not float for x in losses):
+            raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {show(seen)}")
+        self.grouping, self.recent_losses = grouping, losses
+        vars(self).update(seen)
 
     def check_allowed(self) -> None:
         """Raises ValueError for a name in `allowed` that no checkpoint remembers."""
@@ -167,7 +176,8 @@ class Checkpoints:
         """Load the checkpoint that the run goes on from; its step, 0 without one."""
         if self.resumed is None:
             return 0
-        self.engine.load_checkpoint(str(self.resumed))
+        with nullcontext() if self.options.allow_pickled_checkpoints else tensors_alone(self.resumed):
+            self.engine.load_checkpoint(str(self.resumed))
         self.plan.load_state_dict(saved_plan(self.resumed))
         step = step_of(self.resumed)
         if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
@@ -327,8 +337,8 @@ def clear_output(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in (*saved_folders(folder), *unfinished_folders(folder)):
         shutil.rmtree(path)
-    metrics = (METRICS, f"{METRICS}.before_resume", f"{METRICS}.before_restart")
-    for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, RUN_IDS, *metrics):
+    lines = (f"{name}{ending}" for name in (METRICS, SPIKES) for ending in ("", ".before_resume", ".before_restart"))
+    for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, RUN_IDS, *lines):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
 from verl_ext.data.dataset import Ranks
+from verl_ext.redaction import redacted_text
 from verl_ext.values import first_line
 
 USER_ERROR = 2
@@ -149,7 +150,7 @@ class RunRanks(Ranks):
 def exit_all_ranks(message: str, code: int) -> NoReturn:
     """End the run on every rank, which must all call this: rank 0 says why, all exit with ``code``."""
     if dist.get_rank() == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {redacted_text(message)}", file=sys.stderr, flush=True)
     dist.barrier()  # no rank leaves, and has torchrun stop the others, before the line is out
     raise SystemExit(code)
 
@@ -157,7 +158,7 @@ def exit_all_ranks(message: str, code: int) -> NoReturn:
 def exit_this_rank(message: str, code: int) -> NoReturn:
     """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
     with suppress(OSError):  # a terminal or a pipe that is gone
-        print(f"\nerror: rank {os.environ['RANK']}: {message}", file=sys.stderr)  # below a progress bar
+        print(f"\nerror: rank {os.environ['RANK']}: {redacted_text(message)}", file=sys.stderr)  # below a progress bar
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     for process in multiprocessing.active_children():

@@ -223,3 +223,9 @@ class DataParallelRank:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over the data-parallel ranks, in place."""
         dist.all_reduce(tensor, group=self._engine.get_data_parallel_group())
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        """The values of all data-parallel ranks, in their order."""
+        gathered: list[list[Any]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(gathered, values, group=self._engine.get_data_parallel_group())
+        return [value for values in gathered for value in values]

@@ -15,6 +15,7 @@ from verl_ext.config.output import REPORT
 from verl_ext.data import PackDataset
 from verl_ext.data.mixture import mixture_table
 from verl_ext.files import write_json
+from verl_ext.redaction import redacted
 from verl_ext.trainer.step_plan import StepPlan
 
 Facts = dict[str, Any]
@@ -74,7 +75,7 @@ def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
 
 def write_report(report: Mapping[str, Facts], folder: Path) -> None:
     """`report` as data_report.json in `folder`, whole or not at all."""
-    write_json(folder / REPORT, report)
+    write_json(folder / REPORT, redacted(report))
 
 
 def _data_lines(name: str, facts: Facts) -> Iterator[str]:

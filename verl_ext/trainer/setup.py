@@ -8,6 +8,7 @@ import json
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -27,12 +28,14 @@ from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
+from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, RunLength
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
+from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.checkpoint import PlanState, refuse_locked, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
@@ -83,11 +86,14 @@ class Run:
         memory: settings that the weights of its memory belong to, None without one.
         model_config: what its config.json says of its shape.
         checkpoint: what it goes on from, None where it begins anew.
+        files: that are trained on; content: their digest, None where nothing is trained.
         extends: the packs are those of the run that it resumes, and more.
     """
 
     config: RunConfig
     train_set: PackDataset
+    files: DataFiles
+    content: str | None
     plan: StepPlan
     cost: CostModel
     data_parallel_size: int
@@ -137,6 +143,7 @@ class Run:
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
             DIGEST: self.train_set.digest,
+            **({} if self.content is None else {CONTENT: self.content}),
             **model,
         }
 
@@ -176,6 +183,8 @@ def prepare(composed: DictConfig) -> Run:
     """
     with user_errors_end_the_run():
         check_keys(composed)
+        if composed.model.trust_remote_code and dist.get_rank() == 0:  # said before any of it runs
+            print(f"note: {TRUSTED}", file=sys.stderr, flush=True)
         planned = plan_options(composed)
         world_size = planned.world_size or dist.get_world_size()
         device, capability = ("cuda", None) if planned.gpu_memory else (accelerator(), gpu_capability())
@@ -193,8 +202,10 @@ def prepare(composed: DictConfig) -> Run:
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     with user_errors_end_the_run():
         _check_nodes(config, output, datasets)
+        files = DataFiles(train_set.data_files, train_set.key)
     for dataset in datasets:
         dataset.read_together(RunRanks())
+    content = None if config.trainer.plan_only or config.trainer.eval_only else files.digest(RunRanks())
     with user_errors_end_the_run():
         for dataset in datasets:
             _check_dataset(dataset, config, hf_config)
@@ -220,6 +231,8 @@ def prepare(composed: DictConfig) -> Run:
             memory=config.model.memory_settings(hf_config),
             model_config=_shape_of(hf_config),
             checkpoint=checkpoint,
+            files=files,
+            content=content,
         )
         if not config.trainer.eval_only:  # which remembers less
             run.plan_state().check_allowed()
@@ -230,7 +243,8 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     """The run as it goes on from a checkpoint; ValueError where it disagrees with what that was made with."""
     saved = saved_plan(checkpoint)
     seen = step_of(checkpoint) * run.plan.batch_size
-    if not run.config.trainer.eval_only and run.train_set.extends(saved, seen):
+    is_same = saved.get(CONTENT, run.content) == run.content
+    if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
         told = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
         run = replace(run, extends=True, notices=(*run.notices, told))
     run.plan_state().check(saved)

@@ -18,7 +18,8 @@ from verl.utils.tracking import Tracking
 
 from verl_ext.config.output import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
-from verl_ext.files import write_json
+from verl_ext.files import whole_file, write_json
+from verl_ext.redaction import redacted
 from verl_ext.values import first_line
 
 # tracker: (variable of its run's id, variable that lets a run of that id be continued)
@@ -92,8 +93,8 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
         path = Path(os.environ.setdefault(_FILE_PATH, str(folder / METRICS)))
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_until(path, first_step) if first_step else []
-        if not first_step and path.is_file():  # of a run that ended before its first checkpoint
-            os.replace(path, path.with_name(f"{path.name}.before_restart"))
+        if not first_step:
+            _set_aside(path)
         backup = path.with_name(f"{path.name}.before_resume")
         if kept and not backup.exists():
             os.replace(path, backup)  # until they are written again below
@@ -102,6 +103,21 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
         tracking.logger["file"].fp.write(b"".join(kept))
         backup.unlink()
     return tracking
+
+
+def continued_lines(path: Path, first_step: int) -> None:
+    """Leave the lines up to `first_step` in a JSONL file of a run that goes on; at step 0 the file is set aside."""
+    if not first_step:
+        _set_aside(path)
+    elif path.is_file():
+        kept = _lines_until(path, first_step)
+        with whole_file(path) as partial:
+            partial.write_bytes(b"".join(kept))
+
+
+def _set_aside(path: Path) -> None:
+    if path.is_file():  # of a run that ended before its first checkpoint
+        os.replace(path, path.with_name(f"{path.name}.before_restart"))
 
 
 def _started(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Tracking:
@@ -113,7 +129,7 @@ def _started(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Trac
                 trainer.project_name,
                 trainer.experiment_name,
                 default_backend=loggers,
-                config=config.values,
+                config=redacted(config.values),
             )
     except Exception as error:  # each tracker has exceptions of its own
         raise ValueError(

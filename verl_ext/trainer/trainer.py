@@ -19,6 +19,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
+from verl_ext.config.run import AFTER_EACH_EPOCH
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
@@ -26,10 +27,11 @@ from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, remove_unfinished, save_final_memory
-from verl_ext.trainer.distributed import limit_collectives, user_errors_end_the_run
+from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
+from verl_ext.trainer.spikes import SpikeWatch
 from verl_ext.trainer.tracking import open_tracking
 
 
@@ -46,11 +48,13 @@ class TooManySkippedSteps(RuntimeError):
 
 @dataclass
 class StepOutcome:
-    """What one optimizer step gave: its gradient norm before clipping, its learning rate, its sums if logged."""
+    """What one optimizer step gave: its gradient norm before clipping, its learning rate, its sums over all ranks if
+    they are wanted, and ℓ_t of this rank's micro-batches where spikes are watched."""
 
     grad_norm: float
     lr: float
     sums: StepSums | None
+    nll: list[torch.Tensor] | None = None
 
     @property
     def skipped(self) -> bool:
@@ -84,6 +88,7 @@ class SFTTrainer:
         self.plan_state = run.plan_state()
         self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.checkpoint)
         self.first_step = 0
+        self.spikes: SpikeWatch | None = None
         self._pack_tokens = run.train_set.pack_tokens()
         engine = self.engine
         meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
@@ -107,6 +112,8 @@ class SFTTrainer:
             self.tracking = open_tracking(self.config, self.first_step) if self.is_rank0 else None
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         self._regroup()
+        if self.config.trainer.spike_factor is not None:
+            self.spikes = SpikeWatch(self.run, self.rank, self.plan_state, self.first_step)
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
@@ -116,11 +123,15 @@ class SFTTrainer:
             self._profile(step, "start")
             self._seed_step(step)
             logged = self.run.is_due(step, self.config.trainer.log_freq)
-            outcome = self.train_step(batch, logged)
+            outcome = self.train_step(batch, logged or self.spikes is not None)
             self._profile(step, "stop")
             self.progress.step(int(self._pack_tokens[self.run.plan.packs(step - 1)].sum()))
+            if self.spikes is not None:
+                loss = math.nan if outcome.sums is None else outcome.sums.loss
+                if told := self.spikes.see(step, batch, loss, outcome.nll, outcome.skipped):
+                    self.progress.say(told)
             self._count_skipped(step, outcome)
-            if outcome.sums is not None:
+            if logged and outcome.sums is not None:
                 self._log_step(step, outcome)
             self._validate_and_save(step)
         done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
@@ -146,17 +157,19 @@ class SFTTrainer:
         seed = np.random.SeedSequence([self.config.trainer.seed, step, dist.get_rank()])
         torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
-    def train_step(self, batch: StepBatch, logged: bool) -> StepOutcome:
-        """One optimizer step over this rank's share of the packs."""
+    def train_step(self, batch: StepBatch, summed: bool) -> StepOutcome:
+        """One optimizer step over this rank's share of the packs; its loss and counts over all ranks if `summed`."""
         lr = self.engine.lr_scheduler.get_last_lr()[0]
         normaliser = self._normaliser(batch)
         if normaliser > 0:
-            sums = self.rank.sums(batch) if logged else None
-            grad_norm = self._update(batch, StepLoss(normaliser, self.rank.size, sums))
+            sums = self.rank.sums(batch) if summed else None
+            nll: list[torch.Tensor] | None = None if self.spikes is None else []
+            grad_norm = self._update(batch, StepLoss(normaliser, self.rank.size, sums, nll))
+            sums = sums and sums.reduced(self.rank.all_reduce)
         else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
-            sums, grad_norm = None, math.nan
+            sums, grad_norm, nll = None, math.nan, None
         self.engine.lr_scheduler_step()  # the schedule counts steps, skipped ones included
-        return StepOutcome(grad_norm, lr, sums)
+        return StepOutcome(grad_norm, lr, sums, nll)
 
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
         """Gradients and the optimizer's step; the gradient norm before clipping."""
@@ -191,10 +204,9 @@ class SFTTrainer:
 
     def _log_step(self, step: int, outcome: StepOutcome) -> None:
         assert outcome.sums is not None
-        sums = outcome.sums.reduced(self.rank.all_reduce)
         if self.tracking is None:
             return
-        metrics = sums.report("train", self.run.train_set.categories.names)
+        metrics = outcome.sums.report("train", self.run.train_set.categories.names)
         metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * self.run.train_set.max_tokens)
         metrics["train/grad_norm"] = outcome.grad_norm
         metrics["train/lr"] = outcome.lr
@@ -204,6 +216,8 @@ class SFTTrainer:
             metrics["train/router_loss"] = self.engine.router_loss.value.item()
         metrics["train/epoch"] = step / self.run.steps_per_epoch
         metrics["train/skipped_steps"] = self.plan_state.skipped_steps
+        if self.spikes is not None:
+            metrics["train/spikes"] = self.plan_state.spikes
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
         self.progress.show(metrics)
         self._track(metrics, step)
@@ -236,10 +250,23 @@ class SFTTrainer:
         if self.evaluation is not None and self.run.is_due(step, self.config.trainer.test_freq):
             metrics = self.validate()
             self._track(metrics, step)
-        if self.run.is_due(step, self.config.trainer.save_freq):
+        saves = self.run.is_due(step, self.config.trainer.save_freq)
+        if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
+            self._refuse_changed_data()
+        if saves:
             with self.progress.aside():
                 self._save(step)
         self.progress.resume(paused)
+
+    def _refuse_changed_data(self) -> None:
+        """End the run, before a checkpoint is made of it, where the files that it is trained on have changed."""
+        if self.run.content is None:
+            return
+        if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
+            with self.progress.aside(), self._going_on(True):
+                self.checkpoints.finish()  # of the data as it was
+            with self.progress.aside():
+                self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
 
     def _save(self, step: int) -> None:
         """A checkpoint; where one before the last step cannot be written, the run goes on without it."""

@@ -1,0 +1,134 @@
+"""Data that changes between two runs, or under one, is found and named."""
+
+import contextlib
+import io
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.test_spikes import overrides_of
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import build
+from verl_ext.config.checkpoints import saved_folders
+from verl_ext.data import SFTDataSet
+from verl_ext.data.content import DataFiles, joined
+from verl_ext.data.dataset import ONE_RANK, DataFile
+from verl_ext.files import checksum
+from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.tokenized import DatasetWriter, digest
+
+
+def written_by_us(folder: Path) -> str:
+    """A folder whose shards have their checksums recorded."""
+    folder.mkdir()
+    writer = DatasetWriter(folder)
+    lengths = np.array([10] * 8, np.int32)
+    ids = np.random.default_rng(0).integers(1, 100, lengths.sum()).astype(np.int32)
+    mask = np.tile([0] + [1] * 9, 8).astype(np.int8)
+    writer.add(Documents(1, 0, ids, mask, lengths, None, Counts()))
+    writer.close()
+    return str(folder)
+
+
+def written_by_others(folder: Path) -> str:
+    return write_tokenized(folder, random_documents(np.random.default_rng(0), [10] * 8, 100, 1))
+
+
+WRITERS = (written_by_us, written_by_others)
+
+
+def change_token(folder: str) -> Path:
+    """Make one token another, in place: the file's size and everything else stay."""
+    (path,) = Path(folder).glob("*.arrow")
+    content = path.read_bytes()
+    row = SFTDataSet(folder, 64, strategy="none")[7]["input_ids"].numpy().astype(np.int32)
+    at = content.index(row.tobytes()) + 4  # neither the lowest nor the highest id is one of these
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([content[at] ^ 1]))
+    return path
+
+
+def digest_of(folder: str) -> str:
+    return DataFiles(SFTDataSet(folder, 64).data_files, "data.train_dir").digest(ONE_RANK)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_copy_has_the_same_digest_whatever_its_times(tmp_path, write):
+    folder = write(tmp_path / "data")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    for path in Path(copy).iterdir():
+        os.utime(path, ns=(0, 1 if path.name == "state.json" else 2))
+    assert digest_of(str(copy)) == digest_of(folder)
+
+
+def test_a_tokenized_folder_whose_content_changed_is_refused(tmp_path):
+    folder = written_by_us(tmp_path / "data")
+    path = change_token(folder)
+    with pytest.raises(
+        ValueError, match=f"data.train_dir must hold files as they were tokenized; the content of {path}"
+    ):
+        digest_of(folder)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"bytes and had .* when it was tokenized"):
+        SFTDataSet(folder, 64)
+
+
+def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_ext.data.content.BLOCK", 100)
+    path = tmp_path / "long.bin"
+    path.write_bytes(bytes(range(250)))
+    blocks = [checksum(path, begin, 100) for begin in (0, 100, 200)]
+    assert blocks[2] == checksum(path, 200)
+    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == digest([joined(blocks)])
+    path.write_bytes(bytes(range(100, 200)) + bytes(range(100)) + bytes(range(200, 250)))
+    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == digest(
+        [joined([*blocks[1::-1], blocks[2]])]
+    )
+
+
+def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[str]:
+    """Train, and change the data once the first checkpoint is there; the errors that end the run."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        trainer = build(overrides)
+        save = trainer.checkpoints.save
+
+        def save_and_change(step: int) -> None:
+            save(step)
+            if step == 1 and trainer.is_rank0:
+                (path,) = Path(folder).glob("*.arrow")
+                if how == "a token":
+                    change_token(folder)
+                else:
+                    os.replace(shutil.copy(path, path.with_suffix(".new")), path)
+
+        trainer.checkpoints.save = save_and_change
+        trainer.fit()
+    return [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+
+
+def test_a_change_under_a_run_ends_it_and_refuses_a_resume(tmp_path, tiny_model):
+    folder, run = written_by_others(tmp_path / "data"), tmp_path / "run"
+    overrides = overrides_of(folder, tiny_model, run, "trainer.save_freq=1", "trainer.spike_factor=null")
+    ((told,), others) = run_ranks(train_on_changing_data, 2, overrides, folder, "a token")
+    assert told.startswith(f"error: data.train_dir must not change while it is trained on; {folder}/data-0")
+    assert others == []
+    assert [path.name for path in saved_folders(run)] == ["global_step_1"]
+    ((told,),) = run_ranks(train_on_changing_data, 1, overrides, folder, "")
+    assert told.startswith("error: the content of the files in data.train_dir is ")
+    assert [path.name for path in saved_folders(run)] == ["global_step_1"]
+    assert not (run / "spikes.jsonl").exists()
+
+
+def test_a_file_of_the_same_content_ends_no_run(tmp_path, tiny_model):
+    folder, run = written_by_us(tmp_path / "data"), tmp_path / "run"
+    more = ["trainer.save_freq=1", "trainer.spike_factor=null", "trainer.total_training_steps=2"]
+    overrides = overrides_of(folder, tiny_model, run, *more)
+    (told,) = run_ranks(train_on_changing_data, 1, overrides, folder, "replaced by a copy")
+    assert told == []
+    assert len(saved_folders(run)) == 2

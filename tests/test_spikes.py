@@ -1,0 +1,145 @@
+"""Losses that stand out, and steps without a finite one: every rank agrees, and the documents are named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import load_from_disk
+
+from tests.ranks import run_ranks
+from tests.test_trainer import poison_of
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import metrics, stopped_at, train, train_alone
+from verl_ext.data import MultiDocDataset, SFTDataSet
+from verl_ext.data.megatron.index import IndexWriter, TokenIndex
+from verl_ext.trainer.batch import StepLoss
+
+VOCABULARY, STEPS = 100, 11
+ODD = 18  # the row of the document that is like no other: of the 10th step
+LAYOUTS = {"one rank": (1, 1), "two groups of two": (4, 2)}  # ranks, those that share a pack
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    """Documents that repeat themselves, which is soon learned, and a random one: a pack is a document."""
+    documents = random_documents(np.random.default_rng(0), [12 + n % 3 for n in range(2 * STEPS)], VOCABULARY, 1)
+    for number, document in enumerate(documents):
+        if number != ODD:
+            document["input_ids"][:] = 7 + np.arange(len(document["input_ids"])) % 2
+    return write_tokenized(tmp_path_factory.mktemp("data") / "train", documents, {1: "maths"})
+
+
+def overrides_of(data: str, model: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *(f"data.train_dir={data}", f"model.path={model}", f"trainer.default_local_dir={output}"),
+        *("data.strategy=none", "data.train_batch_size=2", "data.shuffle=false", "data.balance=none"),
+        *("trainer.spike_factor=2", *more),
+    ]
+
+
+def spikes(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(data, tiny_model, tmp_path_factory) -> dict[str, Path]:
+    outputs = {}
+    for name, (ranks, ulysses) in LAYOUTS.items():
+        outputs[name] = output = tmp_path_factory.mktemp("runs") / "run"
+        more = ["trainer.log_freq=11", "trainer.save_freq=9", f"engine.ulysses_sequence_parallel_size={ulysses}"]
+        run_ranks(train_alone, ranks, overrides_of(data, tiny_model, output, *more))
+    return outputs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_spike_is_written_with_the_document_that_made_it(runs, data, layout):
+    (found,) = spikes(runs[layout])
+    assert (found["step"], found["reason"], found["packs"]) == (ODD // 2 + 1, "spike", [ODD, ODD + 1])
+    worst, other = found["documents"]
+    assert (worst["folder"], worst["row"], worst["start"], worst["category"]) == (data, ODD, 0, "maths")
+    row = load_from_disk(data)[ODD]
+    assert (worst["tokens"], worst["target_tokens"]) == (row["length"], sum(row["loss_mask"][1:]))
+    assert worst["loss"] > found["loss"] > 2 * found["reference"]
+    targets = np.array([worst["target_tokens"], other["target_tokens"]])
+    mean = np.array([worst["loss"], other["loss"]]) @ targets / targets.sum()
+    assert found["loss"] == pytest.approx(mean, rel=1e-6)
+    (alone,) = spikes(runs["one rank"])
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-3)  # Adam enlarges the last digits
+    assert metrics(runs[layout])[STEPS, "train/spikes"] == 1
+
+
+def test_a_resumed_run_says_the_same(runs, data, tiny_model, tmp_path):
+    folder = stopped_at(runs["one rank"], tmp_path / "run", 9)
+    more = ["trainer.log_freq=11", "trainer.save_freq=9"]
+    run_ranks(train_alone, 1, overrides_of(data, tiny_model, folder, *more))
+    assert spikes(folder) == spikes(runs["one rank"])
+    assert metrics(folder)[STEPS, "train/spikes"] == 1
+
+
+def skipped_and_parameters(overrides: list[str]) -> tuple[int, float]:
+    trainer = train(overrides)
+    parameters = [parameter.full_tensor().double() for parameter in trainer.engine.module.parameters()]
+    return trainer.plan_state.skipped_steps, sum(parameter.nansum().item() for parameter in parameters)
+
+
+def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_on_all(tiny_model, tmp_path):
+    model = poison_of(tiny_model, tmp_path / "model", 5)
+    documents = random_documents(np.random.default_rng(1), [10] * 8, VOCABULARY, 1)
+    for number, document in enumerate(documents):
+        document["input_ids"][document["input_ids"] == 5] = 6
+        if number == 3:
+            document["input_ids"][2] = 5
+    data = write_tokenized(tmp_path / "data", documents)
+    more = ["engine.ulysses_sequence_parallel_size=2", "trainer.save_freq=-1"]
+    found = run_ranks(skipped_and_parameters, 4, overrides_of(data, model, tmp_path / "run", *more))
+    assert {skipped for skipped, _ in found} == {1}
+    assert len({total for _, total in found}) == 1
+    (line,) = spikes(tmp_path / "run")
+    assert (line["step"], line["reason"], line["loss"]) == (2, "skipped", "nan")
+    assert [(document["row"], document["loss"] == "nan") for document in line["documents"]] == [(3, True), (2, False)]
+
+
+def test_an_infinite_loss_has_no_finite_gradient():
+    logs = torch.tensor([-1.0, -torch.inf], requires_grad=True)
+    offsets = torch.tensor([0, 2])
+    columns = {"loss_coefficients": torch.ones(2), "category_index": torch.zeros(2, dtype=torch.int64)}
+    data = {name: torch.nested.nested_tensor_from_jagged(column, offsets) for name, column in columns.items()}
+    output = {"log_probs": torch.nested.nested_tensor_from_jagged(logs, offsets)}
+    loss, _ = StepLoss(1.0, 1, None)(output, data)
+    loss.backward()
+    assert logs.grad is not None
+    assert logs.grad.isnan().all()
+
+
+def test_the_documents_of_a_pack_are_its_tokens_in_any_folder_and_piece(tmp_path):
+    rng = np.random.default_rng(2)
+    folders = [
+        write_tokenized(tmp_path / name, random_documents(rng, lengths, VOCABULARY, 1), num_shards=2)
+        for name, lengths in (("a", [5, 30, 9, 1]), ("b", [40, 3, 8]))
+    ]
+    mixture = {"sources": {"all": {"tokens": 200}}}
+    for more in ({}, {"mixture": mixture}):
+        packs = SFTDataSet(folders, max_tokens=16, over_length="split", **more)
+        for pack in range(len(packs)):
+            places = packs.documents_of(pack)
+            ids = [load_from_disk(p.folder)[p.row]["input_ids"][p.start : p.start + p.tokens] for p in places]
+            assert np.concatenate(ids).tolist() == packs[pack]["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("sampling", ["document_stream", "in_order", "random_starts"])
+def test_the_documents_of_a_sample_are_those_of_the_index(tmp_path, sampling):
+    rng = np.random.default_rng(3)
+    for name in ("a", "b"):
+        lengths = rng.integers(0, 30, 20)
+        writer = IndexWriter(tmp_path / name, np.uint16)
+        writer.add(rng.integers(0, VOCABULARY, lengths.sum()).astype(np.uint16), lengths)
+        writer.close()
+    paths = [str(tmp_path / "a.idx"), str(tmp_path / "b.idx")]
+    options = {"sampling": sampling, "cache_dir": str(tmp_path / "cache")}
+    samples = MultiDocDataset(paths, None, 16, config=options)
+    for pack in range(len(samples)):
+        places = samples.documents_of(pack)
+        ids = [TokenIndex(p.folder).tokens(p.row, p.start, p.start + p.tokens) for p in places]
+        assert np.concatenate(ids).tolist() == samples[pack]["input_ids"].tolist()

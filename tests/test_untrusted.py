@@ -1,0 +1,97 @@
+"""Files that others made run no code, and lead to no file outside their folder."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.commands.command_line import command
+from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.config.support import weight_problems
+from verl_ext.data import SFTDataSet
+from verl_ext.data.categories import CategoryTable
+from verl_ext.engines.saving import tensors_alone
+
+
+class Runs:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_of_verls_form_is_refused_before_it_runs(tmp_path):
+    state = {"rng": {"numpy": np.random.get_state(), "cpu": torch.get_rng_state()}, "lr": {"last_epoch": 3}}
+    torch.save(state, tmp_path / "good.pt")
+    torch.save({**state, "bad": Runs(tmp_path / "ran")}, tmp_path / "bad.pt")
+    with tensors_alone(tmp_path):
+        found = torch.load(tmp_path / "good.pt", weights_only=False)
+    assert found["lr"] == {"last_epoch": 3}
+    with pytest.raises(ValueError, match=r"trainer\.allow_pickled_checkpoints=true") as error, tensors_alone(tmp_path):
+        torch.load(tmp_path / "bad.pt", weights_only=False)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(Runs(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return Path(write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [5, 9], 100, 1)))
+
+
+@pytest.mark.parametrize("name", ["../data-00000-of-00001.arrow", "/etc/passwd", "..", "", 3, None])
+def test_state_json_names_no_file_of_another_folder(folder, name):
+    shutil.copy(folder / "data-00000-of-00001.arrow", folder.parent)
+    state = json.loads((folder / "state.json").read_text())
+    state["_data_files"] = [{"filename": name}]
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"data\.train_dir must be .* its state.json names files of other folders"):
+        SFTDataSet(str(folder), 16)
+
+
+def test_a_link_out_of_the_folder_is_refused_but_in_the_hubs_cache(folder, tmp_path):
+    shard = folder / "data-00000-of-00001.arrow"
+    shutil.move(shard, tmp_path / "elsewhere.arrow")
+    shard.symlink_to(tmp_path / "elsewhere.arrow")
+    with pytest.raises(ValueError, match="is a link out of the folder"):
+        SFTDataSet(str(folder), 16)
+    hub = tmp_path / "datasets--a--b"
+    (hub / "blobs").mkdir(parents=True)
+    shutil.move(tmp_path / "elsewhere.arrow", hub / "blobs" / "1f")
+    shutil.move(folder, hub / "snapshots" / "main")
+    os.remove(hub / "snapshots" / "main" / shard.name)
+    (hub / "snapshots" / "main" / shard.name).symlink_to("../../blobs/1f")
+    assert len(SFTDataSet(str(hub / "snapshots" / "main"), 16)) == 1
+
+
+def test_an_index_of_weights_names_files_beside_it(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
+    assert "names files of other folders" in weight_problems(str(tmp_path))[0]
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert "must hold an index of its weights" in weight_problems(str(tmp_path))[0]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"' + "9" * 5000 + '": "a"}', '{"1": NaN}', "null"])
+def test_categories_json_of_any_content_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "categories.json").write_text(text)
+    with pytest.raises(ValueError, match=r"categories\.json must") as error:
+        CategoryTable.read(str(tmp_path))
+    assert len(str(error.value)) < 400
+
+
+def test_code_of_a_model_is_said_before_it_runs(capsys, tmp_path):
+    arguments = ["sources.a=a.jsonl", f"output_dir={tmp_path}/out", f"model.path={tmp_path}"]
+    for more, told in (([], False), (["model.trust_remote_code=true"], True)):
+        command("tokenize", TokenizeOptions, lambda options: "done", "")([*arguments, *more])
+        assert ("note: model.trust_remote_code=true runs Python code" in capsys.readouterr().err) is told

@@ -1,0 +1,159 @@
+"""What data files hold, as a checksum, and whether they change under a run.
+
+checksum of a file     xxh3_128 of its content; of one above 1 GiB, of the checksums of its blocks of 1 GiB
+recorded               in a folder's state.json when it was tokenized; it is taken as long as the file was not
+                       written to after state.json
+anything else          read once, each rank a share of the blocks; kept in the cache of `datasets` under the files'
+                       names, sizes, inodes and times of change
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+from tqdm import tqdm
+
+from verl_ext.data.dataset import DataFile, Ranks
+from verl_ext.files import checksum, default_root, write_json
+from verl_ext.text.tokenized import digest
+from verl_ext.values import reason_of
+
+CONTENT = "the content of the files in data.train_dir"  # what a checkpoint calls `DataFiles.digest`
+BLOCK = 1 << 30
+_CACHE = "verl_ext_checksums"
+
+
+class _State(NamedTuple):
+    """What changes when a file does."""
+
+    bytes: int
+    changed_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: str) -> "_State":
+        status = os.stat(path)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class DataFiles:
+    """The files that a dataset reads while a run goes on, as they are when this is made.
+
+    Args:
+        files: in the order in which their documents are read.
+        key: the config key that errors name.
+
+    Raises:
+        ValueError: a file that is missing, or that has another size than was recorded.
+    """
+
+    def __init__(self, files: Sequence[DataFile], key: str) -> None:
+        self._files, self._key = {file.path: file for file in files}, key
+        self._states = {path: self._state(path) for path in self._files}
+        for file in files:
+            size = self._states[file.path].bytes
+            if file.bytes not in (None, size):
+                found = f"{file.path} has {size:,} bytes and had {file.bytes:,}"
+                raise ValueError(f"{key} must hold files as they were tokenized; {found}")
+
+    def _state(self, path: str) -> _State:
+        try:
+            return _State.of(path)
+        except OSError as error:
+            raise ValueError(f"{self._key} must hold files that can be read; {path}: {reason_of(error)}") from error
+
+    def changed(self) -> str | None:
+        """In a few words, the first file that is not as it was; None: nothing has changed. Reads no content."""
+        for path, before in self._states.items():
+            try:
+                now = _State.of(path)
+            except OSError as error:
+                return f"{path}: {reason_of(error)}"
+            if now.bytes != before.bytes:
+                return f"{path} has {now.bytes:,} bytes and had {before.bytes:,}"
+            if now != before:
+                return f"{path} was written to, or replaced"
+        return None
+
+    def digest(self, ranks: Ranks) -> str:
+        """32 hex digits of the content of all files; every rank reads a share of what no checksum is known of.
+
+        Collective. Raises ValueError on every rank for a file that is not as it was tokenized.
+        """
+        unknown = {path: state for path, state in self._states.items() if not self._record_holds(path)}
+        unknown = ranks.broadcast(unknown)  # nodes may have copies with other times
+        found: dict[str, str] = {}
+        if unknown:
+            name = digest([[path, *state] for path, state in unknown.items()])
+            found = ranks.broadcast(_kept(name) if ranks.rank == 0 else None) or {}
+            if found.keys() != unknown.keys():
+                found = _read(unknown, ranks)
+                if ranks.rank == 0:
+                    _keep(name, found)
+        with ranks.guard():
+            for path, now in found.items():
+                recorded = self._files[path].xxh3_128
+                if recorded not in (None, now):
+                    raise ValueError(
+                        f"{self._key} must hold files as they were tokenized; the content of {path} has changed since "
+                        f"(xxh3_128 {now}, was {recorded})"
+                    )
+        return digest([found.get(path) or file.xxh3_128 for path, file in self._files.items()])
+
+    def refuse_other_content(self, before: str, changed: str, ranks: Ranks) -> None:
+        """Read what was written to once more; go on where the content is the same all the same.
+
+        Collective. Raises ValueError, on every rank, where their :meth:`digest` is no longer `before`; it tells what
+        :meth:`changed` on one of them.
+        """
+        told = f"{self._key} must not change while it is trained on; {changed}"
+        with ranks.guard():
+            try:
+                self._states = {path: self._state(path) for path in self._files}
+            except ValueError as error:
+                raise ValueError(told) from error
+        now = ""
+        with contextlib.suppress(ValueError):
+            now = self.digest(ranks)
+        with ranks.guard():
+            if now != before:
+                raise ValueError(told)
+
+    def _record_holds(self, path: str) -> bool:
+        file = self._files[path]
+        return file.xxh3_128 is not None and self._states[path].changed_ns <= file.recorded_ns
+
+
+def _read(files: Mapping[str, _State], ranks: Ranks) -> dict[str, str]:
+    """The checksums of files, each rank reading its share of their blocks."""
+    blocks = [(path, block) for path, state in files.items() for block in range(max(1, -(-state.bytes // BLOCK)))]
+    mine: list[str] = []
+    hidden = None if ranks.rank == 0 else True  # None: where nobody looks
+    own = blocks[ranks.rank :: ranks.size]
+    with ranks.guard(), tqdm(own, desc="checksums", unit="GiB", delay=3, disable=hidden) as bar:
+        mine = [checksum(path, block * BLOCK, BLOCK) for path, block in bar]
+    of_file: dict[str, list[str]] = {path: [] for path in files}
+    shares = ranks.gather(mine)
+    for number, (path, _) in enumerate(blocks):
+        of_file[path].append(shares[number % ranks.size][number // ranks.size])
+    return {path: joined(own) for path, own in of_file.items()}
+
+
+def joined(blocks: Sequence[str]) -> str:
+    """A file's checksum of those of its blocks."""
+    return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
+
+
+def _kept(name: str) -> dict[str, str] | None:
+    with contextlib.suppress(OSError, ValueError):
+        values: Any = json.loads((default_root(_CACHE, None) / f"{name}.json").read_text(encoding="utf-8"))
+        return {str(path): str(value) for path, value in values.items()} if isinstance(values, Mapping) else None
+    return None
+
+
+def _keep(name: str, checksums: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):  # never needed: the files can be read again
+        write_json(default_root(_CACHE, None) / f"{name}.json", checksums)

@@ -1,0 +1,65 @@
+"""What the state.json of an Arrow folder says: its shards, and what they were when `verl-ext` tokenized them.
+
+    {"_fingerprint": "7c1e…", "_data_files": [{"filename": "data-00000-of-00001.arrow",
+        "bytes": 81023, "xxh3_128": "52d0…"}], …}      bytes and checksum only where verl-ext wrote the shard
+
+Names come with the data, so none is followed out of its folder. `datasets` reads the same file and leaves the further
+fields out when it saves a folder anew.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_ext.files import is_inside
+from verl_ext.text.json_records import parse_json
+
+STATE = "state.json"
+
+
+class Shard(NamedTuple):
+    """A file of record batches; bytes and xxh3_128 (of :func:`verl_ext.files.checksum`) where they were recorded."""
+
+    name: str
+    bytes: int | None = None
+    xxh3_128: str | None = None
+
+
+class ArrowState(NamedTuple):
+    """fingerprint: that of `datasets`, of the content where verl-ext wrote it."""
+
+    fingerprint: str | None
+    shards: tuple[Shard, ...]
+
+
+def parse_state(content: str) -> ArrowState:
+    """A state.json. ValueError, a few words to be put behind the folder's name, for anything that cannot be used."""
+    state = parse_json(content)
+    files = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        raise ValueError(f"its {STATE} names no files")
+    if state.get("_indices_data_files"):
+        raise ValueError("its rows are in an order of their own: save it anew")
+    shards = tuple(_shard(file) for file in files)
+    names = [shard.name for shard in shards]
+    if len({*names}) != len(names):
+        raise ValueError(f"its {STATE} names a file twice")
+    fingerprint = state.get("_fingerprint")
+    return ArrowState(fingerprint if isinstance(fingerprint, str) else None, shards)
+
+
+def read_state(folder: Path) -> ArrowState:
+    """That of a folder of this machine. ValueError as `parse_state`, and for a shard that links lead out of it."""
+    state = parse_state((folder / STATE).read_text(encoding="utf-8"))
+    for shard in state.shards:
+        if not is_inside(folder / shard.name, folder):
+            raise ValueError(f"its {shard.name} is a link out of the folder")
+    return state
+
+
+def _shard(file: dict[str, Any]) -> Shard:
+    name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+        raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
+    if type(size) is not int or not isinstance(checksum, str):
+        return Shard(name)
+    return Shard(name, size, checksum)
