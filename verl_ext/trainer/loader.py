@@ -19,6 +19,7 @@ from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run
+from verl_ext.trainer.signals import ignore_requests
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import first_line
 
@@ -175,9 +176,14 @@ def pack_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        worker_init_fn=_in_loader_process if num_workers else None,
         generator=torch.Generator(),  # of its own: a loader seeds its processes, also in validation and on a resume
     )
     return PackLoader(batches)
+
+
+def _in_loader_process(_: int) -> None:
+    ignore_requests()
 
 
 def _unchanged(batch: Any) -> Any:
