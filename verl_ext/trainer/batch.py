@@ -31,6 +31,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec, pack_coefficients, shift_left
 from verl_ext.metrics import StepSums
+from verl_ext.trainer.hang import watch
 
 Pack = Mapping[str, torch.Tensor]
 
@@ -203,6 +204,7 @@ class StepLoss:
         self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
     ) -> tuple[torch.Tensor, dict]:
         """The micro-batch's share of the loss, a scalar, and no metrics of its own."""
+        watch.mark()
         coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
         nll = -model_output["log_probs"].values()  # float32[T]
         if "loss_terms" in model_output:  # of a fused head

@@ -18,6 +18,7 @@ from verl_ext.data import PackDataset
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.hang import watch
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import ignore_requests
 from verl_ext.trainer.step_plan import StepPlan
@@ -141,6 +142,7 @@ class PackLoader:
         while True:
             with loader_deaths_reported(processes):
                 batch = next(batches, None)
+            watch.mark()
             if batch is None:
                 return
             if isinstance(batch, LoadingFailed):

@@ -122,7 +122,7 @@ class StopRequests:
 
 
 def ignore_requests() -> None:
-    """For a process that ends with its rank: a scheduler signals it as well, and the rank needs it for its last step."""
+    """For a process that ends with its rank, which needs it for the last step: a scheduler signals all processes."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -28,6 +28,7 @@ from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, remove_unfinished, save_final_memory
 from verl_ext.trainer.distributed import limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
+from verl_ext.trainer.hang import watch
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
@@ -92,7 +93,7 @@ class SFTTrainer:
         self._pack_tokens = run.train_set.pack_tokens()
         engine = self.engine
         meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
-        limit_collectives(self.config.trainer.nccl_timeout, meshes)
+        limit_collectives(self.config.trainer.collective_timeout, meshes)
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
@@ -111,6 +112,12 @@ class SFTTrainer:
 
         Whether it came there; False where the run was asked to stop, and a checkpoint of its last step is left.
         """
+        try:
+            return self._fit()
+        finally:
+            watch.end()
+
+    def _fit(self) -> bool:
         with user_errors_end_the_run():  # a tracker without a login ends every rank
             self.tracking = open_tracking(self.config, self.first_step) if self.is_rank0 else None
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
@@ -136,7 +143,11 @@ class SFTTrainer:
             if outcome.sums is not None:
                 self._log_step(step, outcome)
             self._validate_and_save(step)
+            if step == self.first_step + 1:  # which compiles
+                watch.start(self.config.trainer.hang_timeout)
+            watch.mark(f"step {step + 1}")
         else:
+            watch.end()
             done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
             save_final_memory(self.engine, self.run.output, done, self.run.memory)
             is_complete = True
@@ -201,6 +212,7 @@ class SFTTrainer:
 
     def _stop(self, step: int) -> None:
         """Leave a checkpoint of the last step that is done, unless there is one."""
+        watch.end()
         requests.leave_word()
         why = "a signal" if requests.pending is None else requests.pending
         self.progress.say(f"{why}: the run ends after step {step} of {self.run.total_steps}; the same command goes on")
@@ -274,7 +286,7 @@ class SFTTrainer:
             metrics = self.validate()
             self._track(metrics, step)
         if self.run.is_due(step, self.config.trainer.save_freq):
-            with self.progress.aside():
+            with self.progress.aside(), watch.paused():
                 self._save(step)
         self.progress.resume(paused)
 
