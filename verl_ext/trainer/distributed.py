@@ -152,11 +152,12 @@ def _end_with_the_others(why: str) -> NoReturn:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_TORCHRUN_NOTICES if os.environ["LOCAL_RANK"] == "0" else 3 * _TORCHRUN_NOTICES)
-    told = _first_failure() or (
+    first = _first_failure()
+    told = first or (
         f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
         "network between them"
     )
-    exit_this_rank(f"{told}; the same command resumes from the last checkpoint", TRAINING_FAILED)
+    exit_this_rank(f"{told}; the same command resumes from the last checkpoint", TRAINING_FAILED, first is not None)
 
 
 _FAILURE = "verl_ext/failure"  # in the store of the ranks
@@ -203,10 +204,14 @@ def code_of_rank(code: int) -> int:
     return code if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0" else 0
 
 
-def exit_this_rank(message: str, code: int) -> NoReturn:
-    """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
+def exit_this_rank(message: str, code: int, of_another: bool = False) -> NoReturn:
+    """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them.
+
+    of_another: the message says which rank is meant.
+    """
+    rank = "" if of_another else f"rank {os.environ['RANK']}: "
     with suppress(OSError):  # a terminal or a pipe that is gone
-        print(f"\nerror: rank {os.environ['RANK']}: {message}", file=sys.stderr)  # below a progress bar
+        print(f"\nerror: {rank}{message}", file=sys.stderr)  # below a progress bar
     _tell_torchrun(message)
     leave(code)
 

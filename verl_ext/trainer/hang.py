@@ -154,6 +154,7 @@ class HangWatch:
                 f"no progress for {seconds} s (trainer.hang_timeout): {told}; the same command resumes from the last "
                 "checkpoint",
                 TRAINING_FAILED,
+                of_another=True,
             )
         time.sleep(1)  # the line is to be out before torchrun ends the node
         leave(TRAINING_FAILED)
