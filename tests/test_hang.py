@@ -1,0 +1,105 @@
+"""A rank that hangs or no longer answers ends the run on every rank, and is named."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.ranks import started_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import build
+from verl_ext.config.run import TrainerOptions
+from verl_ext.trainer.distributed import TRAINING_FAILED
+from verl_ext.trainer.hang import RankState, verdict
+
+SECONDS = 4  # trainer.hang_timeout; a busy machine may hold a step of a tiny model up for a while
+
+
+def hang(overrides: list[str], how: str, folder: Path) -> None:
+    """A run whose checkpoint after step 2 takes longer than `trainer.hang_timeout`, and whose rank 1 hangs in step 3."""
+    os.dup2(os.open(folder / f"{how}-{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
+    trainer = build(overrides)
+    save, train_step = trainer.checkpoints.save, trainer.train_step
+    steps = iter(range(1, 5))
+
+    def slow_save(step: int) -> None:
+        time.sleep(SECONDS + 1)
+        save(step)
+
+    def hanging_step(*given):
+        if next(steps) == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else threading.Event().wait()
+        return train_step(*given)
+
+    trainer.checkpoints.save, trainer.train_step = slow_save, hanging_step
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        trainer.fit()
+
+
+def test_a_hung_and_a_stopped_rank_are_named_and_a_long_checkpoint_is_not_a_hang(tiny_model, tmp_path):
+    documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
+    data = write_tokenized(tmp_path / "data", documents)
+    common = [f"data.train_dir={data}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
+    common += ["trainer.save_freq=2", f"trainer.hang_timeout={SECONDS}"]
+    with contextlib.ExitStack() as both:  # at the same time
+        ranks = {}
+        for how in ("hung", "stopped"):
+            overrides = [*common, f"trainer.default_local_dir={tmp_path / how / 'run'}"]
+            ranks[how], _ = both.enter_context(started_ranks(hang, 2, overrides, how, tmp_path))
+        for rank in (*ranks["hung"], ranks["stopped"][0]):
+            rank.join(60)
+            assert rank.exitcode == TRAINING_FAILED
+        ranks["stopped"][1].kill()
+    told = [line for name in ("hung-0", "hung-1") for line in errors(tmp_path / name)]
+    begin = f"error: no progress for {SECONDS} s (trainer.hang_timeout): rank 1 (process "
+    assert len(told) == 1  # of both ranks, which are of one node
+    assert told[0].startswith(f"{begin}{ranks['hung'][1].pid} on ")
+    assert " hangs in step 3 at " in told[0]
+    assert "tests/test_hang.py" not in told[0].split(", from ")[1]
+    (told_of_stopped,) = errors(tmp_path / "stopped-0")
+    assert told_of_stopped.startswith(f"{begin}{ranks['stopped'][1].pid} on ")
+    assert " does not answer: stopped, dead or out of reach; the same command resumes" in told_of_stopped
+    for how in ranks:
+        assert (tmp_path / how / "run" / "global_step_2").is_dir()
+
+
+def errors(file: Path) -> list[str]:
+    return [line for line in file.read_text().splitlines() if line.startswith("error: ")]
+
+
+STATES = st.builds(RankState, st.integers(0, 2), st.just("step 7"), st.booleans(), st.just("here"))
+
+
+@given(st.lists(st.none() | STATES, min_size=2, max_size=5))
+def test_named_are_the_ranks_that_the_others_wait_for(states):
+    told = verdict(states, [f"process {rank}" for rank in range(len(states))])
+    named = {rank for rank in range(len(states)) if f"rank {rank} (process {rank})" in told}
+    silent = {rank for rank, state in enumerate(states) if state is None}
+    if silent:
+        assert "does not answer" in told
+        assert (named == silent) if len(silent) <= 4 else (named < silent and told.count("1 more") == 1)
+        return
+    least = min(state.marks for state in states)
+    last = {rank for rank, state in enumerate(states) if state.marks == least}
+    free = {rank for rank in last if not states[rank].waits}
+    culprits = free or last
+    if culprits == set(range(len(states))):
+        assert "no rank is behind the others in step 7; rank 0 is at here" in told
+    elif len(culprits) <= 4:
+        assert named == culprits
+        assert "hangs in step 7 at here" in told
+
+
+def test_a_collective_may_take_longer_than_a_hang_so_that_the_rank_is_named_first():
+    assert TrainerOptions().collective_timeout == 1800
+    assert TrainerOptions(hang_timeout=3600).collective_timeout == 4200
+    assert TrainerOptions(hang_timeout=0).collective_timeout == 1800
+    assert TrainerOptions(nccl_timeout=15).collective_timeout == 15
