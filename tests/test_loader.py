@@ -156,15 +156,24 @@ def test_a_death_between_two_batches_is_told(folder):
         train_on()
 
 
-def test_a_signal_that_a_scheduler_sends_to_all_processes_leaves_the_loaders_to_their_rank(folder):
+def test_signals_that_a_scheduler_sends_to_all_processes_leave_the_loaders_to_their_rank(folder):
     loader = loader_of(SFTDataSet(folder, 32), num_workers=1)
     batches = iter(loader)
     seen = [next(batches)]
     (process,) = multiprocessing.active_children()
     for number in SIGNALS:
-        os.kill(process.pid, number)
+        subprocess.run(["kill", f"-{number.value}", str(process.pid)], check=True)
     seen += batches
     assert len(seen) == len(loader)
+
+
+def test_a_loader_process_ends_where_its_rank_asks_it_to(folder):
+    batches = iter(loader_of(SFTDataSet(folder, 32), num_workers=1))
+    next(batches)
+    (process,) = multiprocessing.active_children()
+    process.terminate()  # as multiprocessing does where a rank exits with its loader
+    connection.wait([process.sentinel], 60)
+    assert process.exitcode == 0
 
 
 def test_a_signal_that_torch_no_longer_sees_is_told():

@@ -209,7 +209,7 @@ def exit_this_rank(message: str, code: int, of_another: bool = False) -> NoRetur
 
     of_another: the message says which rank is meant.
     """
-    rank = "" if of_another else f"rank {os.environ['RANK']}: "
+    rank = "" if of_another else f"rank {os.environ.get('RANK', 0)}: "
     with suppress(OSError):  # a terminal or a pipe that is gone
         print(f"\nerror: {rank}{message}", file=sys.stderr)  # below a progress bar
     _tell_torchrun(message)

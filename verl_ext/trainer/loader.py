@@ -20,7 +20,7 @@ from verl_ext.metrics import StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.setup import Run
-from verl_ext.trainer.signals import ignore_requests
+from verl_ext.trainer.signals import end_for_parent_alone
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import first_line
 
@@ -185,7 +185,7 @@ def pack_loader(
 
 
 def _in_loader_process(_: int) -> None:
-    ignore_requests()
+    end_for_parent_alone()
 
 
 def _unchanged(batch: Any) -> Any:

@@ -121,10 +121,22 @@ class StopRequests:
                 exit_this_rank(f"launch/node.sh (process {self._launcher}) is gone, which ends it", TRAINING_FAILED)
 
 
-def ignore_requests() -> None:
-    """For a process that ends with its rank, which needs it for the last step: a scheduler signals all processes."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def end_for_parent_alone() -> None:
+    """For a process of a rank's loader: a scheduler signals every process, and the rank needs this one for its step.
+
+    What its parent sends still ends it. Where the system does not say who sent a signal (macOS), every SIGTERM does.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    parent = os.getppid()
+
+    def wait() -> None:
+        while signal.sigwaitinfo(SIGNALS).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 def _forget_signals() -> None:
