@@ -80,7 +80,7 @@ def test_a_checkpoint_may_take_as_long_as_it_likes():
     assert run_ranks(pause, 2) == [True, True]
 
 
-STATES = st.builds(RankState, st.integers(0, 2), st.just("step 7"), st.booleans(), st.just("here"))
+STATES = st.builds(RankState, st.just(False), st.integers(0, 2), st.just("step 7"), st.booleans(), st.just("here"))
 
 
 @given(st.lists(st.none() | STATES, min_size=2, max_size=5))
@@ -101,6 +101,14 @@ def test_named_are_the_ranks_that_the_others_wait_for(states):
     elif len(culprits) <= 4:
         assert named == culprits
         assert "hangs in step 7 at here" in told
+
+
+@given(st.lists(STATES, min_size=1, max_size=5), st.booleans())
+def test_a_rank_that_may_take_its_time_is_waited_for_but_none_that_does_not_answer(states, silent):
+    busy = RankState(True, 7, "step 7", False, "here")
+    processes = [f"process {rank}" for rank in range(7)]
+    told = verdict([*states, busy, *([None] if silent else [])], processes)
+    assert (told is None) if not silent else told.startswith(f"rank {len(states) + 1} (process")
 
 
 def test_a_collective_may_take_longer_than_a_hang_so_that_the_rank_is_named_first():

@@ -172,7 +172,7 @@ def test_a_loader_process_ends_where_its_rank_asks_it_to(folder):
     next(batches)
     (process,) = multiprocessing.active_children()
     process.terminate()  # as multiprocessing does where a rank exits with its loader
-    connection.wait([process.sentinel], 60)
+    process.join(60)
     assert process.exitcode == 0
 
 

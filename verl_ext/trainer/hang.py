@@ -1,8 +1,8 @@
 """A rank that hangs, or no longer answers, ends the run on every rank and is named.
 
 Each rank marks its progress: a batch that arrives, a micro-batch's forward pass. A thread of each rank watches the
-marks from the end of its first step on. Where one rank makes none, the others soon wait for it in a collective, and all
-threads write into the store of the ranks how far they are:
+marks from the end of its first step on, and writes now and then into the store of the ranks how far it is. Where one
+rank makes none, the others soon wait for it in a collective, and one of them looks who it is:
 
     0   [beat, 41, "step 12", waits, "torch/distributed/… (all_reduce), from verl_ext/trainer/trainer.py:180 (…)"]
     1   [beat, 40, "step 12", does not, "verl_ext/trainer/loader.py:173 (__iter__)"]    behind the others: it hangs
@@ -12,6 +12,7 @@ Not watched, because they may take hours: everything before the first step and t
 checkpoints. There a collective's own limit counts (`trainer.nccl_timeout`).
 """
 
+import itertools
 import json
 import os
 import socket
@@ -38,18 +39,20 @@ class RankState:
     """How far a rank was when it made no more progress.
 
     Attributes:
+        paused: it does what may take as long as it likes.
         marks: of progress, so far; phase: "step 12".
         waits: it is inside a collective; where: the place in the code.
     """
 
+    paused: bool
     marks: int
     phase: str
     waits: bool
     where: str
 
 
-def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str:
-    """Which ranks the others wait for, and where those are.
+def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str | None:
+    """Which ranks the others wait for, and where those are; None where one may take its time.
 
     Args:
         states: of each rank; None: it does not answer.
@@ -58,6 +61,8 @@ def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str
     if silent := [rank for rank, state in enumerate(states) if state is None]:
         return f"{_named(silent, processes)} does not answer: stopped, dead or out of reach"
     known = [state for state in states if state is not None]
+    if any(state.paused for state in known):
+        return None
     least = min(state.marks for state in known)
     behind = [rank for rank, state in enumerate(known) if state.marks == least]
     behind = [rank for rank in behind if not known[rank].waits] or behind
@@ -78,6 +83,7 @@ class HangWatch:
     def __init__(self) -> None:
         self._marks, self._at, self._phase = 0, time.monotonic(), ""
         self._paused = False
+        self._answered = self._at  # when the store did
         self._ended = threading.Event()
 
     def mark(self, phase: str | None = None) -> None:
@@ -106,7 +112,10 @@ class HangWatch:
         store.set_timeout(timedelta(seconds=seconds))
         store = dist.PrefixStore("verl_ext/hang", store)
         store.set(f"process {dist.get_rank()}", f"process {os.getpid()} on {socket.gethostname()}")
+        self._answered = time.monotonic()
         tick = min(5.0, seconds / 10)
+        self._tell(store, 0)
+        dist.barrier()  # a rank that has not told yet would be taken for one that hangs
         for target in (self._compare, self._give_up):
             threading.Thread(target=target, args=(store, seconds, tick, self._ended), daemon=True).start()
 
@@ -117,35 +126,37 @@ class HangWatch:
     def _stalled(self) -> float:
         return 0.0 if self._paused else time.monotonic() - self._at
 
+    def _tell(self, store: dist.Store, beat: int) -> None:
+        store.set(f"state {dist.get_rank()}", json.dumps([beat, *self._state()]))
+
     def _compare(self, store: dist.Store, seconds: int, tick: float, ended: threading.Event) -> None:
-        """Say how far this rank is while it makes no progress; one rank compares them all."""
-        rank, beat = dist.get_rank(), 0
+        """Say how far this rank is; where it makes no progress, one rank compares them all."""
         with suppress(RuntimeError):  # the store is gone: _give_up counts on
-            while not ended.wait(tick):
-                stalled = self._stalled()
-                if stalled < seconds / 2:
-                    continue
-                beat += 1
-                store.set(f"state {rank}", json.dumps([beat, *self._state()]))
+            for beat in itertools.count(1):
+                if ended.wait(tick):
+                    return
+                self._tell(store, beat)
                 if store.check(["verdict"]):
                     self._end(store.get("verdict").decode(), seconds, store)
-                if stalled > seconds - 4 * tick and store.add("judges", 1) == 1:
-                    self._judge(store, seconds, tick)
+                self._answered = time.monotonic()
+                if self._stalled() > seconds - 4 * tick:
+                    if store.add("judges", 1) == 1:
+                        self._judge(store, seconds, tick)
+                    store.add("judges", -1)
 
     def _judge(self, store: dist.Store, seconds: int, tick: float) -> None:
-        marks, beats = self._marks, _states(store)
+        """End the run, unless there is progress after all, or a rank that may take its time."""
+        marks, before = self._marks, _states(store)
         time.sleep(2.5 * tick)
         states = [
-            RankState(*now[1:]) if now is not None and (before is None or now[0] > before[0]) else None
-            for before, now in zip(beats, _states(store), strict=True)
+            None if now is None or (then is not None and now[0] <= then[0]) else RankState(*now[1:])
+            for then, now in zip(before, _states(store), strict=True)
         ]
         states[dist.get_rank()] = RankState(*self._state())
-        if self._marks != marks:  # progress after all
-            store.add("judges", -1)
-            return
         told = verdict(states, [store.get(f"process {rank}").decode() for rank in range(len(states))])
-        store.set("verdict", told)
-        self._end(told, seconds, store)
+        if told is not None and self._marks == marks:
+            store.set("verdict", told)
+            self._end(told, seconds, store)
 
     def _end(self, told: str, seconds: int, store: dist.Store) -> None:
         """End this rank; one of each node says why."""
@@ -162,7 +173,7 @@ class HangWatch:
     def _give_up(self, store: dist.Store, seconds: int, tick: float, ended: threading.Event) -> None:
         """End this rank where the store does not answer."""
         while not ended.wait(tick):
-            if self._stalled() > seconds + 2 * tick:
+            if self._stalled() > seconds and time.monotonic() - self._answered > 6 * tick:
                 exit_this_rank(
                     f"no progress for {seconds} s (trainer.hang_timeout), and the store of the ranks does not answer: "
                     f"rank 0 or torchrun is stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; the same "
@@ -170,11 +181,11 @@ class HangWatch:
                     TRAINING_FAILED,
                 )
 
-    def _state(self) -> tuple[int, str, bool, str]:
+    def _state(self) -> tuple[bool, int, str, bool, str]:
         """The fields of this rank's :class:`RankState`."""
         main = threading.main_thread().ident
         assert main is not None
-        return (self._marks, self._phase, *_place(sys._current_frames()[main]))
+        return (self._paused, self._marks, self._phase, *_place(sys._current_frames()[main]))
 
 
 def _states(store: dist.Store) -> list[list | None]:
