@@ -32,6 +32,7 @@ from verl_ext.values import first_line
 USER_ERROR = 2
 TRAINING_FAILED = 3
 _TORCHRUN_NOTICES = 5.0  # seconds until torchrun ends the ranks of a node where one has failed, and more
+_FAILURE = "verl_ext/failure"  # in the store of the ranks
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
 
@@ -151,7 +152,8 @@ def _end_with_the_others(why: str) -> NoReturn:
     one rank of this node says so, and torchrun ends the others then.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_TORCHRUN_NOTICES if os.environ["LOCAL_RANK"] == "0" else 3 * _TORCHRUN_NOTICES)
+        time.sleep(_TORCHRUN_NOTICES)
+        let_the_first_speak(2 * _TORCHRUN_NOTICES)
     first = _first_failure()
     told = first or (
         f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
@@ -160,7 +162,10 @@ def _end_with_the_others(why: str) -> NoReturn:
     exit_this_rank(f"{told}; the same command resumes from the last checkpoint", TRAINING_FAILED, first is not None)
 
 
-_FAILURE = "verl_ext/failure"  # in the store of the ranks
+def let_the_first_speak(seconds: float) -> None:
+    """On all but the first rank of a node: leave torchrun so long to end this one, once the first has said why."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(seconds)
 
 
 class RunRanks(Ranks):

@@ -28,7 +28,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave
+from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
 
 _PACKAGE = Path(__file__).parent.parent
 _NAMED = 4  # ranks that the line names
@@ -174,6 +174,7 @@ class HangWatch:
         """End this rank where the store does not answer."""
         while not ended.wait(tick):
             if self._stalled() > seconds and time.monotonic() - self._answered > 6 * tick:
+                let_the_first_speak(2.0)
                 exit_this_rank(
                     f"no progress for {seconds} s (trainer.hang_timeout), and the store of the ranks does not answer: "
                     f"rank 0 or torchrun is stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; the same "

@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave
+from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
 
 STOPPED = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to try again later"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -51,6 +51,8 @@ class StopRequests:
             self._torchrun = os.getppid()
         if "VERL_EXT_REQUESTS" in os.environ:
             self._folder, self._launcher = Path(os.environ["VERL_EXT_REQUESTS"]), int(os.environ["VERL_EXT_LAUNCHER"])
+            if os.environ.get("LOCAL_RANK") == "0":  # torchrun may have started the ranks again
+                (self._folder / "unfinished").unlink(missing_ok=True)
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -106,8 +108,7 @@ class StopRequests:
 
     def _end(self, message: str, number: int) -> None:
         self.leave_word()
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(_WATCH_SECONDS)  # where all ranks of a node are asked, one says so
+        let_the_first_speak(_WATCH_SECONDS)
         exit_this_rank(message, 128 + number)
 
     def _end_with_parents(self) -> None:
