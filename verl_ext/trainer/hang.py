@@ -140,7 +140,8 @@ class HangWatch:
                     self._end(store.get("verdict").decode(), seconds, store)
                 self._answered = time.monotonic()
                 if self._stalled() > seconds - 4 * tick:
-                    if store.add("judges", 1) == 1:
+                    is_first = store.add("judges", 1) == 1
+                    if is_first or self._stalled() > seconds:  # by then the first has ended while it looked
                         self._judge(store, seconds, tick)
                     store.add("judges", -1)
 
