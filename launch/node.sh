@@ -16,6 +16,9 @@
 # PREFLIGHT        -                         1 on several nodes: `verl-ext preflight` before torchrun; 0: without
 # PREFLIGHT_TIMEOUT                          600 seconds, for the nodes to find each other
 #
+# SIGTERM, SIGINT or SIGUSR1: the ranks of all nodes save at the end of their step, and this ends with 75 (EX_TEMPFAIL,
+# run it again); a second one ends the ranks at once. Every other exit code is torchrun's.
+#
 # WORLD_SIZE and RANK are not read: they count processes for some schedulers and nodes for others. Interfaces are never
 # guessed: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are passed on as they are, and docs/launching.md says when to set
 # them. Every argument is an override of conf/sft.yaml and goes through unchanged.
@@ -110,4 +113,28 @@ fi
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets, with a warning on every start
 export NNODES                                # recipes may set the packs per step from it
-exec "${line[@]}"
+# A scheduler may signal torchrun too: it passes these on, and leaves the ranks this many seconds to save.
+export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
+export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-3600}
+
+# Requests go to the ranks through a file, past torchrun, which would end with an error (verl_ext/trainer/signals.py).
+VERL_EXT_REQUESTS=$(mktemp -d "${TMPDIR:-/tmp}/verl-ext-XXXXXX")
+export VERL_EXT_REQUESTS VERL_EXT_LAUNCHER=$$
+torchrun=
+trap '[[ -z "$torchrun" ]] || kill -TERM "$torchrun"; rm -rf "$VERL_EXT_REQUESTS"' EXIT
+trap 'signalled=yes; echo SIGTERM >>"$VERL_EXT_REQUESTS/stop"' TERM
+trap 'signalled=yes; echo SIGINT >>"$VERL_EXT_REQUESTS/stop"' INT
+trap 'signalled=yes; echo SIGUSR1 >>"$VERL_EXT_REQUESTS/stop"' USR1
+
+set -m # a process group of its own: Ctrl-C is for this script alone
+"${line[@]}" &
+torchrun=$!
+set +m
+signalled=yes
+while [[ "$signalled" == yes ]]; do # a signal ends the wait
+    signalled=no status=0
+    wait "$torchrun" || status=$?
+done
+torchrun=
+if [[ -e "$VERL_EXT_REQUESTS/unfinished" ]]; then status=75; fi
+exit "$status"

@@ -3,20 +3,22 @@
 import contextlib
 import io
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, started_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL
 from verl_ext.config import compose
 from verl_ext.config.output import check_output
 from verl_ext.trainer import distributed
-from verl_ext.trainer.distributed import TRAINING_FAILED, lost_ranks_reported
+from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
 from verl_ext.trainer.setup import prepare
 
 
@@ -61,8 +63,8 @@ def test_nodes_that_differ_are_told_before_they_share_a_scan(tiny_model, tmp_pat
 )
 def test_a_lost_rank_is_one_line_and_an_exit_code(error, monkeypatch):
     told = []
-    monkeypatch.setattr(distributed, "exit_this_rank", lambda message, code: told.append((message, code)))
-    with lost_ranks_reported():
+    monkeypatch.setattr(distributed, "exit_this_rank", lambda message, code, of_another: told.append((message, code)))
+    with failures_reported():
         raise error
     ((message, code),) = told
     assert code == TRAINING_FAILED
@@ -72,8 +74,35 @@ def test_a_lost_rank_is_one_line_and_an_exit_code(error, monkeypatch):
     assert "GLHF" not in message
 
 
-def test_other_errors_keep_their_traceback():
-    with pytest.raises(RuntimeError, match="shapes"), lost_ranks_reported():
+def fail(folder: Path, ranks: list[int]) -> None:
+    """These ranks have a bug; the others wait for them."""
+    os.dup2(os.open(folder / f"stderr-{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
+    with failures_reported():
+        if dist.get_rank() in ranks:
+            raise RuntimeError("shapes differ\nhere and there")
+        dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1, 2]])
+def test_an_exception_shows_one_traceback_and_the_others_say_which_rank_it_was(ranks, tmp_path):
+    with started_ranks(fail, 3, tmp_path, ranks) as (processes, _):
+        for process in processes:
+            process.join(60)
+        codes = [process.exitcode for process in processes]
+    said = [(tmp_path / f"stderr-{rank}").read_text() for rank in range(3)]
+    (first,) = [rank for rank in range(3) if "Traceback" in said[rank]]
+    assert first in ranks
+    assert codes == [1 if rank == first else TRAINING_FAILED for rank in range(3)]
+    error = "RuntimeError: shapes differ"
+    assert said[first].endswith(f"\nerror: rank {first}: {error} (its traceback is above)\n")
+    for rank in {0, 1, 2} - {first}:
+        told = f"error: rank {first} on {socket.gethostname()} failed ({error}); the same command resumes from the last"
+        assert said[rank].strip() == f"{told} checkpoint"
+
+
+def test_the_full_error_is_raised_for_who_asks(monkeypatch):
+    monkeypatch.setenv("VERL_EXT_FULL_ERROR", "1")
+    with pytest.raises(RuntimeError, match="shapes"), failures_reported():
         raise RuntimeError("shapes differ")
 
 

@@ -21,7 +21,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol")
 _PATIENCE = 300
 CONFIG = """
 ClusterName=test
@@ -157,6 +157,24 @@ def test_a_job_that_is_preempted_is_queued_again_and_resumes(slurm, submit, tmp_
     assert "resumed after step " not in (logs / "attempt-0" / "node-0.log").read_text(errors="replace")
     assert [step for step, name in metrics(tmp_path / "run") if name == "train/loss"] == list(range(1, 81))
     assert "DUE TO PREEMPTION" in (tmp_path / "job.log").read_text()
+
+
+def test_a_job_that_is_told_of_its_end_saves_and_is_queued_again(slurm, submit, tmp_path):
+    job = submit("trainer.total_training_steps=60", "data.num_workers=1")
+    wait(lambda: (tmp_path / "run" / "metrics.jsonl").is_file() and metrics(tmp_path / "run"))
+    slurm("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@600 of the script does
+    wait(lambda: state(slurm, job) == "PENDING after 1 restarts")
+    saved = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    assert max(step for step, _ in metrics(tmp_path / "run")) == saved < 60  # nothing is lost
+    wait(lambda: _idle_nodes(slurm) == 2)
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # not in the second in which it was put back
+    wait(lambda: state(slurm, job) == "COMPLETED after 1 restarts")
+    logs = ROOT / "logs" / f"test-run-{job}"
+    said = f"SIGUSR1: the run ends after step {saved} of 60"
+    assert sum(said in path.read_text(errors="replace") for path in logs.glob("*/*")) == 1
+    assert f"resumed after step {saved} of 60" in (logs / "attempt-1" / "node-0.log").read_text(errors="replace")
+    assert [step for step, name in metrics(tmp_path / "run") if name == "train/loss"] == list(range(1, 61))
+    assert "stopped by a signal before its last step; queued again" in (tmp_path / "job.log").read_text()
 
 
 def test_a_node_that_fails_ends_the_job_on_the_other(slurm, submit, tmp_path):

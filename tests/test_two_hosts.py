@@ -21,6 +21,7 @@ from tests.training import SMALL, metrics, train_alone
 
 STEPS = 60
 COLLECTIVE = 15  # seconds: trainer.nccl_timeout
+HANG = 10  # seconds: trainer.hang_timeout
 _PATIENCE = 300
 
 pytestmark = pytest.mark.cluster
@@ -122,6 +123,36 @@ def test_a_cable_that_is_cut_ends_both_sides_and_the_restart_resumes(hosts, over
     assert_same_losses(metrics(output), on_one_host)
 
 
+def test_a_host_out_of_reach_is_named_by_its_ranks(hosts, overrides, tmp_path):
+    output = tmp_path / "out" / "run"
+    runs = start(hosts, [*overrides, "trainer.nccl_timeout=600", f"trainer.hang_timeout={HANG}"], output)
+    wait(saved(output), runs)
+    hosts[1].cut()
+    cut = time.monotonic()
+    codes = exit_codes(runs)
+    assert time.monotonic() - cut < HANG + 45
+    hosts[1].mend()
+    assert codes == [1, 1]
+    first, second = logs(output)  # the store of the ranks is on the first
+    assert f"error: no progress for {HANG} s (trainer.hang_timeout): rank 2 (process " in first
+    assert " on host-b), rank 3 (process " in first
+    assert first.count("error: ") == 1
+    assert "and the store of the ranks does not answer" in second
+
+
+def test_a_signal_to_one_host_stops_both_after_the_same_step(hosts, overrides, on_one_host, tmp_path):
+    output = tmp_path / "asked" / "run"
+    runs = start(hosts, overrides, output, MAX_RESTARTS="2")
+    wait(saved(output), runs)
+    os.kill(launchers_of(hosts[1])[0], signal.SIGTERM)
+    assert exit_codes(runs) == [75, 75]  # also on the host that got no signal, and nothing is started again
+    done = int((output / "latest_checkpointed_iteration.txt").read_text())
+    assert max(step for step, _ in metrics(output)) == done
+    assert sum(f"the run ends after step {done} of {STEPS}" in log for log in logs(output)) == 1
+    assert exit_codes(start(hosts, overrides, output)) == [0, 0]
+    assert_same_losses(metrics(output), on_one_host)
+
+
 def test_a_killed_rank_restarts_all_of_them_in_place(hosts, overrides, on_one_host, tmp_path):
     output = tmp_path / "killed" / "run"
     runs = start(hosts, overrides, output, MAX_RESTARTS="2")
@@ -134,11 +165,22 @@ def test_a_killed_rank_restarts_all_of_them_in_place(hosts, overrides, on_one_ho
 
 def ranks_of(host: Host) -> list[int]:
     """The processes of a host's ranks."""
-    found = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in found.stdout.split()}
     return [
-        pid for pid, words in commands.items() if b"verl_ext.fsdp_sft_trainer" in words and b"torchrun" not in words[1]
+        pid
+        for pid, words in commands_of(host).items()
+        if b"verl_ext.fsdp_sft_trainer" in words and b"torchrun" not in words[1]
     ]
+
+
+def launchers_of(host: Host) -> list[int]:
+    """The process of a host's launch/node.sh."""
+    return [pid for pid, words in commands_of(host).items() if b"launch/node.sh" in words[:2]]
+
+
+def commands_of(host: Host) -> dict[int, list[bytes]]:
+    """The words of each process of a host."""
+    found = subprocess.run(["ip", "netns", "pids", host.namespace], check=True, capture_output=True, text=True)
+    return {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in found.stdout.split()}
 
 
 def test_a_host_that_cannot_be_reached_is_told_before_anything_starts(hosts, overrides, tmp_path):

@@ -22,19 +22,21 @@ from verl_ext.config.compose import prepare_overrides
 from verl_ext.redaction import redacted_text
 from verl_ext.trainer.distributed import (
     TRAINING_FAILED,
+    code_of_rank,
     exit_all_ranks,
     exit_this_rank,
-    lost_ranks_reported,
+    failures_reported,
     process_group,
     user_errors_end_the_run,
 )
+from verl_ext.trainer.signals import requests
 
 if TYPE_CHECKING:
     from verl_ext.trainer.setup import Run
 
 
 @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
-@lost_ranks_reported()
+@failures_reported()
 def train(config: DictConfig) -> None:
     """Check the composed configuration, build the run and fit it."""
     from verl_ext.config.checkpoints import saved_folders
@@ -63,7 +65,11 @@ def train(config: DictConfig) -> None:
         return
     try:
         with loader_deaths_reported():
-            trainer.evaluate_only() if run.config.trainer.eval_only else trainer.fit()
+            if run.config.trainer.eval_only:
+                trainer.evaluate_only()
+            elif not trainer.fit():
+                dist.barrier()  # no rank leaves, and has torchrun stop the others, before rank 0 is done
+                raise SystemExit(code_of_rank(requests.exit_code))
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         exit_all_ranks(str(error), TRAINING_FAILED)
     except NotWritten as error:  # on every rank: all know of a failed write
@@ -92,16 +98,13 @@ def print_on_rank0(lines: Iterable[str], stream: object = None) -> None:
 
 def main() -> None:
     """Join the ranks, translate the command line, hand over to Hydra."""
+    requests.listen()
     with process_group():
         with user_errors_end_the_run():
             overrides, notices = prepare_overrides(sys.argv[1:])
         print_on_rank0((f"note: {notice}" for notice in notices), sys.stderr)
         sys.argv[1:] = overrides
-        try:
-            train()
-        except KeyboardInterrupt:
-            print_on_rank0(["interrupted; the same command resumes from the last checkpoint"])
-            raise SystemExit(130) from None
+        train()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from verl_ext.losses import LossOptions
 from verl_ext.values import Options, nearest_name, option, plain, show
 
 AFTER_EACH_EPOCH = "after_each_epoch"
+_HANG_TIMEOUT = 1200
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class TrainerOptions(Options):
     spike_factor: float | None = option(
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
     )
-    nccl_timeout: int = option(1800, "seconds that a collective of training may take (CPU: gloo's)", least=1)
+    hang_timeout: int = option(_HANG_TIMEOUT, "seconds without progress that end a run; 0: no limit", least=0)
+    nccl_timeout: int | None = option(
+        None, "seconds that a collective of training may take (CPU: gloo's); null: 600 more than hang_timeout", least=1
+    )
     overwrite: bool = option(False, "true: a default_local_dir with files in it is replaced")
     plan_only: bool = option(False, "true: check everything, print and write the plan, train nothing")
     eval_only: bool = option(False, "true: measure data.val_dir with the run's last checkpoint, or with model.path")
@@ -74,6 +78,11 @@ class TrainerOptions(Options):
                 yield f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}; got {show(value)}"
         yield _interval_problem(self.profile_interval)
         yield from _logger_problems(self.logger)
+
+    @property
+    def collective_timeout(self) -> int:
+        """Seconds that a collective of training may take: the watch over hangs, which names ranks, comes first."""
+        return self.nccl_timeout or (self.hang_timeout or _HANG_TIMEOUT) + 600
 
     @property
     def loggers(self) -> list[str]:

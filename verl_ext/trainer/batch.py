@@ -31,6 +31,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec, pack_coefficients, shift_left
 from verl_ext.metrics import StepSums
+from verl_ext.trainer.hang import watch
 
 Pack = Mapping[str, torch.Tensor]
 
@@ -214,6 +215,7 @@ class StepLoss:
         The gradient of a share that is not finite is NaN: the gradient norm, which all ranks share, then skips the step
         on every rank, also where the loss alone is infinite.
         """
+        watch.mark()
         coefficients = data["loss_coefficients"].values()  # float32[T], of the token that position t predicts
         nll = -model_output["log_probs"].values()  # float32[T]
         if "loss_terms" in model_output:  # of a fused head

@@ -169,6 +169,7 @@ class Checkpoints:
         # A writer thread's collectives must not meet the training's.
         later = config.values["checkpoint"].get("async_save", False)
         self._group = dist.new_group(backend="gloo", timeout=LONG) if later else None
+        self.last = 0  # the step of the last whole checkpoint, 0 before the first
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -179,7 +180,7 @@ class Checkpoints:
         with nullcontext() if self.options.allow_pickled_checkpoints else tensors_alone(self.resumed):
             self.engine.load_checkpoint(str(self.resumed))
         self.plan.load_state_dict(saved_plan(self.resumed))
-        step = step_of(self.resumed)
+        self.last = step = step_of(self.resumed)
         if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
             self._set_aside_later(step)
         return step
@@ -265,6 +266,7 @@ class Checkpoints:
                 hdfs_io.makedirs(hdfs, exist_ok=True)
                 hdfs_io.copy(src=str(folder), dst=hdfs, dirs_exist_ok=True)
         dist.barrier(self._group)
+        self.last = step_of(folder)
 
     def _seal(self, folder: Path, of_ranks: list[dict[str, FileFacts]], plan: dict[str, Any]) -> None:
         """Write manifest.json of what every rank wrote."""

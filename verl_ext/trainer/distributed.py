@@ -1,21 +1,24 @@
-"""The ranks of a run: their process group, who prints, and how they exit, together or when torchrun is gone.
+"""The ranks of a run: their process group, who prints, and how they exit, together or alone.
 
 The group comes first, before any configuration is read, so that one rank reports a user's mistake in one line while
-the others exit with the same code, instead of each rank printing its own traceback.
+the others exit with the same code, instead of each rank printing its own traceback. A rank that fails alone shows its
+traceback; the ranks that fail for want of it let torchrun end them, or say which rank it was, once for each node.
 """
 
+import json
 import logging
 import multiprocessing
 import os
 import re
 import socket
 import sys
-import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +33,8 @@ from verl_ext.values import first_line
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
-_WATCH_SECONDS = 1.0
+_TORCHRUN_NOTICES = 5.0  # seconds until torchrun ends the ranks of a node where one has failed, and more
+_FAILURE = "verl_ext/failure"  # in the store of the ranks
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
 
@@ -48,14 +52,12 @@ def process_group() -> Iterator[None]:
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
     _default_to_one_rank()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_torchrun()
     _silence_upstream()
     # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":
         _be_quiet()
-    with lost_ranks_reported():
+    with failures_reported():
         if accelerator() is None:
             # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
             dist.init_process_group("gloo", timeout=LONG)
@@ -104,23 +106,68 @@ def user_errors_end_the_run() -> Iterator[None]:
 
 
 @contextmanager
-def lost_ranks_reported() -> Iterator[None]:
-    """A collective that fails inside, or takes longer than it may, ends this rank with one line and TRAINING_FAILED.
+def failures_reported() -> Iterator[None]:
+    """An exception inside ends this rank: with its traceback where it is the first, else for want of the first.
 
-    Every rank sees that by itself, so each says it. NCCL's watchdog ends a rank with lines of its own.
+    NCCL's watchdog ends a rank whose collective takes too long with lines of its own.
     """
     try:
         yield
-    except RuntimeError as error:
-        failed = isinstance(error, dist.DistError) or "gloo/" in str(error)
-        if not failed or os.environ.get("VERL_EXT_FULL_ERROR"):
+    except Exception as error:
+        if os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
-        why = re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0]
-        exit_this_rank(
-            f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
-            "network between them; the same command resumes from the last checkpoint",
-            TRAINING_FAILED,
-        )
+        words = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
+            _end_with_the_others(re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0])
+        elif _is_first_failure(words):
+            traceback.print_exc()
+            exit_this_rank(f"{words} (its traceback is above)", 1)
+        else:
+            _end_with_the_others(words)
+
+
+def _is_first_failure(words: str) -> bool:
+    """Whether no rank has failed before, which is then known to be this one."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        first = store.add(f"{_FAILURE}s", 1) == 1
+        if first:
+            store.set(_FAILURE, f"rank {dist.get_rank()} on {socket.gethostname()} failed ({words})")
+    except (RuntimeError, ValueError):  # no group yet, or its store is gone
+        return True
+    return first
+
+
+def _first_failure() -> str | None:
+    """Which rank failed first and why, where it could say so."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(_FAILURE).decode() if store.check([_FAILURE]) else None
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _end_with_the_others(why: str) -> NoReturn:
+    """End a rank that cannot go on because another one ended.
+
+    Where that was on this node, torchrun names it and ends the others, which say nothing; where it was on another node,
+    one rank of this node says so, and torchrun ends the others then.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_TORCHRUN_NOTICES)
+        let_the_first_speak(2 * _TORCHRUN_NOTICES)
+    first = _first_failure()
+    told = first or (
+        f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
+        "network between them"
+    )
+    exit_this_rank(f"{told}; the same command resumes from the last checkpoint", TRAINING_FAILED, first is not None)
+
+
+def let_the_first_speak(seconds: float) -> None:
+    """On all but the first rank of a node: leave torchrun so long to end this one, once the first has said why."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(seconds)
 
 
 class RunRanks(Ranks):
@@ -148,38 +195,50 @@ class RunRanks(Ranks):
 
 
 def exit_all_ranks(message: str, code: int) -> NoReturn:
-    """End the run on every rank, which must all call this: rank 0 says why, all exit with ``code``."""
+    """End the run on every rank, which must all call this: rank 0 says why, all exit with ``code``.
+
+    Under torchrun the first rank of each node does for all of them: torchrun describes each that does not exit with 0.
+    """
     if dist.get_rank() == 0:
         print(f"error: {redacted_text(message)}", file=sys.stderr, flush=True)
+        _tell_torchrun(message)
     dist.barrier()  # no rank leaves, and has torchrun stop the others, before the line is out
-    raise SystemExit(code)
+    raise SystemExit(code_of_rank(code))
 
 
-def exit_this_rank(message: str, code: int) -> NoReturn:
-    """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them."""
+def code_of_rank(code: int) -> int:
+    """What this rank exits with where all ranks end together with a code."""
+    return code if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0" else 0
+
+
+def exit_this_rank(message: str, code: int, of_another: bool = False) -> NoReturn:
+    """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them.
+
+    of_another: the message says which rank is meant.
+    """
+    rank = "" if of_another else f"rank {os.environ.get('RANK', 0)}: "
     with suppress(OSError):  # a terminal or a pipe that is gone
-        print(f"\nerror: rank {os.environ['RANK']}: {redacted_text(message)}", file=sys.stderr)  # below a progress bar
-        for stream in (sys.stdout, sys.stderr):
+        print(f"\nerror: {rank}{redacted_text(message)}", file=sys.stderr)  # below a progress bar
+    _tell_torchrun(message)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process and its loaders without a word, and without waiting for other ranks."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
             stream.flush()
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)  # leaving the process group in order would wait for the others
 
 
-def _end_with_torchrun() -> None:
-    """Leave when torchrun, which started this rank, has been killed and could not stop it.
-
-    The rank would train on, and write, beside the run that takes its place. Only a parent that is torchrun means that:
-    under Ray, srun or a notebook a run may outlive its parent.
-    """
-    torchrun = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == torchrun:
-            time.sleep(_WATCH_SECONDS)
-        exit_this_rank(f"torchrun (process {torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
-
-    threading.Thread(target=watch, name="torchrun-watch", daemon=True).start()
+def _tell_torchrun(message: str) -> None:
+    """Have torchrun's closing lines give the reason, in the form of torch.distributed.elastic's error files."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        facts = {"message": {"message": redacted_text(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def _default_to_one_rank() -> None:

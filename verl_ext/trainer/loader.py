@@ -18,7 +18,9 @@ from verl_ext.data import PackDataset
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.hang import watch
 from verl_ext.trainer.setup import Run
+from verl_ext.trainer.signals import end_for_parent_alone
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import first_line
 
@@ -140,6 +142,7 @@ class PackLoader:
         while True:
             with loader_deaths_reported(processes):
                 batch = next(batches, None)
+            watch.mark()
             if batch is None:
                 return
             if isinstance(batch, LoadingFailed):
@@ -175,9 +178,14 @@ def pack_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        worker_init_fn=_in_loader_process if num_workers else None,
         generator=torch.Generator(),  # of its own: a loader seeds its processes, also in validation and on a resume
     )
     return PackLoader(batches)
+
+
+def _in_loader_process(_: int) -> None:
+    end_for_parent_alone()
 
 
 def _unchanged(batch: Any) -> Any:

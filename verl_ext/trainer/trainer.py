@@ -29,8 +29,10 @@ from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, remove_unfinished, save_final_memory
 from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
+from verl_ext.trainer.hang import watch
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
+from verl_ext.trainer.signals import requests
 from verl_ext.trainer.spikes import SpikeWatch
 from verl_ext.trainer.tracking import open_tracking
 
@@ -40,6 +42,10 @@ def _upstream_quiet() -> Iterator[None]:
     """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions, still heard."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
+
+
+class StopAgreed(Exception):
+    """The ranks agree to end before a step, because one of them was asked to."""
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -92,7 +98,7 @@ class SFTTrainer:
         self._pack_tokens = run.train_set.pack_tokens()
         engine = self.engine
         meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
-        limit_collectives(self.config.trainer.nccl_timeout, meshes)
+        limit_collectives(self.config.trainer.collective_timeout, meshes)
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
@@ -106,8 +112,17 @@ class SFTTrainer:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
         self.first_step = self.checkpoints.resume()
 
-    def fit(self) -> None:
-        """Train to the last step, validating and saving as `trainer` says; the last step always does both."""
+    def fit(self) -> bool:
+        """Train to the last step, validating and saving as `trainer` says; the last step always does both.
+
+        Whether it came there; False where the run was asked to stop, and a checkpoint of its last step is left.
+        """
+        try:
+            return self._fit()
+        finally:
+            watch.end()
+
+    def _fit(self) -> bool:
         with user_errors_end_the_run():  # a tracker without a login ends every rank
             self.tracking = open_tracking(self.config, self.first_step) if self.is_rank0 else None
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
@@ -119,11 +134,16 @@ class SFTTrainer:
         elif self.first_step:
             self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
         batches = self.rank.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
+        is_complete, requests.in_training = False, True
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
             self._seed_step(step)
             logged = self.run.is_due(step, self.config.trainer.log_freq)
-            outcome = self.train_step(batch, logged or self.spikes is not None)
+            try:
+                outcome = self.train_step(batch, logged or self.spikes is not None)
+            except StopAgreed:
+                self._stop(step - 1)
+                break
             self._profile(step, "stop")
             self.progress.step(int(self._pack_tokens[self.run.plan.packs(step - 1)].sum()))
             if self.spikes is not None:
@@ -134,11 +154,18 @@ class SFTTrainer:
             if logged and outcome.sums is not None:
                 self._log_step(step, outcome)
             self._validate_and_save(step)
-        done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
-        save_final_memory(self.engine, self.run.output, done, self.run.memory)
+            if step == self.first_step + 1:  # which compiles
+                watch.start(self.config.trainer.hang_timeout)
+            watch.mark(f"step {step + 1}")
+        else:
+            watch.end()
+            done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
+            save_final_memory(self.engine, self.run.output, done, self.run.memory)
+            is_complete = True
         self.progress.close()
         if self.tracking is not None:
             self.tracking.finish()
+        return is_complete
 
     def _regroup(self) -> None:
         """Go on with a resumed run's groups of packs, whatever the layout of ranks is now."""
@@ -181,11 +208,34 @@ class SFTTrainer:
             return self.engine.optimizer_step()
 
     def _normaliser(self, batch: StepBatch) -> float:
-        """Z of the global step. Read while the device is idle: the step before ended with its gradient norm."""
+        """Z of the global step. Read while the device is idle: the step before ended with its gradient norm.
+
+        Raises:
+            StopAgreed: on every rank, where any was asked to stop.
+        """
         device: Any = get_device_id()
-        normaliser = batch.normaliser.to(device, copy=True)
-        self.rank.all_reduce(normaliser)
-        return normaliser.item()
+        of_packs = batch.normaliser if self.engine.is_mp_src_rank_with_outputs() else torch.zeros_like(batch.normaliser)
+        asked = torch.full_like(of_packs, requests.pending is not None)
+        both = torch.cat([of_packs, asked]).to(device)
+        dist.all_reduce(both)  # of all ranks: any one may have been asked
+        normaliser, stops = both.tolist()
+        if stops:
+            raise StopAgreed
+        return normaliser
+
+    def _stop(self, step: int) -> None:
+        """Leave a checkpoint of the last step that is done, unless there is one."""
+        watch.end()
+        requests.leave_word()
+        why = "a signal" if requests.pending is None else requests.pending
+        self.progress.say(f"{why}: the run ends after step {step} of {self.run.total_steps}; the same command goes on")
+        with self.progress.aside(), self._going_on(True):
+            self.checkpoints.finish()
+        with self.progress.aside(), self._going_on(True):
+            if self.checkpoints.last != step:
+                self._refuse_changed_data()
+                self.checkpoints.save(step)
+                self.checkpoints.finish()
 
     def validate(self) -> dict[str, float]:
         """What `Evaluation` measures on the whole validation set."""
@@ -252,9 +302,10 @@ class SFTTrainer:
             self._track(metrics, step)
         saves = self.run.is_due(step, self.config.trainer.save_freq)
         if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
-            self._refuse_changed_data()
+            with watch.paused():  # what was written to is read again
+                self._refuse_changed_data()
         if saves:
-            with self.progress.aside():
+            with self.progress.aside(), watch.paused():
                 self._save(step)
         self.progress.resume(paused)
 

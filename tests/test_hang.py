@@ -1,0 +1,120 @@
+"""A rank that hangs or no longer answers ends the run on every rank, and is named."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.ranks import run_ranks, started_ranks
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import build
+from verl_ext.config.run import TrainerOptions
+from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
+from verl_ext.trainer.hang import RankState, verdict, watch
+
+SECONDS = 6  # trainer.hang_timeout; a busy machine may hold a step of a tiny model up for a while
+
+
+def hang(overrides: list[str], how: str, folder: Path) -> None:
+    """A run whose rank 1 hangs in step 3."""
+    os.dup2(os.open(folder / f"{how}-{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
+    trainer = build(overrides)
+    train_step, steps = trainer.train_step, iter(range(1, 5))
+
+    def hanging_step(*given):
+        if next(steps) == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else threading.Event().wait()
+        return train_step(*given)
+
+    trainer.train_step = hanging_step
+    with contextlib.redirect_stdout(open(os.devnull, "w")), failures_reported():
+        trainer.fit()
+
+
+def test_a_rank_that_hangs_and_one_that_is_stopped_are_named(tiny_model, tmp_path):
+    documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
+    data = write_tokenized(tmp_path / "data", documents)
+    common = [f"data.train_dir={data}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
+    common += [f"trainer.hang_timeout={SECONDS}"]
+    with contextlib.ExitStack() as both:  # at the same time
+        ranks = {}
+        for how in ("hung", "stopped"):
+            overrides = [*common, f"trainer.default_local_dir={tmp_path / how / 'run'}"]
+            ranks[how], _ = both.enter_context(started_ranks(hang, 2, overrides, how, tmp_path))
+        ending = (*ranks["hung"], ranks["stopped"][0])
+        for rank in ending:
+            rank.join(60)
+        ranks["stopped"][1].kill()  # no other signal reaches it
+        assert [rank.exitcode for rank in ending] == [TRAINING_FAILED] * 3
+    told = [line for name in ("hung-0", "hung-1") for line in errors(tmp_path / name)]
+    told = [line for line in told if "a collective failed" not in line]  # where the other rank ended first
+    begin = f"error: no progress for {SECONDS} s (trainer.hang_timeout): rank 1 (process "
+    assert len(told) == 1  # of both ranks, which are of one node
+    assert told[0].startswith(f"{begin}{ranks['hung'][1].pid} on ")
+    assert " hangs in step 3 at " in told[0]
+    assert "tests/test_hang.py" not in told[0].split(", from ")[1]
+    (told_of_stopped,) = errors(tmp_path / "stopped-0")
+    assert told_of_stopped.startswith(f"{begin}{ranks['stopped'][1].pid} on ")
+    assert " does not answer: stopped, dead or out of reach; the same command resumes" in told_of_stopped
+
+
+def errors(file: Path) -> list[str]:
+    return [line for line in file.read_text().splitlines() if line.startswith("error: ")]
+
+
+def pause() -> bool:
+    watch.start(1)
+    with watch.paused():
+        time.sleep(1.6)  # longer than may pass without progress
+    watch.end()
+    return True
+
+
+def test_a_checkpoint_may_take_as_long_as_it_likes():
+    assert run_ranks(pause, 2) == [True, True]
+
+
+STATES = st.builds(RankState, st.just(False), st.integers(0, 2), st.just("step 7"), st.booleans(), st.just("here"))
+
+
+@given(st.lists(st.none() | STATES, min_size=2, max_size=5))
+def test_named_are_the_ranks_that_the_others_wait_for(states):
+    told = verdict(states, [f"process {rank}" for rank in range(len(states))])
+    named = {rank for rank in range(len(states)) if f"rank {rank} (process {rank})" in told}
+    silent = {rank for rank, state in enumerate(states) if state is None}
+    if silent:
+        assert "does not answer" in told
+        assert (named == silent) if len(silent) <= 4 else (named < silent and told.count("1 more") == 1)
+        return
+    least = min(state.marks for state in states)
+    last = {rank for rank, state in enumerate(states) if state.marks == least}
+    free = {rank for rank in last if not states[rank].waits}
+    culprits = free or last
+    if culprits == set(range(len(states))):
+        assert "no rank is behind the others in step 7; rank 0 is at here" in told
+    elif len(culprits) <= 4:
+        assert named == culprits
+        assert "hangs in step 7 at here" in told
+
+
+@given(st.lists(STATES, min_size=1, max_size=5), st.booleans())
+def test_a_rank_that_may_take_its_time_is_waited_for_but_none_that_does_not_answer(states, silent):
+    busy = RankState(True, 7, "step 7", False, "here")
+    processes = [f"process {rank}" for rank in range(7)]
+    told = verdict([*states, busy, *([None] if silent else [])], processes)
+    assert (told is None) if not silent else told.startswith(f"rank {len(states) + 1} (process")
+
+
+def test_a_collective_may_take_longer_than_a_hang_so_that_the_rank_is_named_first():
+    assert TrainerOptions().collective_timeout == 1800
+    assert TrainerOptions(hang_timeout=3600).collective_timeout == 4200
+    assert TrainerOptions(hang_timeout=0).collective_timeout == 1800
+    assert TrainerOptions(nccl_timeout=15).collective_timeout == 15

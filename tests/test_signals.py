@@ -1,0 +1,168 @@
+"""Requests to stop: one checkpoint after the current step on all ranks, and a second one that ends a rank at once."""
+
+import contextlib
+import io
+import itertools
+import os
+import pty
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks, started_ranks
+from tests.test_launch import LAUNCH
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import build, differences, metrics, train_alone
+from verl_ext.config.checkpoints import saved_folders
+from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
+
+SECONDS = 120  # in which what is waited for must come about
+STEPS = 5
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {SECONDS} seconds"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model, tmp_path_factory):
+    """A run of two sequence-parallel ranks, but for its folder."""
+    documents = random_documents(np.random.default_rng(0), [20] * 40, VOCABULARY, 1)
+    folder = write_tokenized(tmp_path_factory.mktemp("data") / "train", documents)
+    run = (f"data.train_dir={folder}", f"model.path={tiny_model}", "engine.ulysses_sequence_parallel_size=2")
+    return [*run, "data.train_batch_size=2", f"trainer.total_training_steps={STEPS}"]
+
+
+def asked(overrides: list[str], at: int) -> tuple[bool, int, str]:
+    """A run whose rank 1 is signalled during step `at`, if there is one: whether it is complete, the
+    code that it would exit with, and what this rank printed."""
+    requests.listen()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        trainer = build(overrides)
+        trainer.resume()
+        step, numbers = trainer.train_step, itertools.count(1)
+
+        def signalled(*given):
+            outcome = step(*given)
+            if next(numbers) == at and dist.get_rank() == 1:
+                for number in SIGNALS:  # at once, as a scheduler, torchrun and a launcher may send them
+                    os.kill(os.getpid(), number)
+                wait_for(lambda: requests.pending)
+            return outcome
+
+        trainer.train_step = signalled
+        return trainer.fit(), requests.exit_code, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole(options, tmp_path_factory):
+    """The folder of the run without a signal."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(train_alone, 2, [*options, f"trainer.default_local_dir={folder}"])
+    return folder
+
+
+def test_one_rank_that_is_asked_ends_all_with_one_checkpoint_and_the_resumed_run_is_the_same(options, whole, tmp_path):
+    run = [*options, "trainer.save_freq=2", f"trainer.default_local_dir={tmp_path}"]
+    (complete, code, said), (other_complete, _, _) = run_ranks(asked, 2, run, 3)
+    assert not complete
+    assert not other_complete
+    assert code == STOPPED
+    assert said.count("the run ends after step 3 of 5; the same command goes on") == 1
+    assert [path.name for path in saved_folders(tmp_path)] == ["global_step_2", "global_step_3"]
+    run_ranks(train_alone, 2, run)
+    assert not differences(tmp_path, whole, STEPS)
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again_and_one_that_is_being_written_is_waited_for(options, tmp_path):
+    run = [*options, "trainer.save_freq=2", "checkpoint.async_save=true", f"trainer.default_local_dir={tmp_path}"]
+    (complete, _, said), _ = run_ranks(asked, 2, run, 2)
+    assert not complete
+    assert said.count("Saving checkpoint to") == 1
+    assert [path.name for path in tmp_path.glob("global_step*")] == ["global_step_2"]
+
+
+def test_a_request_during_the_last_step_leaves_a_complete_run(options, tmp_path):
+    (complete, _, _), _ = run_ranks(asked, 2, [*options, f"trainer.default_local_dir={tmp_path}"], STEPS)
+    assert complete
+    assert {step for step, _ in metrics(tmp_path)} == set(range(1, STEPS + 1))
+
+
+def wait_in_a_collective(folder: Path, in_training: bool) -> None:
+    """Rank 0 waits for a sum that rank 1 never joins: no handler of Python's runs there."""
+    os.dup2(os.open(folder / f"stderr-{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
+    os.environ.update(VERL_EXT_REQUESTS=str(folder), VERL_EXT_LAUNCHER=str(os.getpid()))
+    requests.listen()
+    requests.in_training = in_training
+    (folder / f"ready-{dist.get_rank()}").touch()
+    dist.all_reduce(torch.zeros(1)) if dist.get_rank() == 0 else threading.Event().wait()
+
+
+def test_before_the_first_step_a_request_ends_a_rank_at_once_also_inside_a_collective(tmp_path):
+    with started_ranks(wait_in_a_collective, 2, tmp_path, False) as (ranks, _):
+        wait_for((tmp_path / "ready-0").exists)
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        ranks[0].join(SECONDS)
+        assert ranks[0].exitcode == 128 + signal.SIGTERM
+    assert "error: rank 0: SIGTERM: ended before the first step\n" in (tmp_path / "stderr-0").read_text()
+    assert (tmp_path / "unfinished").exists()
+
+
+def test_the_second_request_of_the_launcher_ends_every_rank_at_once(tmp_path):
+    with started_ranks(wait_in_a_collective, 2, tmp_path, True) as (ranks, _):
+        wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+        (tmp_path / "told").write_text("SIGUSR1\nSIGINT\n")
+        (tmp_path / "told").rename(tmp_path / "stop")
+        for rank in ranks:
+            rank.join(SECONDS)
+            assert rank.exitcode == 128 + signal.SIGINT
+    assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
+
+
+TORCHRUN = """#!/usr/bin/env bash
+trap 'echo signalled >>"$OUT"' INT USR1
+echo started >>"$OUT"
+until [[ "$(grep -c SIG "$VERL_EXT_REQUESTS/stop")" == "$ENDS_AFTER" ]]; do sleep 0.02; done 2>/dev/null
+[[ "$ENDS_WITH" == 0 ]] || touch "$VERL_EXT_REQUESTS/unfinished"
+exit "$ENDS_WITH"
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "ends_with", "code"),
+    [
+        ([signal.SIGTERM], 143, STOPPED),  # it is not finished, whatever torchrun makes of the ranks' codes
+        ([signal.SIGUSR1], 0, 0),  # it was in its last step
+        (["Ctrl-C", "Ctrl-C"], 1, STOPPED),
+        ([], 3, 3),
+    ],
+)
+def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_again(sent, ends_with, code, tmp_path):
+    torchrun, out = tmp_path / "torchrun", tmp_path / "out"
+    torchrun.write_text(TORCHRUN if sent else "#!/bin/sh\nexit 3\n")
+    torchrun.chmod(0o755)
+    ends = {"OUT": str(out), "ENDS_AFTER": str(len(sent)), "ENDS_WITH": str(ends_with), "TMPDIR": str(tmp_path)}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        node = str(LAUNCH / "node.sh")
+        os.execve(node, [node], {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", **ends})
+    for number, what in enumerate(sent, start=1):
+        wait_for(out.exists)
+        os.write(terminal, b"\x03") if what == "Ctrl-C" else os.kill(pid, what)
+        wait_for(lambda number=number: number == len(sent) or any(tmp_path.glob("verl-ext-*/stop")))
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == code
+    assert not sent or out.read_text() == "started\n"  # Ctrl-C, too, was for the launcher alone
+    assert not list(tmp_path.glob("verl-ext-*"))

@@ -1,0 +1,159 @@
+"""What ends a rank from outside: requests to stop, and the end of torchrun or of the launcher.
+
+A request is a SIGTERM, SIGINT or SIGUSR1 to any rank; to torchrun, which passes it on to the ranks of its node; or to
+launch/node.sh, which writes it where ranks look:
+
+    VERL_EXT_REQUESTS/stop         by launch/node.sh: a line for every signal that it got
+    VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
+
+Before training, the first request ends a rank at once. In training it is a flag: ranks agree on it where they sum up Z
+of the next step, save the step before, and end together. The second one ends a rank at once.
+
+A thread reads signals, because the main one may be inside a collective for hours, where no handler of Python's runs.
+"""
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
+
+STOPPED = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to try again later"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_WATCH_SECONDS = 1.0
+_ONE_REQUEST = 5.0  # seconds: a scheduler's signal comes from it, from torchrun and from the launcher
+
+
+class StopRequests:
+    """The requests that this rank got.
+
+    Attributes:
+        pending: the name of the first one's signal.
+        in_training: there is something to save: one request is left to the trainer.
+    """
+
+    def __init__(self) -> None:
+        self.pending: str | None = None
+        self.in_training = False
+        self._at = 0.0
+        self._torchrun: int | None = None
+        self._launcher: int | None = None
+        self._folder: Path | None = None
+
+    def listen(self) -> None:
+        """Take the signals of this process, from its main thread, and watch what started it."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # under Ray, srun or a notebook a run may outlive its parent
+            self._torchrun = os.getppid()
+        if "VERL_EXT_REQUESTS" in os.environ:
+            self._folder, self._launcher = Path(os.environ["VERL_EXT_REQUESTS"]), int(os.environ["VERL_EXT_LAUNCHER"])
+            if os.environ.get("LOCAL_RANK") == "0":  # torchrun may have started the ranks again
+                (self._folder / "unfinished").unlink(missing_ok=True)
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)  # Python writes its number to the wake-up socket
+            signal.siginterrupt(number, False)
+        os.register_at_fork(after_in_child=_forget_signals)
+        threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
+
+    def leave_word(self) -> None:
+        """Tell the launcher that the run is not finished; once for all ranks of a node is enough."""
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / "unfinished").touch()
+
+    @property
+    def exit_code(self) -> int:
+        """Of a rank whose run stopped on request: not 0, but where the launcher has word or torchrun would restart."""
+        would_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        return 0 if self._folder is not None or would_restart else STOPPED
+
+    def _watch(self) -> None:
+        read = 0  # lines of the launcher's file
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], _WATCH_SECONDS)
+            for number in self._reader.recv(64) if ready else b"":
+                if number in SIGNALS:  # others have handlers too, as torch's loader has for its processes
+                    self._got(signal.Signals(number).name, number)
+            told = self._told()
+            for name in told[read:]:
+                self._got(name, getattr(signal, name), counts=read > 0)
+                read += 1
+            self._end_with_parents()
+
+    def _told(self) -> list[str]:
+        """Names of the signals that the launcher wrote down."""
+        with suppress(OSError):
+            if self._folder is not None:
+                return (self._folder / "stop").read_text().split()
+        return []
+
+    def _got(self, name: str, number: int, counts: bool = False) -> None:
+        """One request; `counts`: it is known to be no echo of the one before."""
+        if number == signal.SIGTERM and self._torchrun is not None and _a_rank_ended(self._torchrun):
+            leave(0)  # torchrun ends the node's ranks because one failed, and names those that end with an error
+        now = time.monotonic()
+        if self.pending is None:
+            self.pending, self._at = name, now
+            if not self.in_training:
+                self._end(f"{name}: ended before the first step", number)
+        elif counts or now - self._at > _ONE_REQUEST:
+            self._end(f"a second signal ({name}): ended at once, without a checkpoint of this step", number)
+
+    def _end(self, message: str, number: int) -> None:
+        self.leave_word()
+        let_the_first_speak(_WATCH_SECONDS)
+        exit_this_rank(message, 128 + number)
+
+    def _end_with_parents(self) -> None:
+        """Leave when torchrun or the launcher is gone: the rank would train on, and write, beside the next run."""
+        if self._torchrun is not None and os.getppid() != self._torchrun:
+            exit_this_rank(f"torchrun (process {self._torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
+        if self._launcher is not None:
+            try:
+                os.kill(self._launcher, 0)
+            except ProcessLookupError:
+                exit_this_rank(f"launch/node.sh (process {self._launcher}) is gone, which ends it", TRAINING_FAILED)
+
+
+def end_for_parent_alone() -> None:
+    """For a process of a rank's loader: a scheduler signals every process, and the rank needs this one for its step.
+
+    What its parent sends still ends it. Where the system does not say who sent a signal (macOS), every SIGTERM does.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    parent = os.getppid()
+
+    def wait() -> None:
+        while signal.sigwaitinfo(SIGNALS).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def _forget_signals() -> None:
+    signal.set_wakeup_fd(-1)  # a child's signals are not its parent's
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _a_rank_ended(torchrun: int) -> bool:
+    """Whether fewer ranks of this node live than torchrun started; False where the kernel does not say."""
+    try:
+        children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in children]
+    except OSError:
+        return False
+    return sum(state not in "ZX" for state in states) < int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+requests = StopRequests()  # a process has one set of handlers
