@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryNumbers
-from verl_ext.text.tokenized import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
+from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
 from verl_ext.values import first_line
 
 
