@@ -104,9 +104,9 @@ def run_command(records: Path, tokenizer: Path, backend: str, workers: int, fold
     while run.poll() is None:
         for process in (run, *run.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                is_worker = any(name in process.cmdline()[0] for name in ("ray::Map", "python")) and process != run
-                if process == run or is_worker:
-                    key = "worker_mib" if is_worker else "own_mib"
+                words = " ".join(process.cmdline())
+                if process == run or "ray::" in words or "multiprocessing" in words:
+                    key = "own_mib" if process == run else "worker_mib"
                     peaks[key] = max(peaks[key], process.memory_info().rss / 2**20)
         with contextlib.suppress(psutil.TimeoutExpired):
             run.wait(SAMPLED_EVERY)

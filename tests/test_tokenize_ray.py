@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,29 @@ def test_a_restart_goes_on_from_finished_units_and_redoes_those_of_a_changed_fil
     lengths = load_from_disk(str(tmp_path / "out"))["length"]
     assert lengths[24:] == lengths[:3]
     assert not kept.exists()
+
+
+def test_without_hard_links_shards_are_moved_and_an_interrupted_move_is_made_good(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, replace, moved = write_jsonl(tmp_path / "a.jsonl", QA), os.replace, []
+
+    def fail(*_: Any) -> None:
+        raise OSError("no links here")
+
+    def replace_one_shard(path: Any, target: Any) -> None:
+        if Path(target).name.startswith("data-") and path != target:
+            moved.append(path)
+            if len(moved) == 2:
+                raise KeyboardInterrupt
+        replace(path, target)
+
+    monkeypatch.setattr(os, "link", fail)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", replace_one_shard)
+        on_ray({"a": source}, tmp_path / "out", model)
+    on_ray({"a": source}, tmp_path / "out", model)
+    assert len(load_from_disk(str(tmp_path / "out"))) == len(QA)
 
 
 def test_two_runs_on_one_output_are_refused(tmp_path: Path, model: Path) -> None:

@@ -168,7 +168,7 @@ def write(worker: Worker, task: Task) -> Done:
     """Tokenize a unit, unless that is done."""
     job, folder = worker.job, worker.job.folder / task.digest
     unit = read_json(folder / UNIT)
-    if unit is None:
+    if unit is None or not dataset_folder.is_dataset(folder):
         worker.check(task)
         _begin(job, task)
         options, name = job.options, list(job.options.sources)[task.unit.files[0].category_id - 1]
@@ -206,7 +206,7 @@ def _begin(job: Job, task: Task) -> None:
 
 def rewrite(worker: Worker, task: Rewrite) -> Done:
     folder = worker.job.folder
-    if not (folder / task.name).exists():
+    if not dataset_folder.is_dataset(folder / task.name):
         with OutputFolder(str(folder / task.name), overwrite=True, named=worker.job.options.output_dir) as output:
             dataset_folder.rewrite(folder / task.digest, output.path, task.weighted, task.numbers)
             output.publish()

@@ -78,13 +78,14 @@ class DatasetWriter:
         """Finish the shards and write the two files that make the folder a dataset."""
         self._write_pending()
         self.abandon()
-        files = []
+        shards = []
         for number, (path, has_weights) in enumerate(self._shards):
             if self.weighted and not has_weights:
                 _rewrite(path, path, _schema(True, self.texts))
-            files.append(_shard_name(number, len(self._shards)))
-            os.replace(path, self.folder / files[-1])
-        _write_metadata(self.folder, files, _schema(self.weighted, self.texts), self._hash.hexdigest())
+            name = _shard_name(number, len(self._shards))
+            os.replace(path, self.folder / name)
+            shards.append(_shard_facts(self.folder / name))
+        _write_metadata(self.folder, shards, _schema(self.weighted, self.texts), self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Close the open shard: at its end, or after an error."""
@@ -136,17 +137,18 @@ class DatasetWriter:
 def join(folder: Path, parts: Sequence[Path], weighted: bool) -> None:
     """Make a dataset of others without further columns, in their order. Its shards are theirs, by another name too."""
     states = [_state(part) for part in parts]
-    shards = [
-        part / file["filename"] for part, state in zip(parts, states, strict=True) for file in state["_data_files"]
-    ]
-    names = [_shard_name(number, len(shards)) for number in range(len(shards))]
-    for shard, name in zip(shards, names, strict=True):
+    found = [(part, facts) for part, state in zip(parts, states, strict=True) for facts in state["_data_files"]]
+    shards = []
+    for number, (part, facts) in enumerate(found):
+        name = _shard_name(number, len(found))
         try:
-            os.link(shard, folder / name)
-        except OSError:  # not every file system has hard links
-            os.replace(shard, folder / name)
+            os.link(part / facts["filename"], folder / name)
+        except OSError:  # not every file system has hard links: the part is no dataset from here on
+            (part / "state.json").unlink(missing_ok=True)
+            os.replace(part / facts["filename"], folder / name)
+        shards.append({**facts, "filename": name})
     fingerprint = hashlib.blake2b("".join(state["_fingerprint"] for state in states).encode(), digest_size=8)
-    _write_metadata(folder, names, _schema(weighted, ()), fingerprint.hexdigest())
+    _write_metadata(folder, shards, _schema(weighted, ()), fingerprint.hexdigest())
 
 
 def rewrite(part: Path, folder: Path, weighted: bool, numbers: Sequence[int] | None = None) -> None:
@@ -158,25 +160,36 @@ def rewrite(part: Path, folder: Path, weighted: bool, numbers: Sequence[int] | N
     for name in files:
         _rewrite(part / name, folder / name, schema, renumbered)
     made_of = f"{state['_fingerprint']} {weighted} {numbers}"
-    _write_metadata(folder, files, schema, hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest())
+    shards = [_shard_facts(folder / name) for name in files]
+    _write_metadata(folder, shards, schema, hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest())
 
 
 def _shard_name(number: int, of: int) -> str:
     return f"data-{number:05d}-of-{of:05d}.arrow"
 
 
+def _shard_facts(shard: Path) -> dict[str, Any]:
+    """What state.json says of a shard."""
+    return {"filename": shard.name}
+
+
 def _state(folder: Path) -> Any:
     return json.loads((folder / "state.json").read_text(encoding="utf-8"))
 
 
-def _write_metadata(folder: Path, files: Sequence[str], schema: pa.Schema, fingerprint: str) -> None:
+def _write_metadata(folder: Path, shards: Sequence[Any], schema: pa.Schema, fingerprint: str) -> None:
     """dataset_info.json and state.json as `Dataset.save_to_disk` writes them, naming our shards."""
     from datasets import DatasetInfo, Features  # here, because importing it takes a second
 
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
     unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
     state = {**unformatted, "_output_all_columns": False, "_split": None, "_fingerprint": fingerprint}
-    write_json(folder / "state.json", {**state, "_data_files": [{"filename": name} for name in files]})
+    write_json(folder / "state.json", {**state, "_data_files": shards})
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder has the file that a dataset gets last."""
+    return (folder / "state.json").exists()
 
 
 def has_document_columns(folder: Path) -> bool:
