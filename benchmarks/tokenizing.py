@@ -8,13 +8,16 @@ has the same chats:
 | contestant | what it does |
 |---|---|
 | `encode_batch` | the tokenizer's own call on one core: the chats' texts are rendered, in memory, no token is kept |
-| `N workers` | `verl-ext tokenize num_workers=N`, whole: records parsed, rendered, masked, written |
+| `local N` | `verl-ext tokenize num_workers=N`, whole: records parsed, rendered, masked, written |
+| `ray N` | the same with `backend=ray`, on a Ray cluster of N CPUs that it starts, or the one at `$RAY_ADDRESS` |
 
 Ratios are the command's speed by encode_batch's in the same turn, with and without its start: the seconds of the same
-command on one record, whatever the number of workers.
+command on one record with one worker. Memory is the largest that the command's process and any of its workers took, by
+samples of their resident memory.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -29,10 +32,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs by its path
 
 import numpy as np
+import psutil
 from tqdm import tqdm
 
 SEED = 1234
 BATCH = 1000  # texts of one call
+SAMPLED_EVERY = 0.2  # seconds
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,6 +47,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="folder with a chat template; default: trained on the chats")
     parser.add_argument("--chats", type=int, default=50_000, help="made up, or taken of the records")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="one command each")
+    parser.add_argument("--backends", nargs="+", default=["local", "ray"], choices=["local", "ray"])
     parser.add_argument("--repeats", type=int, default=3, help="turns")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args(argv)
@@ -85,16 +91,28 @@ def encode(tokenizer: Any, texts: list[str]) -> tuple[float, int]:
     return time.perf_counter() - began, tokens
 
 
-def run_command(records: Path, tokenizer: Path, workers: int, folder: Path) -> float:
-    """The seconds of the whole command."""
+def run_command(records: Path, tokenizer: Path, backend: str, workers: int, folder: Path) -> dict[str, float]:
+    """The seconds of the whole command, and the peak MiB of its process and of a worker."""
     output = folder / "tokenized"
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "verl_ext", "tokenize", f"sources={{chats:{records}}}", f"output_dir={output}"]
-    command += [f"model.path={tokenizer}", f"num_workers={workers}"]
+    command += [f"model.path={tokenizer}", f"num_workers={workers}", f"backend={backend}"]
     began = time.perf_counter()
     root, nowhere = Path(__file__).resolve().parents[1], subprocess.DEVNULL
-    subprocess.run(command, cwd=root, check=True, stdout=nowhere, stderr=nowhere)
-    return time.perf_counter() - began
+    run = psutil.Popen(command, cwd=root, stdout=nowhere, stderr=nowhere)
+    peaks = {"own_mib": 0.0, "worker_mib": 0.0}
+    while run.poll() is None:
+        for process in (run, *run.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                words = " ".join(process.cmdline())
+                if process == run or "ray::" in words or "multiprocessing" in words:
+                    key = "own_mib" if process == run else "worker_mib"
+                    peaks[key] = max(peaks[key], process.memory_info().rss / 2**20)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            run.wait(SAMPLED_EVERY)
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, command)
+    return {"seconds": time.perf_counter() - began, **peaks}
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -108,16 +126,18 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         one_record.write_bytes(next(lines))
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     texts = rendered_texts(records, tokenizer)
-    rows: dict[int, list[dict[str, Any]]] = {workers: [] for workers in options.workers}
+    commands = [(backend, workers) for backend in options.backends for workers in options.workers]
+    rows: dict[str, list[dict[str, Any]]] = {f"{backend} {workers}": [] for backend, workers in commands}
     bar = tqdm(total=options.repeats * len(rows), desc="tokenize", file=sys.stderr)
     tokens = 0
     for _ in range(options.repeats):
-        for workers, turns in rows.items():
+        for (backend, workers), turns in zip(commands, rows.values(), strict=True):
             alone, tokens = encode(tokenizer, texts)
-            start = run_command(one_record, options.tokenizer, 1, folder)
-            whole = run_command(records, options.tokenizer, workers, folder)
-            turn = {"encode_batch": alone, "command": whole, "start": start}
-            turns.append({**turn, "ratio": alone / (whole - start), "ratio_with_start": alone / whole})
+            start = run_command(one_record, options.tokenizer, backend, 1, folder)
+            whole = run_command(records, options.tokenizer, backend, workers, folder)
+            seconds = whole.pop("seconds")
+            ratios = {"ratio": alone / (seconds - start["seconds"]), "ratio_with_start": alone / seconds}
+            turns.append({"encode_batch": alone, "command": seconds, "start": start["seconds"], **ratios, **whole})
             bar.update()
     bar.close()
     return {
@@ -125,7 +145,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "machine": {"cores": os.cpu_count(), "load_average": os.getloadavg()[0]},
         "chats": len(texts),
         "tokens": tokens,
-        "workers": {str(workers): turns for workers, turns in rows.items()},
+        "commands": rows,
     }
 
 
@@ -133,11 +153,14 @@ def report(result: dict[str, Any]) -> str:
     """The table."""
     lines = [f"{result['chats']:,} chats, {result['tokens']:,} tokens"]
     lines.append("speed by encode_batch's, without and with the start: median [least, most]; median seconds")
-    for workers, turns in result["workers"].items():
+    for command, turns in result["commands"].items():
         ratios = "".join(f"{_spread([turn[key] for turn in turns]):>22}" for key in ("ratio", "ratio_with_start"))
         seconds = {key: np.median([turn[key] for turn in turns]) for key in ("encode_batch", "command", "start")}
         told = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-        lines.append(f"{workers} workers{ratios}   {told}")
+        speed = result["tokens"] / seconds["command"]
+        peaks = [max(turn[key] for turn in turns) for key in ("own_mib", "worker_mib")]
+        memory = f"{peaks[0]:,.0f} MiB, of a worker {peaks[1]:,.0f} MiB"
+        lines.append(f"{command:<8}{ratios}   {told}; {speed:,.0f} tokens/s; {memory}")
     return "\n".join(lines)
 
 

@@ -15,9 +15,9 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build
 from verl_ext.config.checkpoints import saved_folders
 from verl_ext.data import SFTDataSet
-from verl_ext.data.content import DataFiles, joined
+from verl_ext.data.content import DataFiles
 from verl_ext.data.dataset import ONE_RANK, DataFile
-from verl_ext.files import checksum
+from verl_ext.files import checksum, joined
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.tokenized import DatasetWriter, digest
 

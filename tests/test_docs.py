@@ -30,7 +30,7 @@ from verl_ext.trainer.setup import prepare
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = ("# needs GPUs", "# needs data")
 # With which values a data command is run that a page shows with larger ones.
-SMALLER = {"model": "tiny", "model.path": "MODEL", "samples": "2", "sizes": "[0k]"}
+SMALLER = {"model": "tiny", "model.path": "MODEL", "samples": "2", "sizes": "[0k]", "backend": "local"}
 
 
 def texts(*patterns: str) -> dict[str, str]:

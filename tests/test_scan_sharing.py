@@ -14,8 +14,8 @@ from tests.ranks import run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.data.scan import FILE_NAME, shares
+from verl_ext.text.dataset_folder import DatasetWriter
 from verl_ext.text.documents import Counts, Documents
-from verl_ext.text.tokenized import DatasetWriter
 
 LENGTHS = (5, 1, 9, 16, 3, 7, 2, 12, 30, 4)
 

@@ -17,10 +17,10 @@ from tests.test_tokenize_templates import CHATML, GENERATION, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS
 from verl_ext.text.documents import Counts
 from verl_ext.text.json_records import JsonList
 from verl_ext.text.readers import ChunkSize
-from verl_ext.text.tokenized import DOCUMENT_COLUMNS
 from verl_ext.values import DataError, UsageError
 
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1)} for i in range(20)]
@@ -226,6 +226,17 @@ def test_last_turn_only_leaves_one_target_turn(tmp_path: Path, model: Path) -> N
 def test_over_length_documents_are_refused_with_their_place(tmp_path: Path, model: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the"}, {"text": "the cat sat on the mat " * 9}])
     with pytest.raises(DataError, match=r"a\.jsonl:2: a document must have at most max_tokens=8"):
+        tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8")
+
+
+def test_a_bad_record_before_an_over_length_document_is_named_first(tmp_path: Path, model: Path) -> None:
+    records = [{"text": "the"}, {"text": ""}, {"text": "the cat sat on the mat " * 9}, {"text": ""}]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    for on_bad, message in (("error", r"a\.jsonl:2: text is empty"), ("skip", r"a\.jsonl:3: a document must have")):
+        with pytest.raises(DataError, match=message):
+            tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8", f"on_bad_record={on_bad}")
+    source = write_jsonl(tmp_path / "b.jsonl", records[2:])
+    with pytest.raises(DataError, match=r"b\.jsonl:1: a document must have"):
         tokenize_files({"a": source}, tmp_path / "out", model, "max_tokens=8")
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ CONTENTS = "contents.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
 _CHUNK = 1 << 23
 
+BLOCK = 1 << 30  # bytes of a file that readers who share it take at once
 _logger = logging.getLogger(__name__)
 
 
@@ -52,6 +53,16 @@ def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = No
             found.update(chunk)
             left = None if left is None else left - len(chunk)
     return found.hexdigest()
+
+
+def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
+    """:func:`checksum` of a file of up to 1 GiB; of a longer one, :func:`joined` ones of its blocks of 1 GiB."""
+    return joined([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
+
+
+def joined(blocks: Sequence[str]) -> str:
+    """A file's checksum of those of its blocks."""
+    return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
 
 
 def is_inside(path: Path, folder: Path) -> bool:

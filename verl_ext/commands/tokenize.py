@@ -21,13 +21,13 @@ from verl_ext.commands.report import Report
 from verl_ext.files import OutputFolder
 from verl_ext.progress import Progress
 from verl_ext.text.chat import ChatEncoder, ChatOptions
+from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.documents import previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
-from verl_ext.text.tokenized import SHARD_BYTES, DatasetWriter
 from verl_ext.text.tokenizer import tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import DataError, option
+from verl_ext.values import option
 
 BITS = 128
 
@@ -47,6 +47,11 @@ class TokenizeOptions(ChatOptions, SourceOptions):
         "columns": "a field to a column",
     }
 
+    backend: str = option(
+        "local",
+        "local: processes of this machine | ray: tasks of a Ray cluster, the one at $RAY_ADDRESS or one started here",
+        choices=("local", "ray"),
+    )
     sample: Any = option(
         None, "a part of each source, or {source: part}: a fraction (1.0 is all) or a number of records"
     )
@@ -83,6 +88,10 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
 
     Raises `UsageError` and `DataError`, each one line.
     """
+    if options.backend == "ray":
+        from verl_ext.commands.tokenize_ray import tokenize_on_ray  # here, because importing Ray takes seconds
+
+        return tokenize_on_ray(options, chunk_size, shard_bytes)
     files = find_source_files(options.patterns)
     num_bytes = total_bytes(files)
     num_workers = options.num_workers or available_cpus()
@@ -92,7 +101,7 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
     results = ordered_results(
         partial(ChatEncoder, options, list(options.sources), options.preview),
         ChatEncoder.encode,
-        sampled_chunks(files, options, report.read, chunk_size),
+        _sampled_chunks(files, options, report.read, chunk_size),
         num_workers,
         name="tokenize",
         preload=[tokenizer_module()],
@@ -105,14 +114,7 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
                     report.add(documents)
                     writer.add(documents)
                     progress.add(documents)
-            for name, counts in report.sources.items():
-                if not counts.records and (read := report.read[name]):
-                    raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
-                if not counts.records:
-                    given = options.sources[name]
-                    raise DataError(f"sources.{name} must hold at least one record; got none in {given}")
-            if not report.total.documents:
-                raise DataError(f"no record could be used, so that nothing was written:\n{report.table()}")
+            report.check(options.sources)
             report.write(folder.path)
             writer.close()
         finally:
@@ -121,34 +123,53 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
     return report
 
 
-def sampled_chunks(
-    files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize = CHUNK
+def _sampled_chunks(
+    files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize
 ) -> Iterator[Chunk]:
     """The chunks of the files, each less the records that are not drawn; `read` counts all of them by source."""
     for number, name in enumerate(options.sources, start=1):
         own = [file for file in files if file.category_id == number]
-        part = options.sample.get(name) if isinstance(options.sample, Mapping) else options.sample
-        limit: int | None = None  # what a record's number must be below
-        if isinstance(part, float):
-            limit = round(part * (1 << BITS))
-        elif part is not None:  # reads the source once more
-            per_file = (sum(len(chunk.records) for chunk in read_chunks(file, size)) for file in own)
-            drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(per_file))
-            lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
-            limit = lowest[-1] + 1 if lowest else 0
+        in_files = (sum(len(chunk.records) for chunk in read_chunks(file, size)) for file in own)
+        limit = sample_limit(options, name, in_files)
         for place, file in enumerate(own):
-            numbers = _numbers(options.seed, name, place)
-            for chunk in read_chunks(file, size):
-                read[name] += len(chunk.records)
-                if limit is not None:
-                    chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
-                yield chunk
+            yield from sampled(file, place, limit, options, read, size)
 
 
-def _numbers(seed: int, name: str, place: int) -> Iterator[int]:
-    """The numbers that a file's records draw, in order."""
+def sample_limit(options: TokenizeOptions, name: str, in_files: Iterable[int]) -> int | None:
+    """What the number of a source's record must be below; None: every record is drawn.
+
+    in_files: the records of each of its files, asked for where `sample` is a number of records.
+    """
+    part = options.sample.get(name) if isinstance(options.sample, Mapping) else options.sample
+    if part is None:
+        return None
+    if isinstance(part, float):
+        return round(part * (1 << BITS))
+    drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(in_files))
+    lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
+    return lowest[-1] + 1 if lowest else 0
+
+
+def sampled(
+    file: SourceFile, place: int, limit: int | None, options: TokenizeOptions, read: Counter[str], size: ChunkSize
+) -> Iterator[Chunk]:
+    """The chunks of a file, or of a part of one, less the records that are not drawn; `read` counts all of them.
+
+    place: of the file among those of its source; limit: `sample_limit`'s.
+    """
+    name = list(options.sources)[file.category_id - 1]
+    numbers = _numbers(options.seed, name, place, file.part.records if file.part else 0)
+    for chunk in read_chunks(file, size):
+        read[name] += len(chunk.records)
+        if limit is not None:
+            chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
+        yield chunk
+
+
+def _numbers(seed: int, name: str, place: int, first: int = 0) -> Iterator[int]:
+    """The numbers that a file's records draw, in order, from record `first` on."""
     start = blake2b(f"{seed}\0{name}\0{place}".encode(errors="surrogateescape"), digest_size=BITS // 8)
-    for record in count():
+    for record in count(first):
         drawn = start.copy()
         drawn.update(record.to_bytes(8, "little"))
         yield int.from_bytes(drawn.digest(), "little")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from verl_ext.data.categories import CategoryNumbers
 from verl_ext.data.dataset import DataFile
 from verl_ext.text.arrow_folder import STATE, Shard, read_state
-from verl_ext.text.tokenized import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
+from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
 from verl_ext.values import first_line
 
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches

@@ -13,16 +13,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import xxhash
 from tqdm import tqdm
 
 from verl_ext.data.dataset import DataFile, Ranks
-from verl_ext.files import checksum, default_root, write_json
+from verl_ext.files import BLOCK, checksum, default_root, joined, write_json
 from verl_ext.text.tokenized import digest
 from verl_ext.values import reason_of
 
 CONTENT = "the content of the files in data.train_dir"  # what a checkpoint calls `DataFiles.digest`
-BLOCK = 1 << 30
 _CACHE = "verl_ext_checksums"
 
 
@@ -140,11 +138,6 @@ def _read(files: Mapping[str, _State], ranks: Ranks) -> dict[str, str]:
     for number, (path, _) in enumerate(blocks):
         of_file[path].append(shares[number % ranks.size][number // ranks.size])
     return {path: joined(own) for path, own in of_file.items()}
-
-
-def joined(blocks: Sequence[str]) -> str:
-    """A file's checksum of those of its blocks."""
-    return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
 
 
 def _kept(name: str) -> dict[str, str] | None:

@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from verl_ext.text.json_records import BadRecord, RecordOptions, check_character
 from verl_ext.text.readers import Chunk, Place, TextFile
 from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
+from verl_ext.text.tokenized import digest, tokenizer_facts
 from verl_ext.text.tokenizer import ModelOptions, check_template, load_tokenizer, read_template
 from verl_ext.values import DataError, UsageError, first_line, one_line, option
 
@@ -207,16 +208,35 @@ class ChatEncoder:
         self._encoder = TextEncoder(self.tokenizer, options)
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
 
+    def fingerprint(self) -> str:
+        """A digest of what a record's documents follow from: the options, the tokenizer, the template and what stops
+        a turn, wherever they were read from. Raises `UsageError` for a template that cannot be read."""
+        options = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions) if each.name != "model"}
+        if (template := self.options.chat_template) is not None:
+            options["chat_template"] = read_template(template, "chat_template")
+        ends = [
+            self.tokenizer.bos_token_id,
+            self.tokenizer.eos_token_id,
+            _stop_tokens(self.tokenizer, self.options.model),
+        ]
+        return digest([tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options, self._preview])
+
     def encode(self, chunk: Chunk) -> Documents:
         """The documents of a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""
         found = _Found(Counts(records=len(chunk.records)))
         items = list(self._items(chunk, found))
+        failed: tuple[Any, DataError] | None = None
         for item, encoded in zip(items, self._encoded(items), strict=True):
             try:
                 self._add(item, encoded, chunk.path, found)
             except BadRecord as error:
                 found.bad.append((item.number, item.category, error))
+            except DataError as error:  # ends the run, unless a bad record before it does
+                failed = item.number, error
+                break
         for number, category, bad in sorted(found.bad, key=lambda bad: bad[0]):
+            if failed and failed[0] < number:
+                break
             line = f"{chunk.place(number)}: {bad}"
             # What on_unprinted=drop leaves out, and a target lost to truncation, follow from what was asked for.
             is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
@@ -225,6 +245,8 @@ class ChatEncoder:
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
             for counts in found.counts_of(category):
                 counts.add_bad(bad.reason, line)
+        if failed:
+            raise failed[1]
         for counts in (found.counts, *found.by_category.values()):
             ends = counts.end_of_turn.items()
             counts.text_ends.update({end: turns for end, turns in ends if end and not self._is_one_token(end)})

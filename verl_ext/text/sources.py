@@ -53,13 +53,28 @@ _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
 
 
 @dataclass(frozen=True)
+class Part:
+    """Of a file: JSONL lines or Arrow record batches that begin in bytes start..stop (of an Arrow folder those of its
+    shards, one after the other), or row groups start..stop of a Parquet file.
+
+    records, places: records, and lines or rows, of the file before it.
+    """
+
+    start: int
+    stop: int
+    records: int = 0
+    places: int = 0
+
+
+@dataclass(frozen=True)
 class SourceFile:
     """One file, Arrow folder or Hub dataset of one category; `category_id` counts from 1 in the order of `sources`."""
 
     category_id: int
     path: str  # or URL
     kind: str  # jsonl | json | parquet | csv | tsv | text | arrow | hub
-    num_bytes: int | None  # None: not known before it is read
+    num_bytes: int | None  # of the file, or of the part that is meant; None: not known before it is read
+    part: Part | None = None  # None: all of it
 
 
 def total_bytes(files: Iterable[SourceFile]) -> int | None:
@@ -338,10 +353,13 @@ class OpenedFile:
         """Bytes of the file, compressed where it is, that were read."""
         return (self.size or 0) if self._raw.closed else self._raw.tell()
 
-    def check_end(self) -> None:
-        """To be called at the stream's end: a host may answer with nothing where a file has become shorter."""
-        if self.size is not None and self.position != self.size:
-            raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
+    def check_end(self, stop: int | None = None) -> None:
+        """To be called at the stream's end, or where at least `stop` bytes must have been read: a host may answer with
+        nothing where a file has become shorter."""
+        is_short = self.size is not None and self.position != self.size if stop is None else self.position < stop
+        if is_short:
+            whole = self.size if stop is None else stop
+            raise DataError(f"{self.path}: must not change while it is read; {self.position} of {whole} bytes came")
 
 
 def encoding_problem(start: bytes) -> str | None:

@@ -1,0 +1,231 @@
+"""A tokenized dataset as a folder: its columns, the writer of its shards, and several folders made one.
+
+    data-00000-of-00002.arrow, data-00001-of-00002.arrow, state.json, dataset_info.json
+
+are what `datasets.load_from_disk` opens. Every row is a document: its tokens (DESIGN.md §3), then what a scan of its
+tokens would tell. These numbers hold for the shards that were written here; a shard that `datasets` has saved anew
+lacks MARK and is scanned instead.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from verl_ext.files import checksum_by_blocks, write_json
+from verl_ext.text.arrow_folder import STATE, Shard, read_state
+from verl_ext.text.documents import Documents
+
+SHARD_BYTES = 500 * 1000 * 1000
+BATCH_TOKENS = 1 << 22  # of a record batch, about: each costs 60 µs and 5 kB wherever the dataset is opened
+TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
+TOKEN_COLUMNS = {
+    "input_ids": pa.list_(pa.int32()),
+    "loss_mask": pa.list_(pa.int8()),
+    "category_ids": pa.list_(pa.int32()),
+    "length": pa.int32(),
+}
+DOCUMENT_COLUMNS = {
+    "num_targets": pa.int32(),  # the first token is never one
+    "lowest_token_id": pa.int32(),
+    "highest_token_id": pa.int32(),
+    "full_length": pa.int32(),  # tokens before it was cut
+    "document_category": pa.int32(),
+}
+WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
+MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS hold
+
+
+class DatasetWriter:
+    """Appends documents to the shards of `folder`; nothing there loads before `close()`. texts: their further columns.
+
+    The column `loss_weight` exists only when some target has a weight, which may be known late: shards written before
+    the first such record get the column, filled with 1, at the end.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
+        self.folder, self.shard_bytes, self.texts = folder, shard_bytes, tuple(texts)
+        self.weighted = False
+        self._shards: list[tuple[Path, bool]] = []  # path, has loss_weight
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_tokens = 0
+        self._sink: Any = None
+        self._stream: Any = None
+        self._open = contextlib.ExitStack()
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def add(self, documents: Documents) -> None:
+        """Write a chunk's documents."""
+        if not len(documents.lengths):
+            return
+        if documents.weights is not None and not self.weighted:
+            self._write_pending()
+            self.weighted = True
+            self.abandon()  # a shard has the column or not
+        self._pending.append(self._batch(documents))
+        self._pending_tokens += len(documents.input_ids)
+        if self._pending_tokens >= BATCH_TOKENS or self._pending_tokens * TOKEN_BYTES >= self.shard_bytes:
+            self._write_pending()
+
+    def close(self) -> None:
+        """Finish the shards and write the two files that make the folder a dataset."""
+        self._write_pending()
+        self.abandon()
+        shards = []
+        for number, (path, has_weights) in enumerate(self._shards):
+            if self.weighted and not has_weights:
+                _rewrite(path, path, _schema(True, self.texts))
+            name = _shard_name(number, len(self._shards))
+            os.replace(path, self.folder / name)
+            shards.append(_shard(self.folder / name))
+        _write_metadata(self.folder, shards, _schema(self.weighted, self.texts), self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close the open shard: at its end, or after an error."""
+        self._stream = None
+        self._open.close()  # the file too where the stream's last bytes find the disk full, which it would keep so
+
+    def _write_pending(self) -> None:
+        """The documents added since the last time, as one record batch."""
+        if not self._pending:
+            return
+        table = pa.Table.from_batches(self._pending).combine_chunks()
+        self._pending, self._pending_tokens = [], 0
+        if self._stream is None:
+            path = self.folder / f"part-{len(self._shards):05d}.arrow"
+            self._shards.append((path, self.weighted))
+            self._sink = self._open.enter_context(pa.OSFile(str(path), "wb"))
+            schema = _schema(self.weighted, self.texts)
+            self._stream = self._open.enter_context(pa.ipc.new_stream(self._sink, schema))
+        self._stream.write_table(table)
+        if self._sink.tell() >= self.shard_bytes:
+            self.abandon()
+
+    def _batch(self, documents: Documents) -> pa.RecordBatch:
+        mask, lengths = documents.loss_mask, documents.lengths
+        ends = np.cumsum(lengths, dtype=np.int64)
+        if ends[-1] > np.iinfo(np.int32).max:
+            raise OverflowError("a chunk of records must have fewer than 2^31 tokens")
+        category = np.full(len(lengths), documents.category_id, np.int32)
+        if documents.category_ids is not None:
+            category = documents.category_ids.astype(np.int32)
+        tokens = [documents.input_ids, mask, np.where(mask == 1, np.repeat(category, lengths), np.int32(0))]
+        if self.weighted:
+            tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
+        for array in (*tokens, lengths):
+            self._hash.update(np.ascontiguousarray(array).data)
+        rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+        lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
+        full = lengths if documents.full_lengths is None else documents.full_lengths
+        starts = ends - lengths
+        targets = np.add.reduceat(mask, starts, dtype=np.int32) - mask[starts]
+        lowest, highest = (reduce.reduceat(documents.input_ids, starts) for reduce in (np.minimum, np.maximum))
+        facts = [lengths, targets, lowest, highest, full, category]
+        numbers = [pa.array(values.astype(np.int32, copy=False)) for values in facts]
+        texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
+        columns = [*lists[:3], *numbers, *texts, *lists[3:]]
+        return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts))
+
+
+def join(folder: Path, parts: Sequence[Path], weighted: bool) -> None:
+    """Make a dataset of others without further columns, in their order. Its shards are theirs, by another name too."""
+    states = [read_state(part) for part in parts]
+    found = [(part, shard) for part, state in zip(parts, states, strict=True) for shard in state.shards]
+    shards = []
+    for number, (part, shard) in enumerate(found):
+        name = _shard_name(number, len(found))
+        try:
+            os.link(part / shard.name, folder / name)
+        except OSError:  # not every file system has hard links: the part is no dataset from here on
+            (part / STATE).unlink(missing_ok=True)
+            os.replace(part / shard.name, folder / name)
+        shards.append(shard._replace(name=name))
+    fingerprint = hashlib.blake2b("".join(str(state.fingerprint) for state in states).encode(), digest_size=8)
+    _write_metadata(folder, shards, _schema(weighted, ()), fingerprint.hexdigest())
+
+
+def rewrite(part: Path, folder: Path, weighted: bool, numbers: Sequence[int] | None = None) -> None:
+    """Write a dataset without further columns anew into an empty folder: with `loss_weight`, 1 where it had none, if
+    `weighted`, and with numbers[i] for category i."""
+    state = read_state(part)
+    names = [shard.name for shard in state.shards]
+    schema, renumbered = _schema(weighted, ()), None if numbers is None else np.array(numbers, np.int32)
+    for name in names:
+        _rewrite(part / name, folder / name, schema, renumbered)
+    made_of = f"{state.fingerprint} {weighted} {numbers}"
+    shards = [_shard(folder / name) for name in names]
+    _write_metadata(folder, shards, schema, hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest())
+
+
+def _shard_name(number: int, of: int) -> str:
+    return f"data-{number:05d}-of-{of:05d}.arrow"
+
+
+def _shard(path: Path) -> Shard:
+    return Shard(path.name, os.path.getsize(path), checksum_by_blocks(path))
+
+
+def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema, fingerprint: str) -> None:
+    """dataset_info.json and state.json as `Dataset.save_to_disk` writes them, with what our shards hold."""
+    from datasets import DatasetInfo, Features  # here, because importing it takes a second
+
+    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
+    unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
+    state = {**unformatted, "_output_all_columns": False, "_split": None, "_fingerprint": fingerprint}
+    files = [{"filename": shard.name, "bytes": shard.bytes, "xxh3_128": shard.xxh3_128} for shard in shards]
+    write_json(folder / STATE, {**state, "_data_files": files})
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder has the file that a dataset gets last."""
+    return (folder / STATE).exists()
+
+
+def has_document_columns(folder: Path) -> bool:
+    """Whether every shard of a dataset is as it was written here, so that its DOCUMENT_COLUMNS hold."""
+    for shard in read_state(folder).shards:
+        with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
+            if not MARK.items() <= (reader.schema.metadata or {}).items():
+                return False
+    return True
+
+
+@cache
+def _schema(weighted: bool, texts: tuple[str, ...]) -> pa.Schema:
+    from datasets import Features  # here, because importing it takes a second
+
+    columns = {**TOKEN_COLUMNS, **DOCUMENT_COLUMNS, **dict.fromkeys(texts, pa.large_string())}
+    schema = Features.from_arrow_schema(pa.schema({**columns, **WEIGHT_COLUMN} if weighted else columns)).arrow_schema
+    return schema.with_metadata({**schema.metadata, **MARK})
+
+
+def _rewrite(shard: Path, target: Path, schema: pa.Schema, numbers: NDArray[np.int32] | None = None) -> None:
+    """Write a shard anew, batch by batch: with loss_weight = 1 where `schema` has that column and the shard lacks it,
+    with numbers[i] for category i."""
+    partial = target.with_suffix(".rewritten")
+    with (
+        pa.memory_map(str(shard)) as source,
+        pa.ipc.open_stream(source) as reader,
+        pa.OSFile(str(partial), "wb") as sink,
+        pa.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in reader:
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            if numbers is not None:
+                ids = columns["category_ids"]
+                renumbered = pa.array(numbers[ids.values.to_numpy()])
+                columns["category_ids"] = pa.ListArray.from_arrays(ids.offsets, renumbered)
+                columns["document_category"] = pa.array(numbers[columns["document_category"].to_numpy()])
+            if "loss_weight" in schema.names and "loss_weight" not in columns:
+                ids = columns["input_ids"]
+                weights = pa.array(np.ones(len(ids.values), np.float32))
+                columns["loss_weight"] = pa.ListArray.from_arrays(ids.offsets, weights)
+            writer.write_batch(pa.RecordBatch.from_arrays([*columns.values()], schema=schema))
+    os.replace(partial, target)
