@@ -1,9 +1,10 @@
 """The same run on a Ray cluster: place the ranks, follow them, and start them again where some are lost.
 
-    python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 trainer.n_gpus_per_node=8
+    python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \\
+        trainer.n_gpus_per_node=8
 
-Every rank is `verl_ext.fsdp_sft_trainer` with the arguments of this command. The cluster is the one of RAY_ADDRESS, else
-one that runs on this machine, else one of its own that ends with the run.
+Every rank is `verl_ext.fsdp_sft_trainer` with the arguments of this command. The cluster is the one of RAY_ADDRESS,
+else one that runs on this machine, else one of its own that ends with the run.
 """
 
 import logging
@@ -13,7 +14,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hydra
 import ray
@@ -24,11 +27,12 @@ from verl_ext.config.check import batch_problems
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys
-from verl_ext.trainer.distributed import STARTED_BY, TRAINING_FAILED, USER_ERROR
+from verl_ext.trainer.distributed import TRAINING_FAILED, USER_ERROR
 from verl_ext.trainer.ray_ranks import Ends, PlacedRanks, placed_ranks, reason
 from verl_ext.values import first_line, plain
 
 _INTERRUPTED = 128 + signal.SIGINT
+_FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # no reason to start again by itself
 _STORE = 80 << 20  # bytes; nothing large goes through Ray's object store
 
 
@@ -64,30 +68,26 @@ def _cluster(trainer: TrainerOptions) -> Iterator[None]:
     """Join a Ray cluster, or start one, for as long as the block lasts."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # it is announced, and ranks get theirs from us
-    address, quiet = os.environ.get("RAY_ADDRESS", ""), {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = os.environ.get("RAY_ADDRESS", "")
     if "://" in address:
         raise ValueError(
             "RAY_ADDRESS must be the HOST:PORT of a Ray cluster that this machine is part of; got "
             f"{address}: from elsewhere, submit the command as a job (launch/ray.sh submit)"
         )
+    join: Any = partial(ray.init, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     try:
-        if address:
-            ray.init(**quiet)
-        else:
-            _join_or_start(max(trainer.n_gpus_per_node, os.cpu_count() or 1), quiet)
+        try:
+            own = {"num_cpus": max(trainer.n_gpus_per_node, os.cpu_count() or 1), "object_store_memory": _STORE}
+            join(**({} if address else own))
+        except ValueError:  # one runs on this machine, whose resources are what they are
+            join()
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"RAY_ADDRESS must lead to a Ray cluster; got {address} ({first_line(error)})") from None
+        got = address or "nothing"
+        raise ValueError(f"RAY_ADDRESS must lead to a Ray cluster; got {got} ({first_line(error)})") from None
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _join_or_start(cpus: int, quiet: dict[str, object]) -> None:
-    try:
-        ray.init(num_cpus=cpus, object_store_memory=_STORE, include_dashboard=False, **quiet)
-    except ValueError:  # one runs on this machine, whose resources are what they are
-        ray.init(**quiet)
 
 
 def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, arguments: list[str]) -> int:
@@ -95,35 +95,43 @@ def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, 
     nodes, per_node = trainer.nnodes, trainer.n_gpus_per_node
     has_gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
     on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and has_gpus)
-    environment = {STARTED_BY: "its Ray actor", "NNODES": str(nodes)}  # the batch of a recipe stays what it was
-    if sys.stderr.isatty():
-        size = shutil.get_terminal_size()
-        environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines)}  # of the progress bar
-    restarts, again = 0, ""
+    restarts, why = 0, ""
 
     def suits(count: int) -> bool:
         fewer = restarts > 0 and count >= options.min_nodes and not batch_problems(config, count * per_node)
         return count == nodes or fewer
 
     while True:
-        signalled = False
         try:
             with placed_ranks(nodes, per_node, suits, on_gpu, options.timeout, _say) as ranks, _signals_to(ranks):
-                if again:
-                    _say(f"{again}; going on from the last checkpoint with {ranks.size} ranks on {ranks.nodes} nodes")
-                ranks.start(arguments, environment)
+                if restarts:
+                    which = f"restart {restarts} of {options.max_restarts}"
+                    _say(f"{which}: {why}; going on from the last checkpoint {ranks}")
+                ranks.start(arguments, _environment(nodes))
                 ends = ranks.follow()
-                signalled = ranks.signalled
         except RayError as error:
             ends = Ends((), (f"Ray could not start the ranks ({reason(error)})",))
+        except ValueError as error:
+            if restarts:
+                _say(f"error: {why}, and {error}")
+                return TRAINING_FAILED
+            raise
         code = _exit_code(ends)
-        if code in (0, USER_ERROR, _INTERRUPTED) or signalled or restarts == options.max_restarts:
-            if ends.lost and not signalled:
-                _say(f"error: {'; '.join(ends.lost)}; the same command resumes from the last checkpoint")
+        why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
+        if code in _FINAL or ends.signalled or restarts == options.max_restarts:
+            if ends.lost and not ends.signalled:
+                _say(f"error: {why}; the same command resumes from the last checkpoint")
             return code
         restarts += 1
-        why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
-        again = f"restart {restarts} of {options.max_restarts}: {why}"
+
+
+def _environment(nodes: int) -> dict[str, str]:
+    """Variables of every rank, beside those that torchrun would set."""
+    environment = {"NNODES": str(nodes)}  # a recipe's packs per step, on fewer nodes too
+    if sys.stderr.isatty():
+        size = shutil.get_terminal_size()
+        environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines)}  # of the progress bar
+    return environment
 
 
 def _exit_code(ends: Ends) -> int:
@@ -134,7 +142,7 @@ def _exit_code(ends: Ends) -> int:
 
 @contextmanager
 def _signals_to(ranks: PlacedRanks) -> Iterator[None]:
-    """Ctrl-C and SIGTERM reach every rank, which then ends as it does under torchrun; the second time they are killed."""
+    """Ctrl-C and SIGTERM reach every rank, which ends as it would under torchrun; the second time they are killed."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, lambda number, _: ranks.signal(number))

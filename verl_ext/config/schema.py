@@ -126,7 +126,15 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name below `/options` -> (the node that it fills, {key: default}) of each dataclass that conf/ composes from."""
-    always = (ActivationOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, RayOptions, TrainerOptions)
+    always = (
+        ActivationOptions,
+        AttentionOptions,
+        LossOptions,
+        ParallelOptions,
+        PlanOptions,
+        RayOptions,
+        TrainerOptions,
+    )
     nodes = {cls.prefix: (cls.prefix, _defaults(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default

@@ -28,7 +28,6 @@ from verl_ext.values import first_line
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
-STARTED_BY = "VERL_EXT_STARTED_BY"  # the variable that names what started a rank and ends it, where that is not torchrun
 _WATCH_SECONDS = 1.0
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
@@ -47,8 +46,8 @@ def process_group() -> Iterator[None]:
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
     _default_to_one_rank()
-    if starter := "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get(STARTED_BY):
-        _end_with_parent(starter)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_torchrun()
     _silence_upstream()
     # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
@@ -165,20 +164,20 @@ def exit_this_rank(message: str, code: int) -> NoReturn:
     os._exit(code)  # leaving the process group in order would wait for the others
 
 
-def _end_with_parent(starter: str) -> None:
-    """Leave when what started this rank has been killed and could not stop it: torchrun, or the rank's Ray actor.
+def _end_with_torchrun() -> None:
+    """Leave when torchrun, which started this rank, has been killed and could not stop it.
 
-    The rank would train on, and write, beside the run that takes its place. Only such a parent means that: under srun
-    or in a notebook a run may outlive its parent.
+    The rank would train on, and write, beside the run that takes its place. Only a parent that is torchrun means that:
+    under Ray, srun or a notebook a run may outlive its parent.
     """
-    parent = os.getppid()
+    torchrun = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == torchrun:
             time.sleep(_WATCH_SECONDS)
-        exit_this_rank(f"{starter} (process {parent}) is gone, which ends its ranks", TRAINING_FAILED)
+        exit_this_rank(f"torchrun (process {torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    threading.Thread(target=watch, name="torchrun-watch", daemon=True).start()
 
 
 def _default_to_one_rank() -> None:

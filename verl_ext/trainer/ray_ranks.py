@@ -4,7 +4,7 @@
            ◄─ what a rank prints, its exit code ─  actor  ◄─ pipes ─  python -m verl_ext.fsdp_sft_trainer
 
 A rank is a process below its actor, as it is below torchrun: the same program, with signals, exit codes and output of
-its own, none of which a Ray worker has. It ends when its actor does, and the actor when the driver does.
+its own, none of which a Ray worker has. Ray ends the actors when the driver is gone, and the kernel their ranks.
 """
 
 import os
@@ -21,12 +21,21 @@ from dataclasses import dataclass
 from typing import IO, Any, ClassVar
 
 import ray
-from ray.exceptions import RayError
-from ray.util import get_node_ip_address, placement_group, remove_placement_group
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 
 # RankProcess is loaded by Ray's workers: nothing here imports torch or verl before it is called.
 
 PROGRAM = "verl_ext.fsdp_sft_trainer"
+# Before the program: the kernel kills it with its actor, and it gets the signals that Ray blocks for its workers.
+_BEGIN = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+"""
 _OUT, _ERR, _EXIT = 1, 2, 0  # what a RankProcess tells
 _GRACE = 10.0  # seconds in which other ranks may say how they ended, once one has failed
 _QUICKLY = 5.0  # a wait for nodes that takes longer is said
@@ -64,20 +73,39 @@ class RankProcess:
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], folder: str) -> int:
         """Start the rank, in `folder` where this node has it; its process id."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, *arguments],
-            cwd=folder if os.path.isdir(folder) else None,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        pipes = ((_OUT, self._process.stdout), (_ERR, self._process.stderr))
-        readers = [threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes]
-        for thread in (*readers, threading.Thread(target=self._wait, args=(readers,), daemon=True)):
-            thread.start()
-        return self._process.pid
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+
+        def attend() -> None:
+            # The rank's whole life is in one thread, since the kernel takes the thread that starts it for its parent.
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _BEGIN, PROGRAM, *arguments],
+                    cwd=folder if os.path.isdir(folder) else None,
+                    env=os.environ | environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                started.put(error)
+                return
+            started.put(process)
+            pipes = ((_OUT, process.stdout), (_ERR, process.stderr))
+            readers = [threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes]
+            for reader in readers:
+                reader.start()
+            code = process.wait()
+            for reader in readers:
+                reader.join(_GRACE)  # a process that the rank has left behind may hold the pipe
+            self._told.put((_EXIT, code))
+
+        threading.Thread(target=attend, daemon=True).start()
+        process = started.get()
+        if isinstance(process, OSError):
+            raise process
+        self._process = process
+        return process.pid
 
     def listen(self) -> list[tuple[int, Any]]:
         """What was told since the last call, as soon as there is something: (1 or 2, bytes printed), (0, exit code)."""
@@ -85,6 +113,8 @@ class RankProcess:
         with suppress(queue.Empty):
             while True:
                 told.append(self._told.get_nowait())
+        if told[-1][0] == _EXIT:
+            self._told.put(told[-1])  # an answer may be lost on its way
         return told
 
     def stop(self, number: int) -> None:
@@ -99,12 +129,6 @@ class RankProcess:
         while printed := os.read(pipe.fileno(), 1 << 16):
             self._told.put((stream, printed))
 
-    def _wait(self, readers: Sequence[threading.Thread]) -> None:
-        code = self._process.wait()
-        for reader in readers:
-            reader.join(_GRACE)  # a process that the rank has left behind may hold the pipe
-        self._told.put((_EXIT, code))
-
 
 @dataclass(frozen=True)
 class Ends:
@@ -112,10 +136,12 @@ class Ends:
 
     codes: exit codes of the ranks that ended by themselves, or by a signal from outside (negative).
     lost: a line for each rank, or node with its ranks, that was lost.
+    signalled: they were asked to end.
     """
 
     codes: tuple[int, ...]
     lost: tuple[str, ...]
+    signalled: bool = False
 
 
 @contextmanager
@@ -125,7 +151,7 @@ def placed_ranks(
     """Actors for `nodes` × `per_node` ranks, a GPU or a CPU for each, for as long as the block lasts.
 
     Where so many nodes are not free within `seconds`, on as many as `suits` accepts of those that are. say: gets a line
-    when the wait is long. Raises ValueError when no number suits; RayError where Ray cannot start an actor.
+    when the wait is long. Raises ValueError when no number suits; RayError where Ray cannot make an actor.
     """
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from verl.single_controller.ray.base import sort_placement_group_by_node_ip
@@ -143,7 +169,7 @@ def placed_ranks(
             )
         for group in set(groups) - set(ready[:count]):
             remove_placement_group(group)
-        pool = RayResourcePool([per_node] * count, use_gpu=on_gpu, max_colocate_count=1)
+        pool: Any = RayResourcePool([per_node] * count, use_gpu=on_gpu, max_colocate_count=1)
         pool.pgs = sort_placement_group_by_node_ip(ready[:count])
         actor = RayClassWithInitArgs(ray.remote(**RankProcess.options)(RankProcess))
         # No address: rank 0 says where it can be reached, in PlacedRanks.
@@ -161,16 +187,16 @@ def placed_ranks(
 
 def _ready(groups: Sequence[Any], seconds: float, say_so: Callable[[], None]) -> list[Any]:
     """The placement groups that have their resources, as soon as all have, or after `seconds`."""
-    end = time.monotonic() + seconds
-
-    def within(deadline: float) -> list[Any]:
-        return [group for group in groups if group.wait(max(deadline - time.monotonic(), 0.01))]
-
-    ready = within(min(end, time.monotonic() + _QUICKLY))
-    if len(ready) == len(groups) or time.monotonic() >= end:
-        return ready
-    say_so()
-    return within(end)
+    began, is_said = time.monotonic(), False
+    while True:
+        waited = time.monotonic() - began
+        ready = [group for group in groups if placement_group_table(group)["state"] == "CREATED"]
+        if len(ready) == len(groups) or waited >= seconds:
+            return ready
+        if waited >= _QUICKLY and not is_said:
+            is_said = True
+            say_so()
+        time.sleep(_POLL)
 
 
 def _needs(nodes: int, per_node: int, on_gpu: bool) -> str:
@@ -193,14 +219,9 @@ class PlacedRanks:
         self._signals: list[int] = []
         self._pids: list[int] = []
 
-    @property
-    def size(self) -> int:
-        return len(self._workers)
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the ranks are on."""
-        return len({place.node for place in self._places})
+    def __str__(self) -> str:
+        nodes = len({place.node for place in self._places})
+        return f"with {len(self._workers)} ranks on {nodes} node{'s' * (nodes > 1)}"
 
     def start(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         """Start every rank with these command-line arguments, and `environment` beside what torchrun would set."""
@@ -211,7 +232,7 @@ class PlacedRanks:
             devices = [device for other in here for device in self._places[other].devices]
             of_rank = {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(self.size),
+                "WORLD_SIZE": str(len(self._workers)),
                 "LOCAL_RANK": str(here.index(rank)),
                 "LOCAL_WORLD_SIZE": str(len(here)),
                 "MASTER_ADDR": address,
@@ -221,11 +242,6 @@ class PlacedRanks:
             }
             started.append(worker.start.remote(arguments, environment | of_rank, os.getcwd()))
         self._pids = ray.get(started)
-
-    @property
-    def signalled(self) -> bool:
-        """Whether somebody has asked the ranks to end."""
-        return bool(self._signals)
 
     def signal(self, number: int) -> None:
         """Have :meth:`follow` send every rank this signal, the second time SIGKILL."""
@@ -243,6 +259,9 @@ class PlacedRanks:
                 rank = listening.pop(answer)
                 try:
                     told = ray.get(answer)
+                except ActorUnavailableError:  # Ray does not know yet whether it has lost the actor
+                    listening[self._workers[rank].listen.remote()] = rank
+                    continue
                 except RayError as error:
                     lost[rank] = self._why(rank, error)
                     continue
@@ -265,7 +284,8 @@ class PlacedRanks:
             for number in self._signals[signalled:]:
                 signalled += 1
                 self._send(listening.values(), number)
-        return Ends(tuple(codes.values()), tuple(dict.fromkeys(lost[rank] for rank in sorted(lost))))
+        lines = dict.fromkeys(lost[rank] for rank in sorted(lost))
+        return Ends(tuple(codes.values()), tuple(lines), signalled=bool(self._signals))
 
     def _send(self, ranks: Any, number: int) -> None:
         for rank in ranks:
