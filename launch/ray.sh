@@ -8,7 +8,8 @@
 #   DRY_RUN=1 launch/ray.sh …                                            # print the lines, start nothing
 #
 # node: the variables of launch/node.sh, with 6379 as MASTER_PORT. Node 0 starts Ray's head and, with overrides, the run,
-# whose exit code is that of the script; the cluster ends with it. The other nodes join the head, for as long as it lives.
+# whose exit code is that of the script; the cluster ends with it. The other nodes join the head, for as long as it
+# lives. RAY_AUTH_MODE must be set, the same on every node: token (Ray's; each node needs the token) or disabled.
 #
 # submit: NNODES, NPROC_PER_NODE and MAX_RESTARTS become overrides where they are set. RUNTIME_ENV, a JSON text, and
 # WORKING_DIR, a folder, go to `ray job submit`: variables of the ranks, files that Ray copies to every node.
@@ -48,15 +49,25 @@ MASTER_PORT=${MASTER_PORT:-6379}
 start=(ray start --block --disable-usage-stats)
 if [[ -n "$LOCAL_ADDR" ]]; then start+=("--node-ip-address=$LOCAL_ADDR"); fi
 if command -v nvidia-smi >/dev/null || [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then start+=("--num-gpus=$NPROC_PER_NODE"); fi
+if ((NNODES == 1 && $# > 0)); then # Ray makes a cluster of this machine for the run by itself
+    run+=("trainer.n_gpus_per_node=$NPROC_PER_NODE" "ray.max_restarts=$MAX_RESTARTS")
+    line env -u RAY_ADDRESS "${run[@]}" "$@"
+    exit
+fi
+if [[ "${RAY_AUTH_MODE:-}" != token && "${RAY_AUTH_MODE:-}" != disabled ]]; then
+    fail "RAY_AUTH_MODE must be token or disabled, the same on every node; got '${RAY_AUTH_MODE:-}'"
+fi
 if [[ "${DRY_RUN:-0}" == 0 ]]; then
     command -v ray >/dev/null || fail "ray must be on PATH; activate the environment that verl-ext is installed in"
 fi
 
 head_listens() { (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; }
 
+# wait_for_head [PID]: PID is the head's process, where it is on this node
 wait_for_head() {
     local waited=0
     until head_listens; do
+        if [[ -n "${1:-}" ]] && ! kill -0 "$1" 2>/dev/null; then fail "Ray's head has ended; its lines above say why"; fi
         ((++waited <= ${PREFLIGHT_TIMEOUT:-600})) ||
             fail "Ray's head must listen at MASTER_ADDR:MASTER_PORT=$MASTER_ADDR:$MASTER_PORT; got no answer"
         sleep 1
@@ -85,7 +96,7 @@ fi
 "${start[@]}" --head "--port=$MASTER_PORT" --include-dashboard=false >/dev/null &
 head=$!
 trap 'kill "$head" 2>/dev/null; wait "$head" || true' EXIT # the head and what it has started, and nothing else
-wait_for_head
+wait_for_head "$head"
 code=0
 RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT "${run[@]}" "$@" || code=$?
 exit "$code"

@@ -230,7 +230,7 @@ RAY = ["python", "-m", "verl_ext.fsdp_sft_trainer_ray"]
 
 def ray_lines(*words: str, **environment: str) -> list[list[str]]:
     """The words of the lines that ray.sh would run."""
-    result = launch(*words, script="ray.sh", **environment)
+    result = launch(*words, script="ray.sh", **{"RAY_AUTH_MODE": "token", **environment})
     assert result.returncode == 0, result.stderr
     return [shlex.split(text) for text in result.stdout.splitlines()]
 
@@ -248,6 +248,11 @@ def test_the_first_node_of_a_ray_cluster_runs_the_head_and_the_run_on_it():
         *("env", "RAY_ADDRESS=host0:6379", *RAY, "trainer.nnodes=4", "trainer.n_gpus_per_node=8", "ray.max_restarts=3"),
         "data.train_dir=/a folder/x",
     ]
+
+
+def test_one_node_needs_no_head():
+    (run,) = ray_lines("node", "a=1", NPROC_PER_NODE="2", RAY_AUTH_MODE="")
+    assert run == ["env", "-u", "RAY_ADDRESS", *RAY, "trainer.n_gpus_per_node=2", "ray.max_restarts=0", "a=1"]
 
 
 def test_other_nodes_join_the_head_and_a_head_without_overrides_waits_for_jobs():
@@ -285,6 +290,7 @@ def test_a_ray_job_has_the_overrides_as_they_are():
     [
         ([], {}, "the first argument must be node or submit; got ''"),
         (["a=1"], {}, "the first argument must be node or submit; got 'a=1'"),
+        (["node"], {}, "RAY_AUTH_MODE must be token or disabled, the same on every node; got ''"),
         (["node"], {"NNODES": "2"}, "MASTER_ADDR (or master_ip) must name the first node when NNODES=2; got nothing"),
     ],
 )

@@ -82,8 +82,9 @@ def _cluster(trainer: TrainerOptions) -> Iterator[None]:
         except ValueError:  # one runs on this machine, whose resources are what they are
             join()
     except (ConnectionError, RuntimeError, ValueError) as error:
+        asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
         got = address or "nothing"
-        raise ValueError(f"RAY_ADDRESS must lead to a Ray cluster; got {got} ({first_line(error)})") from None
+        raise ValueError(f"RAY_ADDRESS must lead to a Ray cluster; got {got} ({first_line(error)}){asks}") from None
     try:
         yield
     finally:
