@@ -17,13 +17,26 @@
 # Every other argument is an override of conf/sft.yaml and goes through unchanged.
 set -euo pipefail
 
+# line COMMAND…: become it, or print it
 line() {
-    if [[ "${DRY_RUN:-0}" != 0 ]]; then
-        printf '%q ' "$@"
-        echo
-    else
-        "$@"
-    fi
+    [[ "${DRY_RUN:-0}" != 0 ]] || exec "$@"
+    printf '%q ' "$@"
+    echo
+}
+
+# attend COMMAND…: run it in a process group of its own, pass signals on to it, and leave its exit code in `code`
+attend() {
+    local signalled=yes pid
+    set -m
+    "$@" &
+    pid=$!
+    set +m
+    trap 'signalled=yes; kill -TERM "$pid"' TERM
+    trap 'signalled=yes; kill -INT "$pid"' INT
+    while [[ "$signalled" == yes ]]; do # a signal ends the wait
+        signalled=no code=0
+        wait "$pid" || code=$?
+    done
 }
 
 mode=${1:-}
@@ -74,29 +87,33 @@ wait_for_head() {
     done
 }
 
-if ((NODE_RANK > 0)); then
-    if [[ "${DRY_RUN:-0}" == 0 ]]; then wait_for_head; fi
-    line "${start[@]}" "--address=$MASTER_ADDR:$MASTER_PORT" && exit
-    if head_listens; then fail "Ray has ended on this node, and not on $MASTER_ADDR"; fi
-    echo "launch/ray.sh: Ray's head on $MASTER_ADDR has ended" >&2
-    exit 0
+join=("${start[@]}" "--address=$MASTER_ADDR:$MASTER_PORT")
+head=("${start[@]}" --head "--port=$MASTER_PORT")
+run+=("trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$NPROC_PER_NODE" "ray.max_restarts=$MAX_RESTARTS" "$@")
+if ((NODE_RANK == 0 && $# == 0)); then
+    line "${head[@]}" --dashboard-host=0.0.0.0
+    exit
+fi
+head+=(--include-dashboard=false)
+run=(env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "${run[@]}")
+if [[ "${DRY_RUN:-0}" != 0 ]]; then
+    if ((NODE_RANK > 0)); then line "${join[@]}"; else line "${head[@]}" && line "${run[@]}"; fi
+    exit
 fi
 
-if (($# == 0)); then
-    line "${start[@]}" --head "--port=$MASTER_PORT" --dashboard-host=0.0.0.0
-    exit
+if ((NODE_RANK > 0)); then
+    wait_for_head
+    attend "${join[@]}"
+    if ((code != 0)) && head_listens; then fail "Ray has ended on this node, and not on $MASTER_ADDR"; fi
+    echo "launch/ray.sh: Ray has ended" >&2
+    exit 0
 fi
 if head_listens; then fail "MASTER_PORT=$MASTER_PORT must be free for Ray's head on $MASTER_ADDR; something listens there"; fi
-run+=("trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$NPROC_PER_NODE" "ray.max_restarts=$MAX_RESTARTS")
-if [[ "${DRY_RUN:-0}" != 0 ]]; then
-    line "${start[@]}" --head "--port=$MASTER_PORT" --include-dashboard=false
-    line env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "${run[@]}" "$@"
-    exit
-fi
-"${start[@]}" --head "--port=$MASTER_PORT" --include-dashboard=false >/dev/null &
-head=$!
-trap 'kill "$head" 2>/dev/null; wait "$head" || true' EXIT # the head and what it has started, and nothing else
-wait_for_head "$head"
-code=0
-RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT "${run[@]}" "$@" || code=$?
+set -m # a process group of its own: Ctrl-C is for the run alone
+"${head[@]}" >/dev/null &
+pid_of_head=$!
+set +m
+trap 'kill "$pid_of_head" 2>/dev/null; wait "$pid_of_head" || true' EXIT # what it has started, and nothing else
+wait_for_head "$pid_of_head"
+attend "${run[@]}"
 exit "$code"

@@ -17,9 +17,11 @@ from tests.ray_cluster import ranks_of, two_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, differences, metrics, train_alone
+from verl_ext.config import compose
 from verl_ext.config.checkpoints import tracked_step
 from verl_ext.fsdp_sft_trainer_ray import main
 from verl_ext.trainer.checkpoint import refuse_locked
+from verl_ext.trainer.setup import prepare
 
 STEPS = 30
 _PATIENCE = 240
@@ -176,6 +178,14 @@ def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overr
     refuse_locked(folder)
 
 
+def test_an_address_where_no_cluster_listens_is_told_at_once(overrides, monkeypatch, capfd, free_port):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
+    assert run(monkeypatch, [*overrides]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: RAY_ADDRESS must lead to a Ray cluster; got 127.0.0.1:{free_port} (")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -196,3 +206,14 @@ def test_a_mistake_is_one_line_before_a_cluster_is_joined(words, line, monkeypat
     said = capfd.readouterr().err
     assert said.startswith(line)
     assert said.count("\n") == 1
+
+
+def noticed(overrides: list[str]) -> tuple[str, ...]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "torchrun's"
+    return prepare(compose(overrides)).notices
+
+
+def test_torchrun_says_that_it_does_not_read_the_options_of_ray(overrides, tmp_path):
+    given = ["ray.max_restarts=2", "ray.timeout=600", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    (notices,) = run_ranks(noticed, 1, [*overrides, *given])
+    assert "ray.max_restarts: without effect here: torchrun has MAX_RESTARTS of its own" in notices

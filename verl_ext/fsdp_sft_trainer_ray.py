@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from verl_ext.values import first_line, plain
 
 _INTERRUPTED = 128 + signal.SIGINT
 _FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # no reason to start again by itself
+_ANSWER = 30  # seconds for a cluster's head to take a connection
 _STORE = 80 << 20  # bytes; nothing large goes through Ray's object store
 
 
@@ -76,12 +78,15 @@ def _cluster(trainer: TrainerOptions) -> Iterator[None]:
         )
     join: Any = partial(ray.init, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     try:
+        if ":" in address:  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
         try:
             own = {"num_cpus": max(trainer.n_gpus_per_node, os.cpu_count() or 1), "object_store_memory": _STORE}
             join(**({} if address else own))
         except ValueError:  # one runs on this machine, whose resources are what they are
             join()
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
         got = address or "nothing"
         raise ValueError(f"RAY_ADDRESS must lead to a Ray cluster; got {got} ({first_line(error)}){asks}") from None

@@ -249,7 +249,7 @@ def _ray_notices(composed: DictConfig) -> list[str]:
     names = [name for name, value in vars(given).items() if value != getattr(default, name)]
     if not names or "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
-    return [f"{', '.join(f'ray.{name}' for name in names)}: torchrun does not read them; its own is MAX_RESTARTS"]
+    return [f"{', '.join(f'ray.{name}' for name in names)}: without effect here: torchrun has MAX_RESTARTS of its own"]
 
 
 def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackDataset]) -> None:
