@@ -3,7 +3,7 @@
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one
 # make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
 # make fuzz         damage what readers read, SECONDS of it (600)
-# make cluster      two hosts as network namespaces, slurm's own daemons, two Ray nodes: minutes, as root (what is missing is skipped)
+# make cluster      two hosts as network namespaces, slurm's own daemons, Ray: minutes, as root (what is missing is skipped)
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
 # make lint         ruff, format check, type check of the public API, shellcheck of the launchers
 # make bench        the benchmarks of benchmarks/README.md

@@ -12,7 +12,7 @@ from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.preflight import PreflightOptions
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.plan import PlanOptions
-from verl_ext.config.run import TrainerOptions
+from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.activations import ActivationOptions
@@ -64,6 +64,7 @@ def _lines() -> Iterator[str]:
         "`parallel`": ParallelOptions,
         "`trainer`": TrainerOptions,
         "`plan`, with `trainer.plan_only=true`": PlanOptions,
+        "`ray`, for `verl_ext.fsdp_sft_trainer_ray`": RayOptions,
     }
     for name, kind in model_kinds().items():
         titles |= {f"`{own.prefix}` of `model={name}`": own for own in kind.config_options}

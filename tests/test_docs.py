@@ -129,7 +129,8 @@ def run_module(command: Command) -> None:
         assert config.data.custom_cls.path == "pkg://verl_ext.data"
         assert hasattr(verl_ext.data, config.data.custom_cls.name)
         return
-    assert command.module == "verl_ext.fsdp_sft_trainer"
+    on_ray = command.module == "verl_ext.fsdp_sft_trainer_ray" and command.is_marked
+    assert on_ray or command.module == "verl_ext.fsdp_sft_trainer"
     if command.is_marked:
         config = compose(command.overrides)
         assert config.model.path
@@ -169,6 +170,16 @@ def check_launcher(command: Command) -> None:
     run_module(Command(tuple(words), is_marked=True))
 
 
+def check_ray_launcher(command: Command) -> None:
+    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", **command.environment, "DRY_RUN": "1"}
+    line = [ROOT / command.program, *command.words[command.words.index(command.program) + 1 :]]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    *_, last = (tuple(shlex.split(text)) for text in done.stdout.splitlines())
+    assert "ray" in last[0] or "env" in last[0]
+    if command.overrides:
+        run_module(Command(last, is_marked=True))
+
+
 def check_sbatch(command: Command) -> None:
     script = next(word for word in command.words if word.endswith(".sbatch"))
     assert os.access(ROOT / script, os.X_OK)
@@ -198,6 +209,8 @@ HANDLERS: dict[str, Callable[[Command], None]] = {
     "verl-ext": run_data_command,
     "torchrun": run_module,
     "launch/node.sh": check_launcher,
+    "launch/ray.sh": check_ray_launcher,
+    "python": run_module,
     "sbatch": check_sbatch,
     "kubectl": check_manifest,
     "make": check_make,

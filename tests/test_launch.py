@@ -12,10 +12,10 @@ MODULE = ["-m", "verl_ext.fsdp_sft_trainer"]
 ONE_NODE = ["torchrun", "--standalone", "--local_addr=127.0.0.1"]
 
 
-def launch(*overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run node.sh with DRY_RUN and nothing of this process's topology."""
+def launch(*words: str, script: str = "node.sh", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with DRY_RUN and nothing of this process's topology."""
     clean = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "DRY_RUN": "1"}
-    command = ["bash", str(LAUNCH / "node.sh"), *overrides]
+    command = ["bash", str(LAUNCH / script), *words]
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=False)
 
 
@@ -223,3 +223,78 @@ def test_a_requeued_slurm_job_logs_into_a_folder_of_its_own(tmp_path):
         assert f"job-40007/attempt-{restarts}/node-%n.log" in (tmp_path / "srun_arguments").read_text()
     logs = tmp_path / "repo" / "logs" / "job-40007"
     assert sorted(path.name for path in logs.iterdir()) == ["attempt-0", "attempt-1"]
+
+
+RAY = ["python", "-m", "verl_ext.fsdp_sft_trainer_ray"]
+
+
+def ray_lines(*words: str, **environment: str) -> list[list[str]]:
+    """The words of the lines that ray.sh would run."""
+    result = launch(*words, script="ray.sh", **{"RAY_AUTH_MODE": "token", **environment})
+    assert result.returncode == 0, result.stderr
+    return [shlex.split(text) for text in result.stdout.splitlines()]
+
+
+def test_the_first_node_of_a_ray_cluster_runs_the_head_and_the_run_on_it():
+    topology = {"NNODES": "4", "NODE_RANK": "0", "master_ip": "host0", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "3"}
+    head, run = ray_lines(
+        "node", "data.train_dir=/a folder/x", **topology, CUDA_VISIBLE_DEVICES="0,1", LOCAL_ADDR="::2"
+    )
+    assert head == [
+        *("ray", "start", "--block", "--disable-usage-stats", "--node-ip-address=::2", "--num-gpus=8"),
+        *("--head", "--port=6379", "--include-dashboard=false"),
+    ]
+    assert run == [
+        *("env", "RAY_ADDRESS=host0:6379", *RAY, "trainer.nnodes=4", "trainer.n_gpus_per_node=8", "ray.max_restarts=3"),
+        "data.train_dir=/a folder/x",
+    ]
+
+
+def test_one_node_needs_no_head():
+    (run,) = ray_lines("node", "a=1", NPROC_PER_NODE="2", RAY_AUTH_MODE="")
+    assert run == ["env", "-u", "RAY_ADDRESS", *RAY, "trainer.n_gpus_per_node=2", "ray.max_restarts=0", "a=1"]
+
+
+def test_other_nodes_join_the_head_and_a_head_without_overrides_waits_for_jobs():
+    two = {"NNODES": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "7000"}
+    start = ["ray", "start", "--block", "--disable-usage-stats"]
+    assert ray_lines("node", "a=1", **two, NODE_RANK="1") == [[*start, "--address=host0:7000"]]
+    assert ray_lines("node", **two, NODE_RANK="0") == [
+        [*start, "--head", "--port=7000", "--dashboard-host=0.0.0.0"],
+    ]
+
+
+def test_a_ray_job_has_the_overrides_as_they_are():
+    overrides = ["data.train_dir=/a folder/x", "loss.category_weights={code: 2.0, gsm8k: 1}"]
+    assert ray_lines("submit", *overrides) == [["ray", "job", "submit", "--", *RAY, *overrides]]
+    environment = {"NNODES": "2", "NPROC_PER_NODE": "8", "MAX_RESTARTS": "1", "WORKING_DIR": "."}
+    environment["RUNTIME_ENV"] = '{"env_vars": {"NCCL_DEBUG": "INFO"}}'
+    assert ray_lines("submit", "a=1", **environment) == [
+        [
+            *(
+                "ray",
+                "job",
+                "submit",
+                "--working-dir=.",
+                f"--runtime-env-json={environment['RUNTIME_ENV']}",
+                "--",
+                *RAY,
+            ),
+            *("trainer.nnodes=2", "trainer.n_gpus_per_node=8", "ray.max_restarts=1", "a=1"),
+        ]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        ([], {}, "the first argument must be node or submit; got ''"),
+        (["a=1"], {}, "the first argument must be node or submit; got 'a=1'"),
+        (["node"], {}, "RAY_AUTH_MODE must be token or disabled, the same on every node; got ''"),
+        (["node"], {"NNODES": "2"}, "MASTER_ADDR (or master_ip) must name the first node when NNODES=2; got nothing"),
+    ],
+)
+def test_a_ray_line_that_cannot_be_is_refused_in_one_line(words, environment, message):
+    result = launch(*words, script="ray.sh", **environment)
+    assert result.returncode == 2
+    assert result.stderr == f"launch/ray.sh: {message}\n"

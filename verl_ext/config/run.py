@@ -50,8 +50,8 @@ class TrainerOptions(Options):
     )
     allow_resume_mismatch: list[str] = option([], "keys that may differ from what the resumed run was trained with")
     balance_batch: bool = option(True, "verl's; without effect on packs, see data.balance")
-    nnodes: int = option(1, "verl's; torchrun says how many there are", least=1)
-    n_gpus_per_node: int = option(1, "verl's; torchrun says how many there are", least=1)
+    nnodes: int = option(1, "nodes of a run on Ray; torchrun says how many there are", least=1)
+    n_gpus_per_node: int = option(1, "ranks of a node of a run on Ray, on CPU too; torchrun has its own", least=1)
     profile_interval: Any = option([-1, -1], "[first step, last step] that verl's profiler records; [-1, -1]: none")
     device: str = option("auto", "auto: a GPU where one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
@@ -88,6 +88,17 @@ class TrainerOptions(Options):
     def loggers(self) -> list[str]:
         """The trackers that `logger` names."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
+
+
+@dataclass(frozen=True)
+class RayOptions(Options):
+    """Of `verl_ext.fsdp_sft_trainer_ray`, for what happens when ranks or nodes are missing."""
+
+    prefix: ClassVar[str] = "ray"
+
+    max_restarts: int = option(0, "of all ranks, from the last checkpoint, after some were lost or failed", least=0)
+    min_nodes: int = option(1, "nodes that a restart goes on with, where fewer than trainer.nnodes are left", least=1)
+    timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; a restart then takes fewer", least=0)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.plan import PlanOptions
-from verl_ext.config.run import TrainerOptions, dataset_class
+from verl_ext.config.run import RayOptions, TrainerOptions, dataset_class
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions
@@ -126,7 +126,15 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name below `/options` -> (the node that it fills, {key: default}) of each dataclass that conf/ composes from."""
-    always = (ActivationOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, TrainerOptions)
+    always = (
+        ActivationOptions,
+        AttentionOptions,
+        LossOptions,
+        ParallelOptions,
+        PlanOptions,
+        RayOptions,
+        TrainerOptions,
+    )
     nodes = {cls.prefix: (cls.prefix, _defaults(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default

@@ -24,7 +24,7 @@ from verl_ext.config.checkpoints import saved_plan, step_of
 from verl_ext.config.output import OutputAction, OutputPlan, check_output
 from verl_ext.config.plan import plan_options, resolve_plan
 from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
-from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
+from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
@@ -41,7 +41,7 @@ from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import leaves, refuse, show
+from verl_ext.values import leaves, plain, refuse, show
 
 # Keys below data that decide which packs a step has.
 _OF_THE_PLAN = (
@@ -189,7 +189,7 @@ def prepare(composed: DictConfig) -> Run:
         world_size = planned.world_size or dist.get_world_size()
         device, capability = ("cuda", None) if planned.gpu_memory else (accelerator(), gpu_capability())
         notices = resolve_config(composed) + resolve_device(composed, device) + resolve_logging(composed, world_size)
-        notices += resolve_plan(composed, planned)
+        notices += resolve_plan(composed, planned) + _ray_notices(composed)
         hf_config = check_run(composed, world_size, device, capability=capability)
         config = RunConfig.of(composed)
         notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
@@ -255,6 +255,15 @@ def _shape_of(hf_config: Any) -> dict[str, Any]:
     """What must be the same for weights to mean the same model; a later transformers may know more keys."""
     described = json.loads(hf_config.to_json_string(use_diff=False))
     return {key: value for key, value in described.items() if key not in _NOT_OF_THE_SHAPE and key[0] != "_"}
+
+
+def _ray_notices(composed: DictConfig) -> list[str]:
+    """Options of a run on Ray that torchrun does not read."""
+    given, default = RayOptions.read(plain(composed.ray)), RayOptions()
+    names = [name for name, value in vars(given).items() if value != getattr(default, name)]
+    if not names or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    return [f"{', '.join(f'ray.{name}' for name in names)}: without effect here: torchrun has MAX_RESTARTS of its own"]
 
 
 def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackDataset]) -> None:

@@ -1,0 +1,76 @@
+"""Two nodes of a Ray cluster on this machine, and the ranks of a run on them.
+
+Each node is a raylet of its own with CPUs of its own; both have this machine's address.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+# A lost node is noticed within seconds; a busy machine may take longer to answer than this many times.
+_HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 5}
+_MEMORY = 80 << 20  # of a node's object store
+
+
+class TwoNodes:
+    """The cluster; a run finds it by RAY_ADDRESS."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster  # here: 2 seconds that most tests need not wait for
+
+        head = {"include_dashboard": False, "object_store_memory": _MEMORY, "num_cpus": 2, "_system_config": _HEALTH}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address = self._cluster.address
+        self._second = None
+        self.add_second()
+
+    def add_second(self) -> None:
+        """Start the second node, where it is not there."""
+        if self._second is None:
+            self._second = self._cluster.add_node(num_cpus=2, object_store_memory=_MEMORY)
+
+    def kill_second(self) -> None:
+        """kill -9 of the second node's raylet: Ray's processes on it follow."""
+        self._cluster.remove_node(self._second, allow_graceful=False)
+        self._second = None
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def two_nodes() -> Iterator[TwoNodes]:
+    """Two nodes with 2 CPUs each, for as long as the block lasts."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets need a short path
+    (folder / "ray").mkdir()
+    before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED")}
+    os.environ.update(RAY_TMPDIR=str(folder), RAY_USAGE_STATS_ENABLED="0")
+    os.environ.pop("RAY_ADDRESS", None)
+    cluster = TwoNodes()
+    os.environ["RAY_ADDRESS"] = cluster.address
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def ranks_of(folder: Path) -> dict[int, psutil.Process]:
+    """The rank processes, without their loaders, of the run that writes into this folder, by rank."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            words, parent = process.cmdline(), process.parent()
+            is_rank = "verl_ext.fsdp_sft_trainer" in words and any(str(folder) in word for word in words)
+            if is_rank and parent is not None and parent.cmdline() != words:
+                found[int(process.environ()["RANK"])] = process
+        except (psutil.Error, KeyError):  # it has ended
+            continue
+    return found

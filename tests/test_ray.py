@@ -1,0 +1,219 @@
+"""A run on a Ray cluster of two nodes: the losses of torchrun's ranks, and what becomes of ranks that are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.ranks import run_ranks
+from tests.ray_cluster import ranks_of, two_nodes
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import SMALL, differences, metrics, train_alone
+from verl_ext.config import compose
+from verl_ext.config.checkpoints import tracked_step
+from verl_ext.fsdp_sft_trainer_ray import main
+from verl_ext.trainer.checkpoint import refuse_locked
+from verl_ext.trainer.setup import prepare
+
+STEPS = 30
+_PATIENCE = 240
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with two_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def overrides(tiny_model, tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("ray")
+    names = {1: "maths", 2: "code"}
+    for part, seed, count in (("train", 0, 60), ("val", 1, 12)):
+        lengths = np.random.default_rng(seed).integers(2, 64, count)
+        write_tokenized(folder / part, random_documents(np.random.default_rng(seed), lengths, VOCABULARY, 2), names)
+    return [
+        *(*SMALL, f"data.train_dir={folder / 'train'}", f"data.val_dir={folder / 'val'}", f"model.path={tiny_model}"),
+        *("trainer.logger=[file]", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2"),
+        "trainer.max_ckpt_to_keep=2",
+    ]
+
+
+def run(monkeypatch, arguments: list[str]) -> int:
+    """The command `python -m verl_ext.fsdp_sft_trainer_ray …` in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["fsdp_sft_trainer_ray", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def once_saved(folder: Path, do) -> threading.Thread:
+    """Call `do` with the rank processes of the run that writes into this folder, once it has saved a checkpoint."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not tracked_step(folder) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        do(ranks_of(folder))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_two_nodes_have_the_metrics_of_torchruns_ranks_to_the_last_bit(
+    cluster, overrides, tmp_path, monkeypatch, capfd
+):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    overrides = [*overrides, "trainer.total_training_steps=4", "trainer.test_freq=2"]
+    run_ranks(train_alone, 2, [*overrides, f"trainer.default_local_dir={whole}"])
+    capfd.readouterr()
+    assert run(monkeypatch, [*overrides, f"trainer.default_local_dir={folder}", "trainer.nnodes=2"]) == 0
+    printed, errors = capfd.readouterr()
+    assert printed.count("trained on ") == 1
+    assert "train: 100%" in errors
+    assert "Traceback" not in errors
+    assert differences(folder, whole, 4) == []
+
+
+@pytest.mark.cluster
+def test_a_killed_rank_restarts_all_and_the_run_ends_as_an_uninterrupted_one(
+    cluster, overrides, tmp_path, monkeypatch, capfd
+):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    run_ranks(train_alone, 2, [*overrides, f"trainer.default_local_dir={whole}"])
+    killed = once_saved(folder, lambda ranks: ranks[1].kill())
+    capfd.readouterr()
+    arguments = [*overrides, f"trainer.default_local_dir={folder}", "trainer.nnodes=2", "ray.max_restarts=1"]
+    assert run(monkeypatch, arguments) == 0
+    killed.join()
+    printed, errors = capfd.readouterr()
+    assert "restart 1 of 1: rank 1 (process " in errors
+    assert ") was killed by SIGKILL; going on from the last checkpoint with 2 ranks on 2 nodes\n" in errors
+    assert "resumed after step " in printed
+    assert printed.count("trained on ") == 1
+    assert "Traceback" not in errors
+    assert differences(folder, whole, STEPS) == []
+
+
+@pytest.mark.cluster
+def test_a_lost_node_leaves_its_ranks_to_the_other_one(cluster, overrides, tmp_path, monkeypatch, capfd):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    shared = [*overrides, "engine.ulysses_sequence_parallel_size=2"]
+    run_ranks(train_alone, 4, [*shared, f"trainer.default_local_dir={whole}"])
+    lost = once_saved(folder, lambda ranks: cluster.kill_second())
+    capfd.readouterr()
+    layout = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", "ray.max_restarts=1", "ray.timeout=3"]
+    try:
+        assert run(monkeypatch, [*shared, f"trainer.default_local_dir={folder}", *layout]) == 0
+        lost.join()
+    finally:
+        cluster.add_second()
+    printed, errors = capfd.readouterr()
+    assert "restart 1 of 1: the node " in errors
+    assert ") was lost with ranks " in errors
+    assert "; going on from the last checkpoint with 2 ranks on 1 node\n" in errors
+    assert "resumed after step " in printed
+    found, expected = metrics(folder), metrics(whole)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if "loss" in key[1]:
+            assert found[key] == pytest.approx(value, rel=1e-5), key
+
+
+@pytest.mark.cluster
+def test_a_mistake_that_the_ranks_find_is_one_line_and_no_reason_to_restart(
+    cluster, overrides, tmp_path, monkeypatch, capfd
+):
+    folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+    wrong = ["trainer.nnodes=2", "data.train_batch_size=3", "ray.max_restarts=3"]
+    assert run(monkeypatch, [*overrides, folder, *wrong]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: data.train_batch_size must be a multiple of ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.cluster
+def test_nodes_that_do_not_come_are_named(cluster, overrides, monkeypatch, capfd):
+    assert run(monkeypatch, [*overrides, "trainer.nnodes=3", "trainer.n_gpus_per_node=2", "ray.timeout=1"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "error: the Ray cluster must have 3 nodes with 2 free CPUs each, free within ray.timeout=1 seconds; got 2 such "
+        "nodes: it has 2 nodes ("
+    )
+    assert said.count("\n") == 1
+
+
+@pytest.mark.cluster
+def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overrides, tmp_path):
+    folder, ranks = tmp_path / "run", {}
+    command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer_ray", *overrides, "trainer.nnodes=2"]
+    command += [f"trainer.default_local_dir={folder}", "trainer.total_training_steps=1000000"]
+
+    def ended(number: int) -> tuple[int, str]:
+        """Exit code and errors of the command when its driver gets a signal after a checkpoint."""
+        with (tmp_path / "errors").open("w+") as errors:
+            driver = subprocess.Popen(command, stdout=errors, stderr=errors)
+            once_saved(folder, lambda found: (ranks.update(found), driver.send_signal(number))).join()
+            code = driver.wait(_PATIENCE)
+            assert psutil.wait_procs(ranks.values(), _PATIENCE)[1] == []
+            errors.seek(0)
+            return code, errors.read()
+
+    code, errors = ended(signal.SIGINT)
+    assert code in (os.EX_TEMPFAIL, 130)
+    assert "the same command " in errors
+    assert "Traceback" not in errors
+    assert len(ranks) == 2
+    code, errors = ended(signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    refuse_locked(folder)
+
+
+def test_an_address_where_no_cluster_listens_is_told_at_once(overrides, monkeypatch, capfd, free_port):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
+    assert run(monkeypatch, [*overrides]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: RAY_ADDRESS must lead to a Ray cluster; got 127.0.0.1:{free_port} (")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["optim.lrr=1"], "error: unknown key optim.lrr; nearest: optim.lr\n"),
+        (["trainer.nnodes=0"], "error: trainer.nnodes must be at least 1; got 0\n"),
+        (["ray.max_restarts=-1"], "error: ray.max_restarts must be at least 0; got -1\n"),
+        (
+            ["trainer.overwrite=true", "ray.max_restarts=2"],
+            "error: trainer.overwrite must be false where a run may be restarted (ray.max_restarts=2); got true: a "
+            "restart would remove what the run has written\n",
+        ),
+        ([], "error: RAY_ADDRESS must be the HOST:PORT of a Ray cluster that this machine is part of; got ray://"),
+    ],
+)
+def test_a_mistake_is_one_line_before_a_cluster_is_joined(words, line, monkeypatch, capfd):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")
+    assert run(monkeypatch, ["data.train_dir=data", "model.path=model", *words]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(line)
+    assert said.count("\n") == 1
+
+
+def noticed(overrides: list[str]) -> tuple[str, ...]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "torchrun's"
+    return prepare(compose(overrides)).notices
+
+
+def test_torchrun_says_that_it_does_not_read_the_options_of_ray(overrides, tmp_path):
+    given = ["ray.max_restarts=2", "ray.timeout=600", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    (notices,) = run_ranks(noticed, 1, [*overrides, *given])
+    assert "ray.max_restarts: without effect here: torchrun has MAX_RESTARTS of its own" in notices

@@ -1,0 +1,194 @@
+"""The same run on a Ray cluster: place the ranks, follow them, and start them again where some are lost.
+
+    python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \\
+        trainer.n_gpus_per_node=8
+
+Every rank is `verl_ext.fsdp_sft_trainer` with the arguments of this command. The cluster is the one of RAY_ADDRESS,
+else one that runs on this machine, else one of its own that ends with the run.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+import ray
+from omegaconf import DictConfig
+from ray.exceptions import RayError
+
+from verl_ext.config.check import batch_problems
+from verl_ext.config.compose import prepare_overrides
+from verl_ext.config.run import RayOptions, TrainerOptions
+from verl_ext.config.schema import check_keys
+from verl_ext.trainer.distributed import TRAINING_FAILED, USER_ERROR
+from verl_ext.trainer.ray_ranks import Ends, PlacedRanks, placed_ranks, reason
+from verl_ext.values import first_line, plain
+
+_INTERRUPTED = 128 + signal.SIGINT
+_FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # no reason to start again by itself
+_ANSWER = 30  # seconds for a cluster's head to take a connection
+_STORE = 80 << 20  # bytes; nothing large goes through Ray's object store
+
+
+def run(config: DictConfig, arguments: list[str]) -> int:
+    """Run the ranks of a composed config to their end; the exit code. arguments: the command line's, for every rank.
+
+    Raises ValueError for a mistake that is seen before the ranks start.
+    """
+    check_keys(config)
+    options, trainer = RayOptions.read(plain(config.ray)), TrainerOptions.read(plain(config.trainer))
+    _check_output(trainer, options)
+    with _cluster(trainer):
+        return _attempts(config, options, trainer, arguments)
+
+
+def _check_output(trainer: TrainerOptions, options: RayOptions) -> None:
+    """Refuse an output folder that the run, or what it has written, would not be found in again."""
+    if trainer.overwrite and options.max_restarts:
+        raise ValueError(
+            "trainer.overwrite must be false where a run may be restarted "
+            f"(ray.max_restarts={options.max_restarts}); got true: a restart would remove what the run has written"
+        )
+    folder = Path(trainer.default_local_dir).expanduser()
+    if not folder.is_absolute() and "runtime_resources" in Path.cwd().parts:
+        raise ValueError(
+            "trainer.default_local_dir must be an absolute path, in a folder that all nodes share, where Ray runs the "
+            f"job in a copy of the working directory; got {folder}"
+        )
+
+
+@contextmanager
+def _cluster(trainer: TrainerOptions) -> Iterator[None]:
+    """Join a Ray cluster, or start one, for as long as the block lasts."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # it is announced, and ranks get theirs from us
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        raise ValueError(
+            "RAY_ADDRESS must be the HOST:PORT of a Ray cluster that this machine is part of; got "
+            f"{address}: from elsewhere, submit the command as a job (launch/ray.sh submit)"
+        )
+    join: Any = partial(ray.init, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    try:
+        if ":" in address:  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
+        try:
+            own = {"num_cpus": max(trainer.n_gpus_per_node, os.cpu_count() or 1), "object_store_memory": _STORE}
+            join(**({} if address else own))
+        except ValueError:  # one runs on this machine, whose resources are what they are
+            join()
+    except (OSError, RuntimeError, ValueError) as error:
+        asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
+        got = address or "nothing"
+        raise ValueError(f"RAY_ADDRESS must lead to a Ray cluster; got {got} ({first_line(error)}){asks}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, arguments: list[str]) -> int:
+    """Run all ranks, again where ranks were lost or failed and a restart is left; the exit code."""
+    nodes, per_node = trainer.nnodes, trainer.n_gpus_per_node
+    has_gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
+    on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and has_gpus)
+    restarts, why = 0, ""
+
+    def suits(count: int) -> bool:
+        fewer = restarts > 0 and count >= options.min_nodes and not batch_problems(config, count * per_node)
+        return count == nodes or fewer
+
+    while True:
+        try:
+            with placed_ranks(nodes, per_node, suits, on_gpu, options.timeout, _say) as ranks, _signals_to(ranks):
+                if restarts:
+                    which = f"restart {restarts} of {options.max_restarts}"
+                    _say(f"{which}: {why}; going on from the last checkpoint {ranks}")
+                ranks.start(arguments, _environment(nodes))
+                ends = ranks.follow()
+        except RayError as error:
+            ends = Ends((), (f"Ray could not start the ranks ({reason(error)})",))
+        except ValueError as error:
+            if restarts:
+                _say(f"error: {why}, and {error}")
+                return TRAINING_FAILED
+            raise
+        code = _exit_code(ends)
+        why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
+        if code in _FINAL or ends.signalled or restarts == options.max_restarts:
+            if ends.lost and not ends.signalled:
+                _say(f"error: {why}; the same command resumes from the last checkpoint")
+            return code
+        restarts += 1
+
+
+def _environment(nodes: int) -> dict[str, str]:
+    """Variables of every rank, beside those that torchrun would set."""
+    environment = {"NNODES": str(nodes)}  # a recipe's packs per step, on fewer nodes too
+    if sys.stderr.isatty():
+        size = shutil.get_terminal_size()
+        environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines)}  # of the progress bar
+    return environment
+
+
+def _exit_code(ends: Ends) -> int:
+    """Of the ranks' exit codes the one that says most of the run; a lost rank means that training failed."""
+    codes = [128 - code if code < 0 else code for code in ends.codes] + [TRAINING_FAILED] * len(ends.lost)
+    return min(filter(None, codes), key=lambda code: (code not in (USER_ERROR, _INTERRUPTED), -code), default=0)
+
+
+@contextmanager
+def _signals_to(ranks: PlacedRanks) -> Iterator[None]:
+    """Ctrl-C and SIGTERM reach every rank, which ends as it would under torchrun; the second time they are killed."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: ranks.signal(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _mistakes_in_one_line() -> Iterator[None]:
+    """A mistake ends the command with USER_ERROR; an interruption before there are ranks, with its code."""
+    try:
+        yield
+    except ValueError as error:
+        _say(f"error: {error}")
+        raise SystemExit(USER_ERROR) from None
+    except KeyboardInterrupt:
+        _say("interrupted before the ranks had started")
+        raise SystemExit(_INTERRUPTED) from None
+
+
+def main() -> None:
+    """Compose the command line's configuration, as each rank will do again, and run it."""
+    arguments = sys.argv[1:]
+    with _mistakes_in_one_line():
+        sys.argv[1:], _ = prepare_overrides(arguments)  # rank 0 says what was translated
+
+    @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")
+    def drive(config: DictConfig) -> None:
+        with _mistakes_in_one_line():  # inside Hydra, which would print them in its own words
+            raise SystemExit(run(config, arguments))
+
+    drive()
+
+
+if __name__ == "__main__":
+    main()
