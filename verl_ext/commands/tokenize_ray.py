@@ -195,8 +195,11 @@ def _on_ray(job: Job, work: Callable[[Any, Any], Done], tasks: Sequence[Any]) ->
                 first = done
             yield done
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ImportError):
-            raise DataError(f"every node of the Ray cluster must have the same packages; {error.cause}") from error
+        last = str(error).strip().rpartition("\n")[2]
+        if last.startswith(("ModuleNotFoundError", "ImportError")):
+            raise DataError(
+                f"every node of the Ray cluster must have the same packages; a worker got {last}"
+            ) from error
         raise
     if first is not None:
         raise (UsageError if first.is_usage else DataError)(first.error)
