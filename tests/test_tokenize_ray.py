@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster() -> Iterator[None]:
     """One cluster for all tests: each would start its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_ADDRESS", "local")  # another test's may run on this machine
         # As in a command, whose process has no torch and whose workers then need none: importing it takes seconds.
         patch.setattr(tokenize_ray, "tokenizer_module", lambda: "verl_ext.text.torchless_tokenizers")
         with ray_cluster(2):

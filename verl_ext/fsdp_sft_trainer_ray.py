@@ -7,17 +7,13 @@ Every rank is `verl_ext.fsdp_sft_trainer` with the arguments of this command. Th
 else one that runs on this machine, else one of its own that ends with the run.
 """
 
-import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hydra
 import ray
@@ -28,14 +24,13 @@ from verl_ext.config.check import batch_problems
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys
+from verl_ext.ray_cluster import ray_cluster
 from verl_ext.trainer.distributed import TRAINING_FAILED, USER_ERROR
 from verl_ext.trainer.ray_ranks import Ends, PlacedRanks, placed_ranks, reason
-from verl_ext.values import first_line, plain
+from verl_ext.values import plain
 
 _INTERRUPTED = 128 + signal.SIGINT
 _FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # no reason to start again by itself
-_ANSWER = 30  # seconds for a cluster's head to take a connection
-_STORE = 80 << 20  # bytes; nothing large goes through Ray's object store
 
 
 def run(config: DictConfig, arguments: list[str]) -> int:
@@ -46,7 +41,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
     check_keys(config)
     options, trainer = RayOptions.read(plain(config.ray)), TrainerOptions.read(plain(config.trainer))
     _check_output(trainer, options)
-    with _cluster(trainer):
+    with ray_cluster(max(trainer.n_gpus_per_node, os.cpu_count() or 1)):
         return _attempts(config, options, trainer, arguments)
 
 
@@ -63,37 +58,6 @@ def _check_output(trainer: TrainerOptions, options: RayOptions) -> None:
             "trainer.default_local_dir must be an absolute path, in a folder that all nodes share, where Ray runs the "
             f"job in a copy of the working directory; got {folder}"
         )
-
-
-@contextmanager
-def _cluster(trainer: TrainerOptions) -> Iterator[None]:
-    """Join a Ray cluster, or start one, for as long as the block lasts."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # it is announced, and ranks get theirs from us
-    address = os.environ.get("RAY_ADDRESS", "")
-    if "://" in address:
-        raise ValueError(
-            "RAY_ADDRESS must be the HOST:PORT of a Ray cluster that this machine is part of; got "
-            f"{address}: from elsewhere, submit the command as a job (launch/ray.sh submit)"
-        )
-    join: Any = partial(ray.init, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-    try:
-        if ":" in address:  # Ray itself would try for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
-        try:
-            own = {"num_cpus": max(trainer.n_gpus_per_node, os.cpu_count() or 1), "object_store_memory": _STORE}
-            join(**({} if address else own))
-        except ValueError:  # one runs on this machine, whose resources are what they are
-            join()
-    except (OSError, RuntimeError, ValueError) as error:
-        asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
-        got = address or "nothing"
-        raise ValueError(f"RAY_ADDRESS must lead to a Ray cluster; got {got} ({first_line(error)}){asks}") from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, arguments: list[str]) -> int:

@@ -1,8 +1,9 @@
 """The Ray cluster that a command or a run works on: one that runs already, or one started here for as long as needed.
 
-with ray_cluster():
+with ray_cluster(num_cpus=8):
     ...                  RAY_ADDRESS=host:6379 or auto: that cluster, which goes on afterwards
-                         local, or not set: one started here, which ends with the block
+                         not set: the one that runs on this machine, else one started here, which ends with the block
+                         local: one started here, in any case
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import Any
 from verl_ext.values import UsageError, first_line
 
 ANSWERS_WITHIN = 10  # seconds
-OBJECT_STORE = 128 << 20  # bytes of shared memory: rows of a few numbers are all that travels
+OBJECT_STORE = 128 << 20  # bytes of shared memory: nothing large travels through it
 
 _NEEDED = (
     "RAY_ADDRESS must be host:port of the head of a Ray cluster, or auto, on one of the cluster's machines (ray job"
@@ -27,43 +28,56 @@ _NEEDED = (
 
 @contextlib.contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[None]:
-    """Be connected to the cluster at $RAY_ADDRESS, or to one of `num_cpus` CPUs that is started for the block; where
-    this process is connected already, that connection is used and kept.
+    """Be connected to a cluster for the block; one that is started here gets `num_cpus` CPUs. Where this process is
+    connected already, that connection is used and kept.
 
     Raises `UsageError` where there is no cluster at $RAY_ADDRESS, or none can be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: nothing is sent to its makers
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a change that Ray announces to everybody
     import ray  # heavy
 
     if ray.is_initialized():
         yield
         return
-    address = os.environ.get("RAY_ADDRESS") or "local"
+    address = os.environ.get("RAY_ADDRESS", "")
     _check(address)
-    # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    started: dict[str, Any] = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
     on_signal = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address, **quiet, **(started if address == "local" else {}))
+        _connect(address, num_cpus)
+    except Exception as error:  # of many kinds
+        asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
+        raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}{asks}") from error
+    try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_signal)  # Ray's handler would abort the process
-    except Exception as error:  # of many kinds
-        raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
-    try:
         yield
     finally:
         ray.shutdown()
 
 
+def _connect(address: str, num_cpus: int) -> None:
+    import ray
+
+    # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    own = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if address in ("", "local") else {}
+    try:
+        ray.init(address or None, **quiet, **own)
+    except ValueError:
+        if address:
+            raise
+        ray.init(**quiet)  # one runs on this machine, whose resources are what they are
+
+
 def _check(address: str) -> None:
     """Raises `UsageError` for an address where nothing answers, for which Ray waits for minutes."""
-    if address in ("auto", "local"):
+    if address in ("", "auto", "local"):
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "://" in host:
         raise UsageError(f"{_NEEDED}; got {address}")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWERS_WITHIN).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
     except (OSError, OverflowError) as error:
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
