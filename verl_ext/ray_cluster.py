@@ -61,7 +61,9 @@ def _connect(address: str, num_cpus: int) -> None:
 
     # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
-    own = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if address in ("", "local") else {}
+    own: dict[str, Any] = (
+        {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if address in ("", "local") else {}
+    )
     try:
         ray.init(address or None, **quiet, **own)
     except ValueError:
