@@ -21,6 +21,7 @@ from verl_ext.config import compose
 from verl_ext.config.checkpoints import tracked_step
 from verl_ext.fsdp_sft_trainer_ray import main
 from verl_ext.trainer.checkpoint import refuse_locked
+from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.setup import prepare
 
 STEPS = 30
@@ -56,11 +57,12 @@ def run(monkeypatch, arguments: list[str]) -> int:
 
 
 def once_saved(folder: Path, do) -> threading.Thread:
-    """Call `do` with the rank processes of the run that writes into this folder, once it has saved a checkpoint."""
+    """Call `do` with the rank processes of the run that writes into this folder, once it has saved again."""
+    before = tracked_step(folder) or 0
 
     def watch() -> None:
         deadline = time.monotonic() + _PATIENCE
-        while not tracked_step(folder) and time.monotonic() < deadline:
+        while (tracked_step(folder) or 0) <= before and time.monotonic() < deadline:
             time.sleep(0.02)
         do(ranks_of(folder))
 
@@ -130,6 +132,25 @@ def test_a_lost_node_leaves_its_ranks_to_the_other_one(cluster, overrides, tmp_p
 
 
 @pytest.mark.cluster
+def test_a_rank_ends_with_its_actor(cluster, overrides, tmp_path, monkeypatch, capfd):
+    folder, ranks = tmp_path / "run", {}
+
+    def kill_actor(found: dict[int, psutil.Process]) -> None:
+        ranks.update(found)
+        found[1].suspend()  # it notices nothing by itself
+        found[1].parent().kill()
+
+    killed = once_saved(folder, kill_actor)
+    endless = ["trainer.nnodes=2", "trainer.total_training_steps=1000000"]
+    assert run(monkeypatch, [*overrides, f"trainer.default_local_dir={folder}", *endless]) == TRAINING_FAILED
+    killed.join()
+    assert psutil.wait_procs(ranks.values(), _PATIENCE)[1] == []
+    said = capfd.readouterr().err
+    assert "error: rank 1 on " in said
+    assert " was lost with its Ray actor (The actor is dead because its worker process has died" in said
+
+
+@pytest.mark.cluster
 def test_a_mistake_that_the_ranks_find_is_one_line_and_no_reason_to_restart(
     cluster, overrides, tmp_path, monkeypatch, capfd
 ):
@@ -162,7 +183,14 @@ def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overr
         """Exit code and errors of the command when its driver gets a signal after a checkpoint."""
         with (tmp_path / "errors").open("w+") as errors:
             driver = subprocess.Popen(command, stdout=errors, stderr=errors)
-            once_saved(folder, lambda found: (ranks.update(found), driver.send_signal(number))).join()
+
+            def end(found: dict[int, psutil.Process]) -> None:
+                ranks.update(found)
+                for process in found.values() if number == signal.SIGKILL else ():
+                    process.suspend()  # it does not notice by itself, as one deep in a kernel would not
+                driver.send_signal(number)
+
+            once_saved(folder, end).join()
             code = driver.wait(_PATIENCE)
             assert psutil.wait_procs(ranks.values(), _PATIENCE)[1] == []
             errors.seek(0)
@@ -173,7 +201,9 @@ def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overr
     assert "the same command " in errors
     assert "Traceback" not in errors
     assert len(ranks) == 2
+    ranks.clear()
     code, errors = ended(signal.SIGKILL)
+    assert len(ranks) == 2
     assert code == -signal.SIGKILL
     refuse_locked(folder)
 
