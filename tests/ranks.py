@@ -48,7 +48,7 @@ def started_ranks(function: Callable[..., Any], world_size: int, *arguments: Any
             yield ranks, answers
         finally:
             for process in ranks:
-                process.terminate()
+                process.kill()  # one that is stopped, or takes signals as requests, ends too
                 process.join()
 
 

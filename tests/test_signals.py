@@ -6,6 +6,7 @@ import itertools
 import os
 import pty
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -130,12 +131,17 @@ def test_the_second_request_of_the_launcher_ends_every_rank_at_once(tmp_path):
     assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
 
 
-TORCHRUN = """#!/usr/bin/env bash
-trap 'echo signalled >>"$OUT"' INT USR1
-echo started >>"$OUT"
-until [[ "$(grep -c SIG "$VERL_EXT_REQUESTS/stop")" == "$ENDS_AFTER" ]]; do sleep 0.02; done 2>/dev/null
-[[ "$ENDS_WITH" == 0 ]] || touch "$VERL_EXT_REQUESTS/unfinished"
-exit "$ENDS_WITH"
+TORCHRUN = f"""#!{sys.executable}
+import os, pathlib, signal, sys, time
+out, requests = pathlib.Path(os.environ["OUT"]), pathlib.Path(os.environ["VERL_EXT_REQUESTS"])
+for number in {[number.value for number in SIGNALS]}:
+    signal.signal(number, lambda *_: out.write_text("signalled"))
+out.write_text("started")
+while not (requests / "stop").exists() or (requests / "stop").read_text().count("SIG") < int(os.environ["ENDS_AFTER"]):
+    time.sleep(0.02)
+if os.environ["ENDS_WITH"] != "0":
+    (requests / "unfinished").touch()
+sys.exit(int(os.environ["ENDS_WITH"]))
 """
 
 
@@ -164,5 +170,5 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == code
-    assert not sent or out.read_text() == "started\n"  # Ctrl-C, too, was for the launcher alone
+    assert not sent or out.read_text() == "started"  # Ctrl-C, too, was for the launcher alone
     assert not list(tmp_path.glob("verl-ext-*"))
