@@ -158,7 +158,7 @@ class PackedContestant:
 
     def train(self, batch: StepBatch, logged: bool = True) -> float:
         """The trainer's step; NaN when it is not logged, because nothing is collected then."""
-        outcome = self.trainer.train_step(batch, logged=logged)
+        outcome = self.trainer.train_step(batch, summed=logged)
         if outcome.sums is None:
             return float("nan")
         group = self.trainer.engine.get_data_parallel_group()

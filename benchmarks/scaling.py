@@ -278,7 +278,7 @@ def measure(folder: Path, output: Path) -> None:
         for batch in trainer.rank.batches(run.train_set, run.plan, 0, STEPS + 1):
             dist.barrier()
             began = time.perf_counter()
-            trainer.train_step(batch, logged=True)
+            trainer.train_step(batch, summed=True)
             dist.barrier()
             seconds.append(time.perf_counter() - began)
         packs = np.concatenate([run.plan.packs(step) for step in range(1, STEPS + 1)])  # the first step warms up

@@ -10,7 +10,7 @@ anything else          read once, each rank a share of the blocks; kept in the c
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -81,25 +81,28 @@ class DataFiles:
 
         Collective. Raises ValueError on every rank for a file that is not as it was tokenized.
         """
-        unknown = {path: state for path, state in self._states.items() if not self._record_holds(path)}
-        unknown = ranks.broadcast(unknown)  # nodes may have copies with other times
-        found: dict[str, str] = {}
+        files = list(self._files.values())
+        unknown = {
+            number: self._states[file.path] for number, file in enumerate(files) if not self._record_holds(file.path)
+        }
+        unknown = ranks.broadcast(unknown)  # nodes may have copies in other places, with other times
+        found: dict[int, str] = {}
         if unknown:
-            name = digest([[path, *state] for path, state in unknown.items()])
-            found = ranks.broadcast(_kept(name) if ranks.rank == 0 else None) or {}
-            if found.keys() != unknown.keys():
-                found = _read(unknown, ranks)
+            name = digest([[files[number].path, *state] for number, state in unknown.items()])
+            checksums = ranks.broadcast(_kept(name) if ranks.rank == 0 else None)
+            if checksums is None or len(checksums) != len(unknown):
+                checksums = _read([(files[number].path, state.bytes) for number, state in unknown.items()], ranks)
                 if ranks.rank == 0:
-                    _keep(name, found)
+                    _keep(name, checksums)
+            found = dict(zip(unknown, checksums, strict=True))
         with ranks.guard():
-            for path, now in found.items():
-                recorded = self._files[path].xxh3_128
-                if recorded not in (None, now):
+            for number, now in found.items():
+                if files[number].xxh3_128 not in (None, now):
                     raise ValueError(
-                        f"{self._key} must hold files as they were tokenized; the content of {path} has changed since "
-                        f"(xxh3_128 {now}, was {recorded})"
+                        f"{self._key} must hold files as they were tokenized; the content of {files[number].path} has "
+                        f"changed since (xxh3_128 {now}, was {files[number].xxh3_128})"
                     )
-        return digest([found.get(path) or file.xxh3_128 for path, file in self._files.items()])
+        return digest([found.get(number) or file.xxh3_128 for number, file in enumerate(files)])
 
     def refuse_other_content(self, before: str, changed: str, ranks: Ranks) -> None:
         """Read what was written to once more; go on where the content is the same all the same.
@@ -125,28 +128,28 @@ class DataFiles:
         return file.xxh3_128 is not None and self._states[path].changed_ns <= file.recorded_ns
 
 
-def _read(files: Mapping[str, _State], ranks: Ranks) -> dict[str, str]:
-    """The checksums of files, each rank reading its share of their blocks."""
-    blocks = [(path, block) for path, state in files.items() for block in range(max(1, -(-state.bytes // BLOCK)))]
+def _read(files: Sequence[tuple[str, int]], ranks: Ranks) -> list[str]:
+    """The checksums of files, given with their sizes; each rank reads its share of their blocks."""
+    blocks = [(number, begin) for number, (_, size) in enumerate(files) for begin in range(0, max(size, 1), BLOCK)]
     mine: list[str] = []
     hidden = None if ranks.rank == 0 else True  # None: where nobody looks
     own = blocks[ranks.rank :: ranks.size]
     with ranks.guard(), tqdm(own, desc="checksums", unit="GiB", delay=3, disable=hidden) as bar:
-        mine = [checksum(path, block * BLOCK, BLOCK) for path, block in bar]
-    of_file: dict[str, list[str]] = {path: [] for path in files}
+        mine = [checksum(files[number][0], begin, BLOCK) for number, begin in bar]
+    of_file: list[list[str]] = [[] for _ in files]
     shares = ranks.gather(mine)
-    for number, (path, _) in enumerate(blocks):
-        of_file[path].append(shares[number % ranks.size][number // ranks.size])
-    return {path: joined(own) for path, own in of_file.items()}
+    for place, (number, _) in enumerate(blocks):
+        of_file[number].append(shares[place % ranks.size][place // ranks.size])
+    return [joined(own) for own in of_file]
 
 
-def _kept(name: str) -> dict[str, str] | None:
+def _kept(name: str) -> list[str] | None:
     with contextlib.suppress(OSError, ValueError):
         values: Any = json.loads((default_root(_CACHE, None) / f"{name}.json").read_text(encoding="utf-8"))
-        return {str(path): str(value) for path, value in values.items()} if isinstance(values, Mapping) else None
+        return [str(value) for value in values] if isinstance(values, list) else None
     return None
 
 
-def _keep(name: str, checksums: dict[str, str]) -> None:
+def _keep(name: str, checksums: list[str]) -> None:
     with contextlib.suppress(OSError):  # never needed: the files can be read again
         write_json(default_root(_CACHE, None) / f"{name}.json", checksums)
