@@ -161,7 +161,7 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
     ends = {"OUT": str(out), "ENDS_AFTER": str(len(sent)), "ENDS_WITH": str(ends_with), "TMPDIR": str(tmp_path)}
     pid, terminal = pty.fork()
     if pid == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and bash cannot trap it then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it: bash could not trap it
         node = str(LAUNCH / "node.sh")
         os.execve(node, [node], {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", **ends})
     for number, what in enumerate(sent, start=1):
