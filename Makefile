@@ -30,7 +30,7 @@ quickstart: .venv/.installed-test
 # One thread a process: the tests and the ranks that they start share the cores. OMP_NUM_THREADS=4 make test passes too.
 test: export OMP_NUM_THREADS ?= 1
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: .venv/.installed-test
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
