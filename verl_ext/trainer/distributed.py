@@ -12,14 +12,15 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,12 @@ from verl_ext.data.dataset import Ranks
 from verl_ext.redaction import redacted_text
 from verl_ext.values import first_line
 
+Answer = TypeVar("Answer")
+
 USER_ERROR = 2
 TRAINING_FAILED = 3
 _TORCHRUN_NOTICES = 5.0  # seconds until torchrun ends the ranks of a node where one has failed, and more
+_STORE_ANSWERS = 5.0  # seconds
 _FAILURE = "verl_ext/failure"  # in the store of the ranks
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
@@ -128,23 +132,36 @@ def failures_reported() -> Iterator[None]:
 
 def _is_first_failure(words: str) -> bool:
     """Whether no rank has failed before, which is then known to be this one."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
+
+    def tell(store: dist.Store) -> bool:
         first = store.add(f"{_FAILURE}s", 1) == 1
         if first:
             store.set(_FAILURE, f"rank {dist.get_rank()} on {socket.gethostname()} failed ({words})")
-    except (RuntimeError, ValueError):  # no group yet, or its store is gone
-        return True
-    return first
+        return first
+
+    return _ask_store(tell) is not False
 
 
 def _first_failure() -> str | None:
     """Which rank failed first and why, where it could say so."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        return store.get(_FAILURE).decode() if store.check([_FAILURE]) else None
-    except (RuntimeError, ValueError):
-        return None
+    return _ask_store(lambda store: store.get(_FAILURE).decode() if store.check([_FAILURE]) else None)
+
+
+def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:
+    """The answer of the store of the ranks; None without one, or where it is gone or out of reach.
+
+    In a thread of its own: a host that is out of reach keeps its caller waiting for ever.
+    """
+    answers: list[Answer] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, ValueError):  # no group yet, or its store is gone
+            answers.append(question(dist.distributed_c10d._get_default_store()))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_STORE_ANSWERS)
+    return answers[0] if answers else None
 
 
 def _end_with_the_others(why: str) -> NoReturn:
@@ -153,10 +170,10 @@ def _end_with_the_others(why: str) -> NoReturn:
     Where that was on this node, torchrun names it and ends the others, which say nothing; where it was on another node,
     one rank of this node says so, and torchrun ends the others then.
     """
+    first = _first_failure()  # now: the store may end with the rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_TORCHRUN_NOTICES)
         let_the_first_speak(2 * _TORCHRUN_NOTICES)
-    first = _first_failure()
     told = first or (
         f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
         "network between them"
