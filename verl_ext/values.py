@@ -174,7 +174,9 @@ def _options_of(cls: Any) -> dict[str, Option]:
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        members = typing.get_args(hints[field.name]) if _is_union(hints[field.name]) else (hints[field.name],)
+        hint = hints[field.name]
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        members = typing.get_args(hint) if is_union else (hint,)
         kinds = [member for member in members if member is not type(None)]
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -346,7 +348,3 @@ def _is_a(value: Any, kind: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -18,7 +18,7 @@ from verl_ext.config.plan import PlanOptions
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.losses import LossOptions
-from verl_ext.values import Options, nearest_name, option, plain, show
+from verl_ext.values import Options, choice_problem, option, plain, show
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
@@ -212,7 +212,7 @@ def _interval_problem(interval: object) -> str | None:
     return f"trainer.profile_interval must be [first step, last step], or [-1, -1] for none; got {show(interval)}"
 
 
-def _logger_problems(logger: object) -> Iterable[str]:
+def _logger_problems(logger: object) -> Iterable[str | None]:
     from verl.utils.tracking import Tracking
 
     names = [logger] if isinstance(logger, str) else logger
@@ -220,7 +220,4 @@ def _logger_problems(logger: object) -> Iterable[str]:
         yield f"trainer.logger must be a list of loggers, e.g. [console]; got {show(logger)}"
         return
     for name in names:
-        if name not in Tracking.supported_backend:
-            nearest = nearest_name(str(name), Tracking.supported_backend)
-            hint = f" (nearest: {nearest})" if nearest else ""
-            yield f"trainer.logger must be among {', '.join(Tracking.supported_backend)}; got {show(name)}{hint}"
+        yield choice_problem("trainer.logger", name, Tracking.supported_backend)
