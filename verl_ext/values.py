@@ -81,6 +81,14 @@ class Options:
         """A line for each mistake that several options make together; asked when each of them is right by itself."""
         return ()
 
+    def changed(self) -> dict[str, Any]:
+        """The options whose values are not the defaults, by name."""
+        return {
+            name: getattr(self, name)
+            for name, field in options_of(type(self)).items()
+            if getattr(self, name) != field.default
+        }
+
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
         """The options that a mapping such as a config node holds; its other keys are left alone.

@@ -6,6 +6,7 @@ No DictConfig leaves this package, but for what verl builds its own dataclasses 
 """
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
-from verl_ext.config.plan import PlanOptions
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.losses import LossOptions
@@ -22,6 +22,9 @@ from verl_ext.values import Options, choice_problem, option, plain, show
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
+_UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_LEAST_MEMORY = 2**30  # less is a number without its unit
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,36 @@ class RayOptions(Options):
     max_restarts: int = option(0, "of all ranks, from the last checkpoint, after some were lost or failed", least=0)
     min_nodes: int = option(1, "nodes that a restart goes on with, where fewer than trainer.nnodes are left", least=1)
     timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; a restart then takes fewer", least=0)
+
+
+@dataclass(frozen=True)
+class PlanOptions(Options):
+    """What `trainer.plan_only=true` plans for: the ranks and GPUs of the machine that will run it."""
+
+    prefix: ClassVar[str] = "plan"
+
+    world_size: int | None = option(None, "ranks of the run; null: those that plan", least=1)
+    gpu_memory: Any = option(
+        None, "of each GPU, e.g. 80GiB: its peak is predicted, for a run on GPUs; null: that of a visible GPU"
+    )
+    reserve: Any = option("5GiB", "of gpu_memory for what is not predicted: CUDA's context, NCCL, fragmentation")
+
+    def problems(self) -> Iterable[str | None]:
+        for name in ("gpu_memory", "reserve"):
+            value = getattr(self, name)
+            size = num_bytes(value)
+            if size is None and not (value is None and name == "gpu_memory"):
+                yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {show(value)}"
+            elif name == "gpu_memory" and size is not None and size < _LEAST_MEMORY:
+                yield f"plan.gpu_memory must be at least 1GiB; got {show(value)}"
+
+
+def num_bytes(size: object) -> int | None:
+    """Bytes of "80GiB", "80 GB" or a whole number; None where it is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
+    if isinstance(size, bool) or found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 @dataclass(frozen=True)

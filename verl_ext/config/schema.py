@@ -26,8 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
-from verl_ext.config.plan import PlanOptions
-from verl_ext.config.run import RayOptions, TrainerOptions, dataset_class
+from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions, dataset_class
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions

@@ -21,8 +21,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.attention import SequenceShards
 from verl_ext.config.check import check_run
-from verl_ext.config.plan import num_bytes
-from verl_ext.config.run import sequence_parallel_size
+from verl_ext.config.run import num_bytes, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.trainer.batch import StepBatch, StepCollator

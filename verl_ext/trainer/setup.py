@@ -22,8 +22,7 @@ from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
 from verl_ext.config.checkpoints import saved_plan, step_of
 from verl_ext.config.output import OutputAction, OutputPlan, check_output
-from verl_ext.config.plan import plan_options, resolve_plan
-from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
+from verl_ext.config.resolve import plan_options, resolve_config, resolve_device, resolve_logging, resolve_plan
 from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
@@ -259,8 +258,7 @@ def _shape_of(hf_config: Any) -> dict[str, Any]:
 
 def _ray_notices(composed: DictConfig) -> list[str]:
     """Options of a run on Ray that torchrun does not read."""
-    given, default = RayOptions.read(plain(composed.ray)), RayOptions()
-    names = [name for name, value in vars(given).items() if value != getattr(default, name)]
+    names = RayOptions.read(plain(composed.ray)).changed()
     if not names or "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
     return [f"{', '.join(f'ray.{name}' for name in names)}: without effect here: torchrun has MAX_RESTARTS of its own"]

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar
 
@@ -87,8 +87,8 @@ class TokenizerOptions(Options):
         elif self.path:
             if not os.path.isdir(self.path) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path):
                 yield f"tokenizer.path must be a folder that exists; got {self.path}"
-            for name, default in asdict(TokenizerOptions()).items():
-                if name != "path" and (value := getattr(self, name)) != default:
+            for name, value in self.changed().items():
+                if name != "path":
                     must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"
                     yield f"{must}; got {show(value)}"
 
