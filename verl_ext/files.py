@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and folders that are made once and then opened by everyone.
+"""Files and folders that appear whole or not at all, and folders that one process makes and all processes open.
 
     ROOT/<name>/                what `make` wrote, and
         contents.json           the sizes of its files, by which a damaged folder is known
@@ -236,7 +236,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
     note = root / f"{name}.failed"
     before = _changed(note)
     try:
-        if folder.exists():  # raised by all that see it: of a run's ranks, only the first is heard
+        if folder.exists():  # every process that sees it logs it; of a run's ranks, rank 0 alone prints
             _logger.warning("%s is made anew: %s", folder, wrong)
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
@@ -266,7 +266,7 @@ def _changed(file: Path) -> int | None:
 
 
 def damage(folder: Path) -> str | None:
-    """What differs from what `folder` was when it was made, in a few words; None: nothing does."""
+    """How `folder` differs from what was made, in a few words; None: it does not."""
     try:
         sizes = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["sizes"]
         expected = {str(file): int(size) for file, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""Values that users give: options with their types, defaults, checks and meanings, and the words of a refusal.
+"""Values that users give: options with their types, defaults, checks and meanings, and the wording of errors.
 
 A dataclass of options states each one once; `--help`, the configuration reference and the checks are made from it:
 
@@ -120,7 +120,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What an options dataclass says of one field."""
+    """One field of an options dataclass."""
 
     name: str
     type: Any  # without None

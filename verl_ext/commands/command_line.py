@@ -57,7 +57,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 class OutputOptions(Options):
     """The options of every command.
 
-    marker: file by which an output folder of the command is known. maps: what an option that is a dict maps to what.
+    marker: the file that marks an output folder of the command. maps: of options that are dicts, what is mapped to what.
     """
 
     marker: ClassVar[str] = "report.json"
@@ -242,7 +242,7 @@ def _parsed(text: str) -> Override:
 
 
 def _check_value(key: str, value: Any, known: Mapping[str, Option], maps: Mapping[str, str]) -> None:
-    """Raises UsageError for an unknown key, and for a value that OmegaConf would merge or the class ignore unsaid."""
+    """Raises UsageError for an unknown key, and for one that OmegaConf would merge or the class ignore in silence."""
     field = known.get(key)
     if field is None:
         if any(_is_open(known[node]) for node in known if key.startswith(f"{node}.")):

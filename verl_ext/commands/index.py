@@ -79,7 +79,7 @@ def run(options: IndexOptions) -> str:
             {f"sources.{name}": folder.path / name for name in options.sources},
             max_tokens=options.max_corpus_tokens,
             tokenized=tokenized,
-            parcel_bytes=CHUNK.bytes,
+            batch_bytes=CHUNK.bytes,
         )
         by_source = dict(zip(options.sources, counts.values(), strict=True))
         write_json(folder.path / REPORT, _report(options, tokenizer, by_source))

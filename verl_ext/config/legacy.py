@@ -1,7 +1,7 @@
 """Names of verl ≤ 0.6's fsdp_sft_trainer and what they are called today.
 
 That trainer and its sft_trainer.yaml are gone since verl 0.7; scripts written for it still start here, and each
-translation is said once. What cannot be translated is refused: nothing that was asked for is ignored.
+translation is printed once. What cannot be translated is refused: nothing that was asked for is ignored.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
 
 
 def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
-    """Say what became of an override whose key has no other name today, or that it cannot be had."""
+    """Add a notice or a problem for an override whose key has no other name today."""
     said, value = f"{item.key}={item.value}", (item.value or "").strip("'\"")
     if entry.by in given:
         found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")

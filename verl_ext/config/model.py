@@ -110,7 +110,7 @@ class PackedModel(HFModelConfig, ActivationOptions):
 
     @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
-        """What is allowed, and may not be what was meant."""
+        """Warnings about what is allowed and may not be intended."""
         quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
         heads = support.padding_notices(config, hf_config) + support.output_notices(config, hf_config)
         return quadratic + support.router_notices(hf_config) + heads + support.tile_notices(config, hf_config)

@@ -41,7 +41,7 @@ class OutputPlan:
     """The decision for trainer.default_local_dir.
 
     Attributes:
-        checkpoint: the global_step folder that the run resumes from, as far as the sizes of its files tell.
+        checkpoint: the global_step folder that the run resumes from, checked by the sizes of its files alone.
         earlier: those in its place, newest first, where it turns out to be damaged.
         damaged: what is wrong with newer ones, in a line each.
     """

@@ -184,7 +184,7 @@ class RunConfig:
 
 
 def sequence_parallel_size(values: Any) -> int:
-    """Ranks that share one pack, of a configuration with its nodes: what verl calls the sequence-parallel size."""
+    """Ranks that share one pack, verl's sequence-parallel size; values: a configuration with its nodes."""
     return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
 
 

@@ -268,7 +268,7 @@ class PackDataset(torch.utils.data.Dataset):
         return {}, {}
 
     def read_together(self, ranks: Ranks) -> None:
-        """Read what only the tokens tell, shared among the ranks of a run; all of them call it together."""
+        """Read the tokens for what only they show, each rank a share; collective."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -287,7 +287,7 @@ class PackDataset(torch.utils.data.Dataset):
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
-        """The files that hold the tokens, whose changes end a run; none where a class does not tell."""
+        """The files that hold the tokens, whose changes end a run; none unless a class names them."""
         return ()
 
     @property
@@ -327,11 +327,11 @@ class PackDataset(torch.utils.data.Dataset):
         """int64[P]: target tokens of each pack."""
 
     def documents_of(self, pack: int) -> list[PackedDocument]:
-        """The documents of a pack in its order; none where a class does not tell."""
+        """The documents of a pack in its order; none unless a class names them."""
         return []
 
     def plan_options(self) -> dict[str, Any]:
-        """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
+        """What decides which tokens a pack has beside the keys of its config, by the names that messages use."""
         return {}
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
@@ -343,7 +343,7 @@ class PackDataset(torch.utils.data.Dataset):
         raise NotImplementedError(f"{type(self).__name__} has no questions")
 
     def changed_documents(self) -> list[OverLengthRow]:
-        """Documents that are not trained on as they stand, by category and reason."""
+        """Documents that are changed, left out or without a target, by category and reason."""
         return []
 
     def facts(self) -> dict[str, Any]:

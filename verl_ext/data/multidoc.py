@@ -209,7 +209,7 @@ class MultiDocDataset(PackDataset):
         return is_same_data and self._plan.begins_as(self._stream(num, 1), seen)
 
     def _train_sampling(self, asked_samples: int | None) -> str:
-        """`asked_samples`: data.num_samples of the config, where the argument is what the run needs."""
+        """`asked_samples`: data.num_samples as the config has it."""
         blends = any(source.weight is not None for source in self.sources)
         is_text = all(source.is_text for source in self.sources) and not blends
         chosen = self.options.sampling or ("random_starts" if is_text else "document_stream")

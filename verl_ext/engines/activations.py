@@ -137,7 +137,7 @@ class HostCheckpoints:
         self._fetched = weakref.ref(kept), hidden, self._copy(hidden, kept.host)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy beside the computation, once what it has been given so far has ended; the event of the copy's end."""
+        """Queue a copy behind the computation queued so far, on a stream of its own; the event of the copy's end."""
         self._copies.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copies):
             target.copy_(source, non_blocking=True)

@@ -72,7 +72,7 @@ class LossOptions(Options):
 
     @property
     def head_flags(self) -> dict[str, Any]:
-        """What a batch tells the engine of its head."""
+        """What a batch says to the engine about its head."""
         return {"head": self.head, "head_block_bytes": self.head_block_mib * 2**20}
 
     def spec(self, names: Sequence[str]) -> "LossSpec":

@@ -105,8 +105,8 @@ def digest(facts: Any) -> str:
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
-    """[real path, size, time of change] of each file, and of the files of each folder; of a URL what its host
-    tells. No content is read."""
+    """[real path, size, time of change] of each file, and of the files of each folder; of a URL, what its
+    host reports. No content is read."""
     facts: list[list[Any]] = []
     for path in paths:
         if is_url(path):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from verl_ext.values import Options, UsageError, first_line, option, reason_of
 
-# What load_tokenizer imports, seconds long with torch.
+# What load_tokenizer imports; with torch that takes seconds.
 _WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.torchless_tokenizers"
 _tokenizer_module = _WITH_TORCH
 LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
@@ -75,7 +75,7 @@ def read_template(template: str, key: str) -> str:
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """`UsageError` with the line for a chat template that is no Jinja; `named` is what was given for it."""
+    """Raises `UsageError` with the line where a chat template is not Jinja; `named`: the option's value."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # here, because importing it takes seconds
 
@@ -89,15 +89,15 @@ def check_template(template: str, named: str, key: str) -> None:
 
 
 def leave_out_torch(model: ModelOptions) -> None:
-    """Load tokenizers without torch in this process and its workers, unless it has transformers or a tokenizer's own
-    code may want torch. Only for a process that is a command's and ends with it: transformers has no models then."""
+    """Load tokenizers without torch in this process and its workers, unless transformers is loaded already or the
+    tokenizer's own code may need torch. Only for the process of a command: transformers has no models afterwards."""
     global _tokenizer_module
     if "transformers" not in sys.modules and not model.trust_remote_code:
         _tokenizer_module = _WITHOUT_TORCH
 
 
 def tokenizer_module() -> str:
-    """What load_tokenizer imports, a second or several long: for worker processes to have beforehand."""
+    """The module that load_tokenizer imports, which takes seconds: worker processes preload it."""
     return _tokenizer_module
 
 

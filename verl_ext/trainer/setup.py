@@ -35,7 +35,7 @@ from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
 from verl_ext.text.tokenizer import TRUSTED
-from verl_ext.trainer.checkpoint import PlanState, refuse_locked, verified
+from verl_ext.trainer.checkpoint import RunState, refuse_locked, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
@@ -84,8 +84,8 @@ class Run:
         world_size: the ranks that it is for; backend: of attention.
         memory: settings that the weights of its memory belong to, None without one.
         model_config: what its config.json says of its shape.
-        checkpoint: what it goes on from, None where it begins anew.
-        files: that are trained on; content: their digest, None where nothing is trained.
+        checkpoint: what it resumes from; None: it begins anew.
+        files: those that are trained on; content: their digest, None where nothing is trained.
         extends: the packs are those of the run that it resumes, and more.
     """
 
@@ -122,10 +122,10 @@ class Run:
         every = round(self.steps_per_epoch) or 1 if frequency == AFTER_EACH_EPOCH else int(frequency)
         return step == self.total_steps or (every > 0 and step % every == 0)
 
-    def plan_state(self) -> PlanState:
+    def run_state(self) -> RunState:
         """What this run's checkpoints say of it, and what one that it resumes must say."""
         allowed = [*self.config.trainer.allow_resume_mismatch, *(_OF_A_LONGER_STREAM if self.extends else ())]
-        return PlanState(self._fingerprint(), self.grouping, str(self.output), allowed)
+        return RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs, and the weights the same model."""
@@ -234,19 +234,19 @@ def prepare(composed: DictConfig) -> Run:
             content=content,
         )
         if not config.trainer.eval_only:  # which remembers less
-            run.plan_state().check_allowed()
+            run.run_state().check_allowed()
         return run if run.checkpoint is None else _resumed(run, run.checkpoint)
 
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
-    """The run as it goes on from a checkpoint; ValueError where it disagrees with what that was made with."""
+    """The run as it resumes from a checkpoint; ValueError where it disagrees with what that was made with."""
     saved = saved_plan(checkpoint)
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
-        told = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
-        run = replace(run, extends=True, notices=(*run.notices, told))
-    run.plan_state().check(saved)
+        notice = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
+        run = replace(run, extends=True, notices=(*run.notices, notice))
+    run.run_state().check(saved)
     return run
 
 
@@ -320,7 +320,7 @@ def _check_dataset(dataset: PackDataset, config: RunConfig, hf_config: Any) -> N
 
 
 def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
-    """What is allowed, and may not be what was meant."""
+    """Warnings about what is allowed and may not be intended."""
     yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"

@@ -99,7 +99,7 @@ class BabilongOptions(OutputOptions):
                 yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
 
     def _room_problems(self) -> list[str]:
-        """Sizes with room for fewer facts than every story has; of facts that fit, only a tokenizer tells."""
+        """Sizes with room for fewer facts than every story has; whether facts fit in tokens is found later."""
         last = {task: min(self.samples, self.story.questions_of(task)) - 1 for task in self.tasks}
         facts, task = max((self.story.fewest_facts(task, last[task]), task) for task in self.tasks)
         what = f"must leave room for the facts of question {last[task] + 1} of a {task} story, {facts} or more"
