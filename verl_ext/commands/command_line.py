@@ -57,7 +57,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 class OutputOptions(Options):
     """The options of every command.
 
-    marker: the file that marks an output folder of the command. maps: of options that are dicts, what is mapped to what.
+    marker: the file that marks an output folder of the command. maps: of a dict option, what is mapped to what.
     """
 
     marker: ClassVar[str] = "report.json"

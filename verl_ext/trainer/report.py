@@ -90,7 +90,8 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
         yield f"{name}: its sources:"
         yield _table(facts["sources"])
     if facts["changed_documents"]:
-        yield f"{name}: documents that are changed, left out or without a target (data.max_tokens={facts['max_tokens']}):"
+        budget = facts["max_tokens"]
+        yield f"{name}: documents that are changed, left out or without a target (data.max_tokens={budget}):"
         yield _table(facts["changed_documents"])
 
 
