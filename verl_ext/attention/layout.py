@@ -118,7 +118,6 @@ class SequenceShards:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share the pack."""
         return self.ulysses * self.context
 
     @property

@@ -100,7 +100,6 @@ class Report:
 
     @property
     def total(self) -> Counts:
-        """All sources together."""
         return total(self.sources)
 
     def as_dict(self) -> dict[str, Any]:
@@ -169,7 +168,6 @@ def _most(counts: Mapping[str, int], unit: str = "") -> str:
 
 
 def total(counts: Mapping[str, Counts]) -> Counts:
-    """The sum of several counts."""
     found = Counts()
     for each in counts.values():
         found.add(each)
@@ -177,7 +175,6 @@ def total(counts: Mapping[str, Counts]) -> Counts:
 
 
 def reported_options(options: Options) -> dict[str, Any]:
-    """The options as a report has them."""
     given = asdict(options)  # type: ignore[call-overload]
     return redacted({key: value for key, value in given.items() if key not in NOT_REPORTED})
 

@@ -243,7 +243,6 @@ def adapter_problems(config: DictConfig, accelerator: str | None) -> list[str]:
 
 
 def training_problems(config: DictConfig) -> list[str]:
-    """Optimizer, validation and checkpoint contents."""
     problems: list[str | None] = []
     lr = config.optim.lr
     if isinstance(lr, int | float) and not 0 < lr < float("inf"):

@@ -71,7 +71,6 @@ class Manifest:
     files: dict[str, FileFacts]
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder."""
         content = {"format": _FORMAT, **vars(self), "files": {name: vars(file) for name, file in self.files.items()}}
         write_json(folder / MANIFEST, {**content, "checksum": _checksum(content)})
 

@@ -96,7 +96,7 @@ class PackedModel(HFModelConfig, ActivationOptions):
         if config.attention.backend not in BACKENDS:
             return []  # auto, or reported with the attention node
         try:
-            support.chosen_backend(config, hf_config, device, capability)
+            cls.attention_backend(config, hf_config, device, capability)
         except ValueError as error:
             return [str(error)]
         return []
@@ -186,16 +186,10 @@ class QwenTitansModel(PackedModel):
         return None if problems else titans, problems
 
     @classmethod
-    def attention_problems(
-        cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
-    ) -> list[str]:
-        return []  # transformers' own attention
-
-    @classmethod
     def attention_backend(
         cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
     ) -> str:
-        return "sdpa"
+        return "sdpa"  # transformers' own attention
 
     @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:

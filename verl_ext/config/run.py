@@ -89,7 +89,6 @@ class TrainerOptions(Options):
 
     @property
     def loggers(self) -> list[str]:
-        """The trackers that `logger` names."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
 
@@ -172,15 +171,6 @@ class RunConfig:
             model=model_kind(config),
             values=values,
         )
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Ranks that share one pack."""
-        return sequence_parallel_size(self.values)
-
-    def worker_config(self, total_steps: int) -> Any:
-        """:func:`worker_config` of these values."""
-        return worker_config(self.values, total_steps)
 
 
 def sequence_parallel_size(values: Any) -> int:

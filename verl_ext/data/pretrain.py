@@ -107,7 +107,6 @@ class PreTrainEncoder:
 
     @property
     def has_bos(self) -> bool:
-        """Whether documents begin with a BOS."""
         return self.tokenizer.bos_token_id is not None
 
     def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:

@@ -235,7 +235,6 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def over_length(self) -> OverLengthDocuments:
-        """The documents longer than a pack."""
         lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
         return OverLengthDocuments.of(lengths, self.max_tokens, policy, None if self._rows is None else self._in_use)
 

@@ -206,7 +206,6 @@ class TiledMLP:
 
     @property
     def draws(self) -> bool:
-        """Whether it has dropout."""
         return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in self.mlp.modules())
 
 

@@ -112,7 +112,6 @@ class ChatRenderer:
 
     @cached_property
     def template_words(self) -> set[str]:
-        """Every word of the template's source."""
         return set(re.findall(r"\w+", self._chats.template.source))
 
     def texts(self, chat: Chat) -> list[ChatText]:

@@ -52,7 +52,6 @@ class Target:
 
     @property
     def span(self) -> Span:
-        """The characters."""
         return self.start, self.stop
 
 
@@ -66,7 +65,6 @@ class RenderedChat:
 
     @property
     def spans(self) -> list[Span]:
-        """The targets' characters."""
         return [target.span for target in self.targets]
 
 

@@ -62,7 +62,6 @@ class DatasetWriter:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, documents: Documents) -> None:
-        """Write a chunk's documents."""
         if not len(documents.lengths):
             return
         if documents.weights is not None and not self.weighted:

@@ -73,7 +73,6 @@ class Counts:
         known += examples[: EXAMPLES - len(known)]
 
     def add_document(self, length: int, targets: int) -> None:
-        """Count a document that is written."""
         self.documents += 1
         self.tokens += length
         self.target_tokens += targets
@@ -183,17 +182,14 @@ class Documents:
 
     @property
     def records(self) -> int:
-        """Records read."""
         return self.counts.records
 
     @property
     def tokens(self) -> int:
-        """Tokens kept."""
         return self.counts.tokens
 
 
 def joined(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:
-    """Documents side by side."""
     weights = None
     if any(document.weights is not None for document in documents):
         weights = np.concatenate(

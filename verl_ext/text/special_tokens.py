@@ -54,7 +54,6 @@ class ChatText:
 
     @property
     def text(self) -> str:
-        """What is tokenized."""
         return self.rendered.text
 
 
@@ -88,7 +87,6 @@ class SpecialTokens:
 
     @property
     def longest(self) -> int:
-        """Characters of the longest name."""
         return max(map(len, self._added), default=0)
 
     def found(self, text: str) -> list[re.Match[str]]:

@@ -42,13 +42,16 @@ class ModelOptions(Options):
 
     def tokenizer_problems(self) -> list[str]:
         """One line where there is no such folder and no name on the Hub."""
-        path = self.tokenizer
-        if not path:
+        if not self.tokenizer:
             return ["model.path must name a model or tokenizer folder; got nothing"]
-        hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
-        if not os.path.isdir(path) and not hub_name:
-            return [f"{self.tokenizer_key} must be a folder that exists; got {path}"]
+        return path_problems(self.tokenizer, self.tokenizer_key)
+
+
+def path_problems(path: str, key: str) -> list[str]:
+    """One line where a tokenizer's path is neither a folder nor a name on the Hub."""
+    if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []
+    return [f"{key} must be a folder that exists; got {path}"]
 
 
 def read_template(template: str, key: str) -> str:

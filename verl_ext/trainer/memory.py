@@ -159,12 +159,10 @@ class Trial:
 
     @property
     def override(self) -> str:
-        """As on a command line."""
         return " ".join(f"{remedy.key}={show(value)}" for remedy, value in self.chosen)
 
     @property
     def costs(self) -> str:
-        """Of all of them."""
         return "; ".join(remedy.costs for remedy, _ in self.chosen)
 
 

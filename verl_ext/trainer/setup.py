@@ -23,7 +23,7 @@ from verl_ext.config.check import check_categories, check_run
 from verl_ext.config.checkpoints import saved_plan, step_of
 from verl_ext.config.output import OutputAction, OutputPlan, check_output
 from verl_ext.config.resolve import plan_options, resolve_config, resolve_device, resolve_logging, resolve_plan
-from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig
+from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig, sequence_parallel_size
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
@@ -114,7 +114,6 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """`trainer.default_local_dir`."""
         return Path(self.config.trainer.default_local_dir)
 
     def is_due(self, step: int, frequency: int | str) -> bool:
@@ -209,7 +208,7 @@ def prepare(composed: DictConfig) -> Run:
         for dataset in datasets:
             _check_dataset(dataset, config, hf_config)
         check_categories(config.loss, train_set.categories.names)
-        data_parallel = world_size // config.sequence_parallel_size
+        data_parallel = world_size // sequence_parallel_size(config.values)
         cost = cost_model(config.data.cost, hf_config, config.values["engine"]["ulysses_sequence_parallel_size"])
         plan = _step_plan(config, train_set, train_set.pack_costs(cost), data_parallel)
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs

@@ -19,7 +19,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
-from verl_ext.config.run import AFTER_EACH_EPOCH
+from verl_ext.config.run import AFTER_EACH_EPOCH, worker_config
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
@@ -106,7 +106,7 @@ class SFTTrainer:
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
-            return TrainingWorker(self.config.worker_config(self.run.total_steps))
+            return TrainingWorker(worker_config(self.config.values, self.run.total_steps))
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""

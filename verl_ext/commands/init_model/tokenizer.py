@@ -1,7 +1,6 @@
 """The tokenizer of a new model: copied, or a byte-level BPE trained on text that is read as a stream."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,7 +12,7 @@ from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import PlainText, parse_record
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
-from verl_ext.text.tokenizer import check_template, read_template
+from verl_ext.text.tokenizer import check_template, path_problems, read_template
 from verl_ext.values import DataError, Options, option, show
 
 CHATML = "chatml"
@@ -51,7 +50,6 @@ class TokenizerOptions(Options):
 
     @property
     def train_patterns(self) -> list[str]:
-        """Paths and globs of the text to train on."""
         return as_list(self.train_on)
 
     @property
@@ -85,8 +83,7 @@ class TokenizerOptions(Options):
             got = f"{self.path} and {self.train_patterns}" if self.path else "neither"
             yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
         elif self.path:
-            if not os.path.isdir(self.path) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path):
-                yield f"tokenizer.path must be a folder that exists; got {self.path}"
+            yield from path_problems(self.path, "tokenizer.path")
             for name, value in self.changed().items():
                 if name != "path":
                     must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"

@@ -114,12 +114,10 @@ class QwenTitansConfig(PreTrainedConfig):
 
     @property
     def memory_options(self) -> MemoryOptions:
-        """The options as a checked, frozen object."""
         return MemoryOptions.of(self.memory or {}, self.base_config.num_hidden_layers)
 
     @property
     def chunk_size(self) -> int:
-        """Tokens of a chunk."""
         return self.memory_options.chunk_size
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
