@@ -64,7 +64,7 @@ class OutputOptions(Options):
     maps: ClassVar[Mapping[str, str]] = {}
 
     output_dir: str = option(REQUIRED, "folder that is written; it appears only when complete", required=True)
-    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+    overwrite: bool = option(False, "true: replace an output_dir that this command wrote, as a whole")
 
     def output_problems(self, kept: str, *paths: str | None) -> list[str]:
         """A line where output_dir must not be written. `paths` are input that it must not hold, `kept` in words."""
@@ -79,7 +79,7 @@ class SourceOptions(OutputOptions):
 
     sources: dict[str, Any] = option({}, "name: file, folder, glob, URL, Hub dataset or list of them", required=True)
     num_workers: int | None = option(
-        None, "processes; null: by CPUs and size. The output is the same for any number", least=1
+        None, "worker processes; null: by CPUs and input size. The output does not depend on it", least=1
     )
 
     @property

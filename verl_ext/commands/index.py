@@ -34,7 +34,7 @@ class IndexOptions(TextOptions, SourceOptions):
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     add_bos: bool = option(False, "one BOS token before each document")
     max_corpus_tokens: int | None = option(
-        None, "each source is cut after so many tokens, also inside a document; null: none is", least=1
+        None, "tokens after which a source is cut, also inside a document; null: never", least=1
     )
 
     def problems(self) -> Iterator[str | None]:

@@ -40,13 +40,13 @@ class PreflightOptions(Options):
     the same, clocks agree. The trainer compares options, data and model of all nodes itself."""
 
     nnodes: int = option(REQUIRED, "nodes of the run", least=1, required=True)
-    node_rank: int = option(0, "the number of this node, from 0", least=0)
+    node_rank: int = option(0, "number of this node, from 0", least=0)
     master_addr: str = option("127.0.0.1", "node 0, as all nodes reach it", required=True)
-    master_port: int = option(29500, "the port of node 0 at which torchrun meets", least=1, most=65535)
-    processes: int = option(1, "ranks of a node, to be the same on all", least=1)
-    local_addr: str | None = option(None, "this node's address for others; null: gloo's, by its interface or name")
+    master_port: int = option(29500, "port of node 0 for torchrun's rendezvous", least=1, most=65535)
+    processes: int = option(1, "ranks per node, the same on all nodes", least=1)
+    local_addr: str | None = option(None, "this node's address for others; null: that of gloo's interface or host name")
     timeout: int = option(600, "seconds to wait for the other nodes", least=1)
-    clock_seconds: float = option(5, "allowed between clocks; c10d drops nodes that seem 15 late", above=0)
+    clock_seconds: float = option(5, "most seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
 
     def problems(self) -> Iterator[str | None]:
         if self.node_rank >= self.nnodes:

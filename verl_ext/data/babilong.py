@@ -47,10 +47,12 @@ class SampleOptions(Options):
 
     max_length: int = option(32768, "tokens of a row: prompt, answer and padding", least=2, most=MOST_TOKENS)
     answer_reserve_tokens: int = option(
-        64, "of these, the most that an answer may have, kept free of the prompt", least=1
+        64, "tokens of max_length that are kept free of the prompt: the longest answer", least=1
     )
     truncate: str = option(
-        "context", "what a longer prompt loses: context (the end of input) or right (its end)", choices=TRUNCATE
+        "context",
+        "what is cut from a longer prompt: context (the end of input) or right (the prompt's end)",
+        choices=TRUNCATE,
     )
     append_eos: bool = option(
         False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa5 needs it"
@@ -71,11 +73,11 @@ class BABILongOptions(TextSetOptions, SampleOptions):
     train_ratio: float = option(
         0.9, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
     )
-    max_tokens: int | None = option(None, "null or max_length: a pack is a row")  # type: ignore[assignment]
-    strategy: str = option("none", "one sample a row", choices=("none",))
-    over_length: str = option("error", "never reached: truncate comes first", choices=("error",))
-    pad_mode: str = option("right", "every row exactly max_length long", choices=("right",))
-    mixture: Any = option(None, "not with rows of one sample each")
+    max_tokens: int | None = option(None, "must be null or max_length: a pack is a row")  # type: ignore[assignment]
+    strategy: str = option("none", "fixed: a row is one sample", choices=("none",))
+    over_length: str = option("error", "fixed: truncate cuts longer prompts first", choices=("error",))
+    pad_mode: str = option("right", "fixed: every row has max_length tokens", choices=("right",))
+    mixture: Any = option(None, "must be null: a row is one sample")
 
     def problems(self) -> Iterable[str | None]:
         yield from SampleOptions.problems(self)

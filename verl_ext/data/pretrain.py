@@ -66,7 +66,7 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
         least=2,
         most=MOST_TOKENS,
     )
-    mixture: Any = option(None, "not with text: give train_dir a list")
+    mixture: Any = option(None, "must be null: give train_dir a list")
 
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:

@@ -68,8 +68,8 @@ class SFTOptions(DatasetOptions):
         8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS
     )
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES)
-    over_length: str = option("error", "what becomes of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES)
-    pad_mode: str = option("no_padding", "right: every pack exactly max_tokens long", choices=PAD_MODES)
+    over_length: str = option("error", "what to do with documents longer than max_tokens", choices=OVER_LENGTH_POLICIES)
+    pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
     mixture: Any = option(
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
     )

@@ -37,10 +37,10 @@ class ActivationOptions(Options):
     prefix: ClassVar[str] = "model"
 
     activation_offload: bool = option(
-        False, "true: what gradient checkpointing keeps of each layer, `[T, H]`, lies in host memory until its backward"
+        False, "true: the hidden state `[T, H]` that gradient checkpointing keeps of each layer waits in host memory"
     )
     mlp_tile_tokens: int | None = option(
-        None, "tokens of a rank that each layer's MLP reads at a time; null: all of them at once", least=1
+        None, "tokens of a rank that a layer's MLP processes at a time; null: all at once", least=1
     )
 
 

@@ -27,8 +27,8 @@ class ModelOptions(Options):
     prefix: ClassVar[str] = "model"
 
     path: str | None = option(None, "model or tokenizer: a folder, or a name on the Hub")
-    tokenizer_path: str | None = option(None, "the tokenizer, where it does not lie beside the model")
-    trust_remote_code: bool = option(False, "true: runs the tokenizer's own Python code")
+    tokenizer_path: str | None = option(None, "the tokenizer, if it is not in model.path")
+    trust_remote_code: bool = option(False, "true: run Python code that comes with the tokenizer")
 
     @property
     def tokenizer(self) -> str:

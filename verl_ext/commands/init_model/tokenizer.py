@@ -32,18 +32,18 @@ class TokenizerOptions(Options):
 
     prefix: ClassVar[str] = "tokenizer"
 
-    path: str | None = option(None, "copied: a tokenizer's folder, or its name on the Hub; this or train_on")
+    path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
         [],
         "byte-level BPE trained on these files, folders, globs or URLs (txt, jsonl, json, csv, tsv, also as .gz, .bz2, "
         ".xz, .zst; parquet; Arrow): a record's text_key, or every message of a chat",
     )
     text_key: str = option("text", "the field of a record that is its text")
-    vocab_size: int = option(6400, "tokens in all, the 256 bytes and the special ones included")
+    vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
     bos_token: str | None = option("<|im_start|>", "null: none; in a shell 'tokenizer.bos_token=\"<s>\"'")
     eos_token: str | None = option("<|im_end|>", "null: none")
     pad_token: str | None = option("<|endoftext|>", "null: none")
-    special_tokens: list[str] = option([], "further ones, such as a template's")
+    special_tokens: list[str] = option([], "further special tokens, such as a template's")
     chat_template: str | None = option(
         CHATML, "chatml, whose <|im_start|> and <|im_end|> become special; a Jinja file; null: none"
     )

@@ -21,7 +21,7 @@ class MemoryOptions(Options):
 
     prefix: ClassVar[str] = "model.memory"
 
-    chunk_size: int = option(4096, "tokens of a chunk, which attend to each other", least=1)
+    chunk_size: int = option(4096, "tokens of a chunk; attention stays inside a chunk", least=1)
     layers: tuple[int, ...] | None = option(
         None, "indices of the decoder layers with a memory; null: up to four, spread over the upper half"
     )
