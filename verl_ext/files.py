@@ -25,6 +25,8 @@ import xxhash
 from verl_ext.values import MISSING, DataError, file_of, reason_of
 
 CONTENTS = "contents.json"
+# Beside what a command writes: what became of the records, and {number: name} of their categories.
+REPORT, CATEGORIES = "report.json", "categories.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
 _CHUNK = 1 << 23
 

@@ -32,7 +32,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.files import output_problems
+from verl_ext.files import REPORT, output_problems
 from verl_ext.redaction import redacted_text
 from verl_ext.text.sources import local_path
 from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
@@ -60,7 +60,7 @@ class OutputOptions(Options):
     marker: the file that marks an output folder of the command. maps: of a dict option, what is mapped to what.
     """
 
-    marker: ClassVar[str] = "report.json"
+    marker: ClassVar[str] = REPORT
     maps: ClassVar[Mapping[str, str]] = {}
 
     output_dir: str = option(REQUIRED, "folder that is written; it appears only when complete", required=True)

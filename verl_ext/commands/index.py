@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.report import REPORT, as_text, reported_options, tables, total
+from verl_ext.commands.report import as_text, reported_options, tables, total
 from verl_ext.data.megatron.text_index import write_text_indices
-from verl_ext.files import OutputFolder, write_json
+from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.text.documents import CHAT_COUNTS, Counts
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import CHUNK

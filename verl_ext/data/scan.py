@@ -25,10 +25,9 @@ from tqdm import tqdm
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import ONE_RANK, Ranks
 from verl_ext.data.left_out import OverLengthCount
-from verl_ext.files import default_root, whole_file
+from verl_ext.files import CATEGORIES, default_root, whole_file
 from verl_ext.packing import Spans
 from verl_ext.text.arrow_folder import read_state
-from verl_ext.text.tokenized import CATEGORIES
 
 BLOCK_TOKENS = 1 << 22
 FILE_NAME = ".verl_ext_scan.npz"

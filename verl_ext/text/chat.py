@@ -329,8 +329,7 @@ class ChatEncoder:
             raise DataError(f"{path}:{item.number}: {error}") from error
         for counts in found.counts_of(item.category):
             counts.over_length.update(over_length)
-            for piece in pieces:
-                counts.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+            counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
         for piece in pieces:
             found.documents.append(piece)
             if item.category is not None:

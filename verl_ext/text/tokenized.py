@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from verl_ext.files import cached_folder, write_json
+from verl_ext.files import CATEGORIES, REPORT, cached_folder, write_json
 from verl_ext.progress import Progress
 from verl_ext.redaction import redacted
 from verl_ext.text.dataset_folder import DatasetWriter
@@ -29,7 +29,6 @@ from verl_ext.values import Options
 
 FORMAT = 4  # to be raised when the same files are written as something else
 BATCH_BYTES = 4 << 20  # of text tokenized together: enough work for the tokenizer's threads
-REPORT, CATEGORIES = "report.json", "categories.json"
 
 _logger = logging.getLogger(__name__)
 _reported: set[tuple[Path, str]] = set()
@@ -189,10 +188,7 @@ def _write(
 def _count(documents: Documents) -> None:
     """Add the documents to their own counts: number, tokens, targets, and what was cut off."""
     counts, lengths = documents.counts, documents.lengths
-    counts.documents += len(lengths)
-    counts.tokens += int(lengths.sum(dtype=np.int64))
-    counts.target_tokens += int(documents.loss_mask.sum(dtype=np.int64))
-    counts.lengths.update(lengths.tolist())
+    counts.add_documents(lengths.tolist(), int(documents.loss_mask.sum(dtype=np.int64)))
     if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
         tokens = int(cut.sum(dtype=np.int64))
         counts.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=tokens)

@@ -63,9 +63,7 @@ class TextIndex:
         tokens, lengths = self._fitting(documents)
         self._writer.add(tokens, lengths)
         counts, special = self.counts, documents.special_tokens[: len(lengths)]
-        counts.documents += len(lengths)
-        counts.tokens += len(tokens)
-        counts.lengths.update(lengths.tolist())
+        counts.add_documents(lengths.tolist())
         counts.add_special_tokens(int(special.sum()), int((special > 0).sum()))
         bad = [bad for bad in documents.bad if bad.after < len(lengths) or not self.is_full]
         for record in bad:
