@@ -146,7 +146,7 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
 
 
 def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
-    """Add a notice or a problem for an override whose key has no other name today."""
+    """Say what became of an override whose key has no other name today, or that it cannot be had."""
     said, value = f"{item.key}={item.value}", (item.value or "").strip("'\"")
     if entry.by in given:
         found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")

@@ -24,7 +24,7 @@ AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
 _UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
-_LEAST_MEMORY = 2**30  # less is a number without its unit
+_LEAST = 2**30  # less is a number without its unit
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class PlanOptions(Options):
             size = num_bytes(value)
             if size is None and not (value is None and name == "gpu_memory"):
                 yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {show(value)}"
-            elif name == "gpu_memory" and size is not None and size < _LEAST_MEMORY:
+            elif name == "gpu_memory" and size is not None and size < _LEAST:
                 yield f"plan.gpu_memory must be at least 1GiB; got {show(value)}"
 
 

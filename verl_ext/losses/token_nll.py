@@ -1,6 +1,6 @@
 """The negative log-likelihood of tokens in fp32, a block of rows at a time: from logits, or from hidden states.
 
-`token_nll`, from logits. verl's fallback takes a bf16 log-softmax row by row, which keeps three digits;
+`token_nll`, from logits of T tokens. verl's fallback takes a bf16 log-softmax row by row, which keeps three digits;
 ``F.cross_entropy`` in fp32 keeps a second ``[T, V]`` tensor for its backward (10 GB for 16k tokens of a 151k
 vocabulary). Here the forward keeps two numbers a row, and the backward writes the gradient over the logits, which
 nothing reads afterwards.
@@ -12,12 +12,12 @@ hidden [N, H]   rows 0…R ──► logits [R, V] ──► nll[R] ──► (s
                 rows R…2R ─► …
 ```
 
-A block's gradients are computed while its logits are in memory, so that the backward pass needs no second product with
-the weight. That is possible because the loss is Σ a_t·nll_t with coefficients known beforehand, up to one common factor
-that arrives with the backward pass. Liger's fused linear cross-entropy works likewise; here d weight is summed in fp32,
-tokens without a target never enter, and coefficients differ by token.
+A block of rows has its logits in memory once: its gradients are computed on the spot, so that the backward pass needs
+no second product with the weight. That is possible where the loss is Σ a_t·nll_t with coefficients known beforehand, up
+to one common factor that arrives with the backward pass. Liger's fused linear cross-entropy goes the same way; here
+d weight is summed in fp32, tokens without a target never enter, and coefficients differ by token.
 
-Legend: T tokens, N target tokens, H hidden size, V vocabulary, R rows of a block.
+Legend: N target tokens, H hidden size, V vocabulary, R rows of a block.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 ROWS = 512  # 512 rows of a 151k vocabulary are 0.3 GB in fp32, and two such slices are alive at once
-BLOCK_BYTES = 256 * 2**20  # of logits that head_terms has in memory
 
 
 class _TokenNLL(torch.autograd.Function):
@@ -68,6 +67,9 @@ def token_nll(
     assert logits.dim() == 2
     assert labels.shape == logits.shape[:1]
     return _TokenNLL.apply(logits, labels, inplace_backward, rows)
+
+
+BLOCK_BYTES = 256 * 2**20
 
 
 class _HeadTerms(torch.autograd.Function):

@@ -97,7 +97,7 @@ class RunState:
         return {**self.fingerprint, "grouping": self.grouping, **seen, "recent_losses": list(self.recent_losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds; ValueError as :meth:`check`."""
+        """Go on with what the checkpoint was trained on; ValueError as :meth:`check`."""
         self.check(state)
         grouping, losses = state.get("grouping", self.grouping), state.get("recent_losses", [])
         seen = {name: state.get(name, 0) for name in _SEEN}  # a checkpoint of an earlier version has none

@@ -84,8 +84,8 @@ class Run:
         world_size: the ranks that it is for; backend: of attention.
         memory: settings that the weights of its memory belong to, None without one.
         model_config: what its config.json says of its shape.
-        checkpoint: what it resumes from; None: it begins anew.
-        files: those that are trained on; content: their digest, None where nothing is trained.
+        checkpoint: what it goes on from, None where it begins anew.
+        files: that are trained on; content: their digest, None where nothing is trained.
         extends: the packs are those of the run that it resumes, and more.
     """
 

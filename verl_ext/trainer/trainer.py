@@ -331,7 +331,7 @@ class SFTTrainer:
 
     @contextlib.contextmanager
     def _going_on(self, goes_on: bool) -> Iterator[None]:
-        """Turn a checkpoint that cannot be written into a warning, where training goes on without it."""
+        """Whether training goes on where a checkpoint cannot be written, which is said."""
         try:
             yield
         except NotWritten as error:
