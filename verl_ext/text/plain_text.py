@@ -25,7 +25,9 @@ def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
 class RecordTextOptions(RecordOptions):
     """Which text a record holds."""
 
-    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
+    text_key: Any = option(
+        "text", "field of a record that holds its text, or a list of fields, joined by a newline", required=True
+    )
 
     def problems(self) -> Iterable[str | None]:
         keys = self.text_keys
