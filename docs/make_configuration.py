@@ -11,8 +11,7 @@ from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.preflight import PreflightOptions
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.config.plan import PlanOptions
-from verl_ext.config.run import RayOptions, TrainerOptions
+from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.activations import ActivationOptions

@@ -251,12 +251,12 @@ def _read_checkpoint(folder: Path) -> None:
     from verl_ext.config.checkpoints import Damaged, changed_file, resumable_ranks, saved_plan
     from verl_ext.engines.saving import read_extra
     from verl_ext.engines.state import SavedModel
-    from verl_ext.trainer.checkpoint import PlanState
+    from verl_ext.trainer.checkpoint import RunState
 
     if wrong := changed_file(folder, 0, 1):
         raise Damaged(f"{folder}: {wrong}")
     resumable_ranks(folder)
-    state = PlanState({"data.max_tokens": 64}, {"group_size": 1, "cost": [1.0, 0.0]}, str(folder))
+    state = RunState({"data.max_tokens": 64}, {"group_size": 1, "cost": [1.0, 0.0]}, str(folder))
     state.load_state_dict(saved_plan(folder))
     json.dumps(state.state_dict(), allow_nan=False)
     read_extra(folder)

@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 
 from tests.babilong_files import FACTS, byte_tokenizer, record, records, write_records
 from verl_ext.data import BABILongDataset, SFTDataSet
-from verl_ext.data.babilong import BABILongEncoder, Record, prompt_text
+from verl_ext.data.babilong import BABILongEncoder, Record, SampleOptions, prompt_text
 
 TOKENIZER = byte_tokenizer()
 PLAIN = byte_tokenizer(special=False)
@@ -122,13 +122,13 @@ TOKENIZERS = [TOKENIZER, PLAIN, byte_tokenizer(special=False, trim_offsets=True)
     tokenizer=st.sampled_from(TOKENIZERS),
 )
 def test_the_question_survives_and_a_cut_prompt_has_exactly_the_tokens_allowed(context, question, limit, tokenizer):
-    encoder = BABILongEncoder(tokenizer, limit + 8, 8)
+    encoder = BABILongEncoder(tokenizer, SampleOptions(max_length=limit + 8, answer_reserve_tokens=8))
     (sample,) = encoder.samples([Record("f", 0, context, question, "garden")])
     whole = tokenizer(prompt_text(context, question))["input_ids"]
     prompt = sample.input_ids[: len(sample.input_ids) - sample.targets].tolist()
     assert sample.full_tokens == len(whole) + sample.targets
     assert len(prompt) == min(len(whole), limit)
-    assert len(sample.input_ids) <= encoder.max_length
+    assert len(sample.input_ids) <= encoder.options.max_length
     text = tokenizer.decode(prompt, skip_special_tokens=True)
     assert text.endswith(f"\n\nQuestion: {question}\nAnswer:")
     begin = 0
@@ -155,7 +155,7 @@ def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
 
     words = AutoTokenizer.from_pretrained(tiny_model)
     context = " ".join(f"w{number}" for number in range(30))
-    encoder = BABILongEncoder(words, 20, 4)
+    encoder = BABILongEncoder(words, SampleOptions(max_length=20, answer_reserve_tokens=4))
     (sample,) = encoder.samples([Record("f", 0, context, "w50 w51", "w7")])
     unknown = words.unk_token_id  # Question: and Answer:
     expected = [f"w{number}" for number in range(12)]

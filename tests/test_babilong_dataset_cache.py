@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.babilong_files import byte_tokenizer, record, records, write_records
 from tests.ranks import run_ranks
 from verl_ext.data import BABILongDataset
-from verl_ext.data.babilong import BABILongEncoder, find_files
+from verl_ext.data.babilong import BABILongEncoder, SampleOptions, find_files
 
 
 @pytest.fixture
@@ -144,7 +144,8 @@ def test_the_cache_lies_in_that_of_datasets_unless_told(path, tmp_path, monkeypa
 def test_records_are_tokenized_in_batches_of_bounded_size(path):
     write_records(Path(path), records(600))
     files, names = find_files([path], "data.train_dir")
-    batches = list(BABILongEncoder(byte_tokenizer(), 96, 8).encode(files, 1))
+    encoder = BABILongEncoder(byte_tokenizer(), SampleOptions(max_length=96, answer_reserve_tokens=8))
+    batches = list(encoder.encode(files, 1))
     assert [len(batch.lengths) for batch in batches] == [256, 256, 88]
     assert names == {1: "qa1_1k"}
     tokens = [row["input_ids"][row["attention_mask"] == 1].tolist() for row in open_files(path)]

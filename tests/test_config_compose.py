@@ -26,7 +26,7 @@ RECIPE_FILES = sorted(path.relative_to(ROOT / "recipes").as_posix() for path in 
 def test_every_config_of_conf_composes_into_known_keys(path):
     group, _, name = path.removesuffix(".yaml").rpartition("/")
     config = compose([f"{group}={name}"] if group else [])
-    keys = set(schema.leaves(config))
+    keys = set(schema.value_keys(config))
     assert all(schema.is_known(key) for key in keys)
     assert upstream_type_problems(config) == []
     RunConfig.of(config)
@@ -36,7 +36,7 @@ def test_every_config_of_conf_composes_into_known_keys(path):
 def test_every_recipe_composes_into_known_keys(path):
     name = path.removesuffix(".yaml")
     config = compose([f"recipe={name.removesuffix('/config')}"])
-    assert all(schema.is_known(key) for key in schema.leaves(config))
+    assert all(schema.is_known(key) for key in schema.value_keys(config))
     assert upstream_type_problems(config) == []
     LossOptions.read(config.loss)
     TrainerOptions.read(config.trainer)
@@ -46,7 +46,7 @@ def test_the_config_is_verls_own_with_our_differences():
     config = compose([])
     with initialize_config_module("verl.trainer.config", version_base=None):
         upstream = hydra_compose("sft_trainer_engine")
-    assert set(schema.leaves(upstream)) - set(schema.leaves(config)) == {"model.override_config"}
+    assert set(schema.value_keys(upstream)) - set(schema.value_keys(config)) == {"model.override_config"}
     assert config.model.path is None
     assert config.data.train_dir is None
     assert config.engine.strategy == "fsdp2"

@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 def rows_of(facts):
     names = ("category", "reason", "documents", "tokens", "tokens_kept", "without_target")
-    return [tuple(row[name] for name in names) for row in facts["not_as_they_stand"]]
+    return [tuple(row[name] for name in names) for row in facts["changed_documents"]]
 
 
 def test_every_document_that_is_not_trained_on_as_it_stands_has_a_reason(folder):
@@ -43,7 +43,7 @@ def test_every_document_that_is_not_trained_on_as_it_stands_has_a_reason(folder)
         ("(none)", "empty", 1, 0, 0, 0),
         ("(none)", "no target", 2, 13, 13, 0),
     ]
-    assert [round(row["share"], 6) for row in facts["not_as_they_stand"]] == [round(29 / 39, 6), 0, round(13 / 39, 6)]
+    assert [round(row["share"], 6) for row in facts["changed_documents"]] == [round(29 / 39, 6), 0, round(13 / 39, 6)]
     assert (facts["documents"], facts["tokens"], facts["packs"]) == (5, 26, 4)
 
 
@@ -56,7 +56,7 @@ def test_a_split_document_is_without_target_only_when_all_of_its_pieces_are(fold
 def test_documents_beyond_max_samples_are_counted(folder):
     facts = data_facts(SFTDataSet(folder, max_tokens=8, over_length="drop", max_samples=2))
     assert rows_of(facts) == [("code", "drop", 1, 9, 0, 1), ("(none)", "beyond max_samples", 4, 27, 0, 0)]
-    assert [row["share"] for row in facts["not_as_they_stand"]] == [9 / 39, 27 / 39]
+    assert [row["share"] for row in facts["changed_documents"]] == [9 / 39, 27 / 39]
 
 
 def test_documents_that_a_mixture_does_not_draw_are_counted_and_only_drawn_ones_lack_a_target(folder):
@@ -64,7 +64,7 @@ def test_documents_that_a_mixture_does_not_draw_are_counted_and_only_drawn_ones_
     facts = data_facts(SFTDataSet(folder, max_tokens=20, mixture=mixture))
     assert facts["documents"] == 4  # 9 and 20 tokens, each drawn twice
     assert rows_of(facts) == [("(none)", "empty", 1, 0, 0, 0), ("(none)", "not drawn", 3, 10, 0, 0)]
-    assert facts["not_as_they_stand"][1]["share"] == 10 / 39
+    assert facts["changed_documents"][1]["share"] == 10 / 39
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -74,7 +74,7 @@ def test_tokens_of_no_pack_are_removed_once_in_the_report(folder, budget, policy
     dataset = SFTDataSet(folder, max_tokens=max_tokens, over_length=policy, mixture=mixture)
     assume(dataset.pack_targets().any())
     held = dataset.spans.length[np.unique(dataset.plan.document_index)].sum()
-    removed = sum(row["tokens_removed"] for row in data_facts(dataset)["not_as_they_stand"])
+    removed = sum(row["tokens_removed"] for row in data_facts(dataset)["changed_documents"])
     assert held + removed == 39
 
 
@@ -82,7 +82,7 @@ def test_documents_that_all_stand_as_they_are_make_no_table(tmp_path):
     documents = random_documents(np.random.default_rng(0), [3, 9], VOCABULARY, 1)
     dataset = SFTDataSet(write_tokenized(tmp_path / "data", documents), max_tokens=16)
     facts = data_facts(dataset)
-    assert facts["not_as_they_stand"] == []
+    assert facts["changed_documents"] == []
     assert list(report_lines({"train": facts})) == [
         f"train: 2 documents, 12 tokens ({facts['target_tokens']} targets) in 1 packs of 16, 75.0% full"
     ]

@@ -98,7 +98,7 @@ def as_an_earlier_version_wrote_it(checkpoint: Path, overrides: list[str]) -> No
 
 def prepare_alone(overrides: list[str]) -> dict:
     plan_only = prepare(compose([*SMALL, *overrides, "trainer.plan_only=true", "trainer.logger=[file]"]))
-    state = plan_only.plan_state().state_dict()
+    state = plan_only.run_state().state_dict()
     return {key: value for key, value in state.items() if "skipped" not in key and not key.startswith("optim.")}
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.losses.head_nll import head_terms
+from verl_ext.losses.token_nll import head_terms
 
 
 def plain_terms(factors, labels, coefficients, bias=None):

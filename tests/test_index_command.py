@@ -74,7 +74,7 @@ def test_help_shows_the_options_and_a_typo_ends_with_code_2(
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert main(["--help"]) == 0
-    assert re.search(r"^  max_corpus_tokens +null +each source is cut", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^  max_corpus_tokens +null +tokens after which a source", capsys.readouterr().out, re.MULTILINE)
     assert main(["souces={a:b}"]) == 2
     assert capsys.readouterr().err == "error: unknown key souces; nearest: sources\n"
 

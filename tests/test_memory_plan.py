@@ -11,8 +11,8 @@ from tests.ranks import run_ranks
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
-from verl_ext.config.plan import num_bytes, plan_options
-from verl_ext.config.resolve import resolve_device
+from verl_ext.config.resolve import plan_options, resolve_device
+from verl_ext.config.run import num_bytes
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.plugin import PACKED

@@ -94,7 +94,7 @@ def test_a_blend_beside_train_dir_and_other_samplings_of_it(prefix, refused):
         ({"config": {"val_sampling": "document_stream"}}, r"data\.val_sampling must be one of in_order, random_starts"),
         ({"config": {"strategy": "best_fit"}}, r"data\.strategy must be none; got best_fit"),
         ({"config": {"mixture": {"a": 1}}}, r"data\.mixture must be null for samples of a stream; got \{'a': 1\}"),
-        ({"config": {"text_key": []}}, r"data\.text_key must name a field"),
+        ({"config": {"text_key": []}}, r"data\.text_key is required: field of a record"),
         ({"config": {"cache_dir": ""}}, r"data\.cache_dir must be a folder or null; got ''"),
     ],
 )

@@ -13,7 +13,7 @@ from datasets import load_from_disk
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.ranks import run_ranks
 from tests.stock_verl import train_with_stock_verl
-from verl_ext.data.pretrain import PreTrainDataset, PreTrainEncoder, find_files
+from verl_ext.data.pretrain import DocumentOptions, PreTrainDataset, PreTrainEncoder, find_files
 from verl_ext.text.tokenized import tokenized
 
 
@@ -142,7 +142,8 @@ def test_files_of_several_batches_are_one_dataset(path):
     write_jsonl(Path(path), texts)
     whole = [row["input_ids"] for row in open_files(path, rows="padded")]
     files, names = find_files([path], "data.train_dir")
-    folder = tokenized(files, names, PreTrainEncoder(word_tokenizer(), 8), Path(path).parent / "other", batch_bytes=1)
+    encoder = PreTrainEncoder(word_tokenizer(), DocumentOptions(max_length=8))
+    folder = tokenized(files, names, encoder, Path(path).parent / "other", batch_bytes=1)
     other = load_from_disk(str(folder))["input_ids"]
     assert len(whole) == len(other) == 600
     assert all(row == wanted[: len(row)].tolist() for row, wanted in zip(other, whole, strict=True))

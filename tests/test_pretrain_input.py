@@ -98,6 +98,7 @@ def test_a_text_file_is_one_document_whatever_the_text_key(tmp_path, opened):
 def test_the_text_key_names_the_field(tmp_path, opened, refusal):
     path = write_jsonl(tmp_path / "web.jsonl", ["w1"], key="body")
     assert tokens_of(opened(path, text_key="body")) == [[1, 5, 2]]
+    assert tokens_of(opened(path, text_key=["body", "body"]))[0].count(5) == 2
     assert refusal(path).startswith("data.train_dir must hold records with a text; ")
     assert "data.text_key must name a field of the record; got text, its fields are body" in refusal(path)
 
@@ -188,7 +189,8 @@ def test_paths_that_name_no_file(tmp_path, refusal):
     [
         ({"max_length": 2}, "data.max_length must be at least 3; got 2"),
         ({"max_length": 8.5}, "data.max_length must be a whole number; got 8.5"),
-        ({"text_key": ""}, "data.text_key is required: field of a record that holds its text; got ''"),
+        ({"config": {"text_key": None}}, "data.text_key is required: field of a record that holds its text"),
+        ({"text_key": ["a", 3]}, "data.text_key must name a field of a record, or several; got ['a', 3]"),
         ({"rows": "raw"}, "data.rows must be one of packed, padded; got raw"),
         ({"on_bad_record": "warn"}, "data.on_bad_record must be one of error, skip; got warn"),
         ({"train_ratio": 0}, "data.train_ratio must be above 0; got 0"),

@@ -81,7 +81,7 @@ def test_a_resumed_run_says_the_same(runs, data, tiny_model, tmp_path):
 def skipped_and_parameters(overrides: list[str]) -> tuple[int, float]:
     trainer = train(overrides)
     parameters = [parameter.full_tensor().double() for parameter in trainer.engine.module.parameters()]
-    return trainer.plan_state.skipped_steps, sum(parameter.nansum().item() for parameter in parameters)
+    return trainer.run_state.skipped_steps, sum(parameter.nansum().item() for parameter in parameters)
 
 
 def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_on_all(tiny_model, tmp_path):

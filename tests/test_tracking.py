@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import run_ranks
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
-from verl_ext.trainer.checkpoint import clear_output
+from verl_ext.trainer.checkpoint import remove_run_files
 from verl_ext.trainer.tracking import RUN_IDS, continued_runs, keep_run_ids, open_tracking, read_run_ids
 
 TRACKERS = ["wandb", "swanlab"]
@@ -119,7 +119,7 @@ def test_only_the_named_trackers_see_an_id_and_the_environment_is_given_back(mon
 
 def test_overwriting_a_run_forgets_its_ids(tmp_path):
     keep_run_ids(tmp_path, {}, {"wandb": _Run("a")})
-    clear_output(tmp_path)
+    remove_run_files(tmp_path)
     assert read_run_ids(tmp_path) == {}
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and folders that are made once and then opened by everyone.
+"""Files and folders that appear whole or not at all, and folders that one process makes and all processes open.
 
     ROOT/<name>/                what `make` wrote, and
         contents.json           the sizes of its files, by which a damaged folder is known
@@ -25,6 +25,8 @@ import xxhash
 from verl_ext.values import MISSING, DataError, file_of, reason_of
 
 CONTENTS = "contents.json"
+# Beside what a command writes: what became of the records, and {number: name} of their categories.
+REPORT, CATEGORIES = "report.json", "categories.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
 _CHUNK = 1 << 23
 
@@ -236,7 +238,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
     note = root / f"{name}.failed"
     before = _changed(note)
     try:
-        if folder.exists():  # raised by all that see it: of a run's ranks, only the first is heard
+        if folder.exists():  # every process that sees it logs it; of a run's ranks, rank 0 alone prints
             _logger.warning("%s is made anew: %s", folder, wrong)
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
@@ -266,7 +268,7 @@ def _changed(file: Path) -> int | None:
 
 
 def damage(folder: Path) -> str | None:
-    """What differs from what `folder` was when it was made, in a few words; None: nothing does."""
+    """How `folder` differs from what was made, in a few words; None: it does not."""
     try:
         sizes = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["sizes"]
         expected = {str(file): int(size) for file, size in sizes.items()}

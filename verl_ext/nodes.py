@@ -1,4 +1,4 @@
-"""What the nodes of a run must have in common, and the words for a node that differs.
+"""What the nodes of a run must have in common, and a line for each difference.
 
 Facts are compared as they were gathered, one mapping of texts from each node:
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 
 def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
-    """A tqdm bar over `total` units, redrawn as often as where it is shown bears; `options` are tqdm's own."""
+    """A tqdm bar over `total` units, redrawn often on a terminal and seldom in a log; `options`: tqdm's."""
     return tqdm(total=total, desc=description, mininterval=0.2 if sys.stderr.isatty() else 10, **options)
 
 
@@ -108,7 +108,7 @@ class StepProgress:
             tqdm.write(line)
 
     def aside(self) -> AbstractContextManager:
-        """While upstream prints: the bar is off the screen, so that lines do not run into it."""
+        """Around code that prints: the bar is cleared, so that lines do not run into it."""
         return tqdm.external_write_mode() if self.visible else nullcontext()
 
     def close(self) -> None:

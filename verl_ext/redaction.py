@@ -6,7 +6,7 @@
     hf_…, sk-…, ghp_…, AKIA…                       ***       what looks like a token of a known service
     the value of HF_TOKEN, WANDB_API_KEY, …        ***       wherever it stands
 
-A secret under a name that says nothing, of no known form, is not known as one.
+A secret of no known form, under a name that does not show it, is not recognized.
 """
 
 import os

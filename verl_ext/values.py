@@ -1,4 +1,4 @@
-"""Values that users give: options with their types, defaults, checks and meanings, and the words of a refusal.
+"""Values that users give: options with their types, defaults, checks and meanings, and the wording of errors.
 
 A dataclass of options states each one once; `--help`, the configuration reference and the checks are made from it:
 
@@ -81,6 +81,14 @@ class Options:
         """A line for each mistake that several options make together; asked when each of them is right by itself."""
         return ()
 
+    def changed(self) -> dict[str, Any]:
+        """The options whose values are not the defaults, by name."""
+        return {
+            name: getattr(self, name)
+            for name, field in options_of(type(self)).items()
+            if getattr(self, name) != field.default
+        }
+
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
         """The options that a mapping such as a config node holds; its other keys are left alone.
@@ -112,7 +120,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What an options dataclass says of one field."""
+    """One field of an options dataclass."""
 
     name: str
     type: Any  # without None
@@ -174,7 +182,9 @@ def _options_of(cls: Any) -> dict[str, Option]:
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        members = typing.get_args(hints[field.name]) if _is_union(hints[field.name]) else (hints[field.name],)
+        hint = hints[field.name]
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        members = typing.get_args(hint) if is_union else (hint,)
         kinds = [member for member in members if member is not type(None)]
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -346,7 +356,3 @@ def _is_a(value: Any, kind: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -5,7 +5,7 @@
                                               k             │ …   ►   k      │k       │ …     1 a rank
 ```
 
-The zero heads attend evenly, to nothing's use, and are dropped afterwards. 360-LLaMA-Factory calls them dummy heads.
+The output of the zero heads is dropped. 360-LLaMA-Factory calls them dummy heads.
 """
 
 import math

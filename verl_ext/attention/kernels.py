@@ -230,5 +230,4 @@ def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1)
 def has_flash_attn() -> bool:
-    """Whether the flash-attn package is installed."""
     return importlib.util.find_spec("flash_attn") is not None

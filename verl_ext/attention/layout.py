@@ -33,7 +33,7 @@ class ParallelOptions(Options):
 
     context_parallel_size: int = option(
         1,
-        "groups of `engine.ulysses_sequence_parallel_size` ranks that share a pack, with keys and values of each other",
+        "groups of `engine.ulysses_sequence_parallel_size` ranks that share a pack and exchange keys and values",
         least=1,
     )
 
@@ -118,7 +118,6 @@ class SequenceShards:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share the pack."""
         return self.ulysses * self.context
 
     @property

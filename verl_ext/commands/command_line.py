@@ -32,7 +32,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.files import output_problems
+from verl_ext.files import REPORT, output_problems
 from verl_ext.redaction import redacted_text
 from verl_ext.text.sources import local_path
 from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
@@ -57,14 +57,14 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 class OutputOptions(Options):
     """The options of every command.
 
-    marker: file by which an output folder of the command is known. maps: what an option that is a dict maps to what.
+    marker: the file that marks an output folder of the command. maps: of a dict option, what is mapped to what.
     """
 
-    marker: ClassVar[str] = "report.json"
+    marker: ClassVar[str] = REPORT
     maps: ClassVar[Mapping[str, str]] = {}
 
     output_dir: str = option(REQUIRED, "folder that is written; it appears only when complete", required=True)
-    overwrite: bool = option(False, "true: an output_dir that this command wrote is replaced as a whole")
+    overwrite: bool = option(False, "true: replace an output_dir that this command wrote, as a whole")
 
     def output_problems(self, kept: str, *paths: str | None) -> list[str]:
         """A line where output_dir must not be written. `paths` are input that it must not hold, `kept` in words."""
@@ -79,7 +79,7 @@ class SourceOptions(OutputOptions):
 
     sources: dict[str, Any] = option({}, "name: file, folder, glob, URL, Hub dataset or list of them", required=True)
     num_workers: int | None = option(
-        None, "processes; null: by CPUs and size. The output is the same for any number", least=1
+        None, "worker processes; null: by CPUs and input size. The output does not depend on it", least=1
     )
 
     @property
@@ -242,7 +242,7 @@ def _parsed(text: str) -> Override:
 
 
 def _check_value(key: str, value: Any, known: Mapping[str, Option], maps: Mapping[str, str]) -> None:
-    """Raises UsageError for an unknown key, and for a value that OmegaConf would merge or the class ignore unsaid."""
+    """Raises UsageError for an unknown key, and for one that OmegaConf would merge or the class ignore in silence."""
     field = known.get(key)
     if field is None:
         if any(_is_open(known[node]) for node in known if key.startswith(f"{node}.")):

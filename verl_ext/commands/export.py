@@ -32,8 +32,8 @@ class ExportOptions(OutputOptions):
 
     checkpoint: str = option(REQUIRED, "a global_step_N folder", required=True)
     base: str | None = option(None, "the model's folder, for a checkpoint of adapters alone")
-    dtype: str = option("saved", "of the weights; saved: as in the checkpoint", choices=_DTYPES)
-    shard_gb: float = option(5.0, "gigabytes of a file of weights", above=0)
+    dtype: str = option("saved", "type of the weights; saved: as in the checkpoint", choices=_DTYPES)
+    shard_gb: float = option(5.0, "most gigabytes of a file of weights", above=0)
 
     def problems(self) -> Iterator[str]:
         """A line for every mistake that can be seen without reading the checkpoint."""

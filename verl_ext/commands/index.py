@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.report import REPORT, as_text, reported_options, tables, total
+from verl_ext.commands.report import as_text, reported_options, tables, total
 from verl_ext.data.megatron.text_index import write_text_indices
-from verl_ext.files import OutputFolder, write_json
+from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.text.documents import CHAT_COUNTS, Counts
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.readers import CHUNK
@@ -34,7 +34,7 @@ class IndexOptions(TextOptions, SourceOptions):
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     add_bos: bool = option(False, "one BOS token before each document")
     max_corpus_tokens: int | None = option(
-        None, "each source is cut after so many tokens, also inside a document; null: none is", least=1
+        None, "tokens after which a source is cut, also inside a document; null: never", least=1
     )
 
     def problems(self) -> Iterator[str | None]:
@@ -79,7 +79,7 @@ def run(options: IndexOptions) -> str:
             {f"sources.{name}": folder.path / name for name in options.sources},
             max_tokens=options.max_corpus_tokens,
             tokenized=tokenized,
-            parcel_bytes=CHUNK.bytes,
+            batch_bytes=CHUNK.bytes,
         )
         by_source = dict(zip(options.sources, counts.values(), strict=True))
         write_json(folder.path / REPORT, _report(options, tokenizer, by_source))

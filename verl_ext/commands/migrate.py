@@ -88,7 +88,7 @@ def _is_known(item: Item) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command's words as one, in whichever way the shell was told to hand them over."""
+    """The old command may be one argument, or the words after `verl-ext migrate`."""
     if not arguments or {"-h", "--help"} & set(arguments) or arguments[0].startswith("command="):
         return _main(arguments)
     text = arguments[0] if len(arguments) == 1 else shlex.join(arguments)

@@ -1,4 +1,4 @@
-"""The command `verl-ext preflight`: what several nodes need before torchrun can start on them, each node asking.
+"""The command `verl-ext preflight`: all nodes of a run check together what torchrun needs to start on them.
 
     node 0 listens on master_addr:master_port, where torchrun will           every other node
         greeting                                                       ──►
@@ -8,7 +8,7 @@
         verdict: a line for each problem, or none                      ──►   all end with the same lines and code
 
 One line of JSON each. A node that comes back while the run goes on (a restarted pod under c10d) finds torchrun's store
-in place of the greeting; there is nobody to compare with, and it goes on.
+in place of the greeting; there is nothing to compare with, and it starts.
 """
 
 import contextlib
@@ -40,13 +40,13 @@ class PreflightOptions(Options):
     the same, clocks agree. The trainer compares options, data and model of all nodes itself."""
 
     nnodes: int = option(REQUIRED, "nodes of the run", least=1, required=True)
-    node_rank: int = option(0, "the number of this node, from 0", least=0)
+    node_rank: int = option(0, "number of this node, from 0", least=0)
     master_addr: str = option("127.0.0.1", "node 0, as all nodes reach it", required=True)
-    master_port: int = option(29500, "the port of node 0 at which torchrun meets", least=1, most=65535)
-    processes: int = option(1, "ranks of a node, to be the same on all", least=1)
-    local_addr: str | None = option(None, "this node's address for others; null: gloo's, by its interface or name")
+    master_port: int = option(29500, "port of node 0 for torchrun's rendezvous", least=1, most=65535)
+    processes: int = option(1, "ranks per node, the same on all nodes", least=1)
+    local_addr: str | None = option(None, "this node's address for others; null: that of gloo's interface or host name")
     timeout: int = option(600, "seconds to wait for the other nodes", least=1)
-    clock_seconds: float = option(5, "allowed between clocks; c10d drops nodes that seem 15 late", above=0)
+    clock_seconds: float = option(5, "most seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
 
     def problems(self) -> Iterator[str | None]:
         if self.node_rank >= self.nnodes:
@@ -187,9 +187,9 @@ def _welcomed(line: _Line) -> dict[str, Any] | None:
 
 
 def _own_report(options: PreflightOptions, reached_by: str) -> tuple[dict[str, Any], socket.socket]:
-    """What this node tells node 0, and the open socket by which the others try to reach it.
+    """This node's report to node 0, and the listening socket that the other nodes try to reach.
 
-    reached_by: the address by which node 0 and this node reach each other.
+    reached_by: the address over which node 0 and this node reach each other.
     """
     address, problems = _gloo_address(options, reached_by)
     family = socket.AF_INET6 if address and ":" in address else socket.AF_INET
@@ -206,7 +206,7 @@ def _own_report(options: PreflightOptions, reached_by: str) -> tuple[dict[str, A
 
 
 def _gloo_address(options: PreflightOptions, reached_by: str) -> tuple[str | None, list[str]]:
-    """(the address by which gloo will be found, problems): of its interface, else of this host's name."""
+    """(the address that gloo will use, problems): that of its interface, else of this host's name."""
     interfaces = [name for _, name in socket.if_nameindex()]
     problems = []
     for variable in _INTERFACE_VARIABLES:

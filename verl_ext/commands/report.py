@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.files import write_json
+from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.progress import Row, aligned
 from verl_ext.redaction import redacted
 from verl_ext.text.chat import ChatOptions
 from verl_ext.text.documents import Counts, Documents, Run
 from verl_ext.values import DataError, Options, one_line
 
-REPORT = "report.json"
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
 NOT_REPORTED = ("backend", "num_workers", "overwrite", "preview")
 MAX_CATEGORIES = 1000
@@ -100,7 +99,6 @@ class Report:
 
     @property
     def total(self) -> Counts:
-        """All sources together."""
         return total(self.sources)
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,7 +123,7 @@ class Report:
     def write(self, folder: Path) -> None:
         """Write report.json and categories.json into the dataset's folder."""
         write_json(folder / REPORT, self.as_dict())
-        write_json(folder / "categories.json", {str(number): name for name, number in self.numbers.items()})
+        write_json(folder / CATEGORIES, {str(number): name for name, number in self.numbers.items()})
 
     def table(self) -> str:
         """The closing tables, then a line for everything else that a source's records were found to have."""
@@ -169,7 +167,6 @@ def _most(counts: Mapping[str, int], unit: str = "") -> str:
 
 
 def total(counts: Mapping[str, Counts]) -> Counts:
-    """The sum of several counts."""
     found = Counts()
     for each in counts.values():
         found.add(each)
@@ -177,7 +174,6 @@ def total(counts: Mapping[str, Counts]) -> Counts:
 
 
 def reported_options(options: Options) -> dict[str, Any]:
-    """The options as a report has them."""
     given = asdict(options)  # type: ignore[call-overload]
     return redacted({key: value for key, value in given.items() if key not in NOT_REPORTED})
 

@@ -55,8 +55,8 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     sample: Any = option(
         None, "a part of each source, or {source: part}: a fraction (1.0 is all) or a number of records"
     )
-    seed: int = option(42, "of the sample")
-    preview: int = option(2, "documents of each source that the end shows with their targets marked", least=0)
+    seed: int = option(42, "seed of the sample")
+    preview: int = option(2, "documents of each source that are shown at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
         """A line for each mistake that can be seen without opening a source."""

@@ -1,7 +1,7 @@
 """What a task of `tokenize backend=ray` does with a unit: count its records, tokenize it, write it anew.
 
-A task returns its errors, so that the first in the order of the units can be told. One whose process dies is run
-anew by Ray, and finds out here that it died too often; what an earlier one has finished it leaves as it is.
+A task returns its errors, so that the first in the order of the units is reported. Ray runs a task whose process died
+again; `_begin` refuses one that died too often. What an earlier task has finished is left as it is.
 """
 
 import contextlib

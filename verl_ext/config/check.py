@@ -22,7 +22,7 @@ from verl_ext.config.support import CP, SP, weight_problems
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.losses import LossOptions
-from verl_ext.values import Options, choice_problem, first_line, nearest_name, plain, refuse, show, type_problems
+from verl_ext.values import Options, choice_problem, first_line, plain, refuse, show, type_problems
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -168,16 +168,9 @@ def check_categories(loss: Any, names: Sequence[str], key: str = "loss.category_
     loss: the LossConfig; names: the categories that the training data has.
     """
     weights = loss.category_weights or {}
-    problems = []
-    for name in weights:
-        if name not in names:
-            close = nearest_name(name, names)
-            hint = f" (nearest: {close})" if close else ""
-            problems.append(f"{key} must name categories of the data, {', '.join(names)}; got {name}{hint}")
-    if not problems and names and all(weights.get(name, 1.0) == 0 for name in names):
-        problems.append(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(choice_problem(f"a name in {key}", name, names) for name in weights)
+    if names and all(weights.get(name, 1.0) == 0 for name in names):
+        raise ValueError(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
 
 
 def upstream_type_problems(config: DictConfig) -> list[str]:
@@ -250,7 +243,6 @@ def adapter_problems(config: DictConfig, accelerator: str | None) -> list[str]:
 
 
 def training_problems(config: DictConfig) -> list[str]:
-    """Optimizer, validation and checkpoint contents."""
     problems: list[str | None] = []
     lr = config.optim.lr
     if isinstance(lr, int | float) and not 0 < lr < float("inf"):
@@ -262,7 +254,8 @@ def training_problems(config: DictConfig) -> list[str]:
         if not isinstance(config.optim[name], int | float | None) or not 0 <= (config.optim[name] or 0) <= 1:
             problems.append(f"optim.{name} must be from 0 to 1; got {config.optim[name]}")
     betas = config.optim.betas
-    if not (isinstance(betas, ListConfig) and len(betas) == 2 and all(_is_share(beta) for beta in betas)):
+    in_range = isinstance(betas, ListConfig) and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+    if not in_range or len(betas) != 2:
         problems.append(f"optim.betas must be two numbers from 0 to below 1; got {betas}")
     for name in MIXED_PRECISION:
         if dtype := OmegaConf.select(config, name):
@@ -287,10 +280,6 @@ def _option_problems(cls: type[Options], node: DictConfig) -> list[str]:
     except ValueError as error:
         return str(error).splitlines()
     return []
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value < 1
 
 
 def _is_local(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what lies in one, whether it is whole, and which one a run goes on from.
+"""Checkpoints on disk: the files of one, whether it is whole, and which one a run resumes from.
 
     global_step_N/              whole, as it is renamed to this name when all of it is on the disk
         manifest.json         step, what the run was made with, and size and checksum of every other file
@@ -34,7 +34,7 @@ _OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|_rank_(\d+)\.pt)$")
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what it was when it was written; the message says in a few words what differs."""
+    """A checkpoint is not as it was written; the message says in a few words what differs."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Manifest:
         step: optimizer steps that the checkpoint has seen.
         ranks: how many wrote it.
         contents: those of `checkpoint.save_contents` that it holds.
-        plan: what it was made with and how far the run was, `PlanState.state_dict()`.
+        plan: what it was made with and how far the run was, `RunState.state_dict()`.
         elastic: whether any number of ranks reads it.
         files: by path below the folder.
     """
@@ -71,7 +71,6 @@ class Manifest:
     files: dict[str, FileFacts]
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder."""
         content = {"format": _FORMAT, **vars(self), "files": {name: vars(file) for name, file in self.files.items()}}
         write_json(folder / MANIFEST, {**content, "checksum": _checksum(content)})
 
@@ -139,7 +138,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def unfinished_folders(folder: Path) -> list[Path]:
-    """What was being written when a run was killed, and what was set aside."""
+    """Folders of checkpoints that a killed run was writing, or that were set aside."""
     return [path for path in folder.glob("global_step_*") if _UNFINISHED.fullmatch(path.name)]
 
 
@@ -152,7 +151,7 @@ def tracked_step(folder: Path) -> int | None:
 
 
 def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
-    """What a checkpoint lacks that is to have these contents, as far as names and sizes tell; None: nothing."""
+    """What is wrong with a checkpoint that needs these contents, by names and sizes alone; None: nothing."""
     try:
         manifest = Manifest.read(checkpoint)
     except Damaged as error:
@@ -213,7 +212,7 @@ def saved_plan(checkpoint: Path) -> dict[str, Any]:
 
 
 def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
-    """What `trainer.resume_mode=auto` may go on from, the newest first; and what is wrong with newer ones.
+    """(checkpoints that `trainer.resume_mode=auto` may resume from, the newest first; what is wrong with newer ones).
 
     One of verl's form counts up to the step of its tracker alone: nothing else says that it is whole.
     """

@@ -35,7 +35,7 @@ _VALUED_FLAGS = (
 
 
 def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(overrides as Hydra takes them, notices to be said once) from a command line's arguments.
+    """(overrides as Hydra takes them, notices to be printed once) from a command line's arguments.
 
     Arguments that begin with `-` pass untouched. Raises ValueError, a line for each: an override that cannot be parsed,
     an unknown key (with the nearest), an unknown choice of a config group (with the choices).
@@ -127,7 +127,7 @@ def _quoted(word: str) -> str:
 
 
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
-    """The override as Hydra takes it (None: nothing is to be said), and a notice when a needless plus was dropped."""
+    """The override as Hydra takes it (None: it is left out), and a notice when a needless plus was dropped."""
     parsed = None if item.value is None else _parsed(str(item))
     value = parsed.value() if parsed else None
     group = item.key.partition("@")[0]
@@ -152,14 +152,14 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
 def compose(overrides: Sequence[str]) -> DictConfig:
     """The composed config of conf/sft.yaml under overrides, as on the command line of the trainer.
 
-    Mandatory values may still be missing (`data.train_dir`, `model.path`): check_run tells them, all at once. Raises
+    Mandatory values may still be missing (`data.train_dir`, `model.path`): check_run reports them, all at once. Raises
     ValueError: one line for each override or YAML key that does not exist or cannot be read.
     """
     return compose_run(overrides)[0]
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """(config, notices): compose, and what was translated on the way, to be said once by rank 0."""
+    """(config, notices): as compose, and a line for each translation, which rank 0 prints once."""
     prepared, notices = prepare_overrides(overrides)
     flags = [word for word in prepared if word.startswith("-")]
     if flags:

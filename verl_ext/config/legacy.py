@@ -1,7 +1,7 @@
 """Names of verl ≤ 0.6's fsdp_sft_trainer and what they are called today.
 
 That trainer and its sft_trainer.yaml are gone since verl 0.7; scripts written for it still start here, and each
-translation is said once. What cannot be translated is refused: nothing that was asked for is ignored.
+translation is printed once. What cannot be translated is refused: nothing that was asked for is ignored.
 """
 
 from collections.abc import Sequence

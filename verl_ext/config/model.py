@@ -96,7 +96,7 @@ class PackedModel(HFModelConfig, ActivationOptions):
         if config.attention.backend not in BACKENDS:
             return []  # auto, or reported with the attention node
         try:
-            support.chosen_backend(config, hf_config, device, capability)
+            cls.attention_backend(config, hf_config, device, capability)
         except ValueError as error:
             return [str(error)]
         return []
@@ -110,7 +110,7 @@ class PackedModel(HFModelConfig, ActivationOptions):
 
     @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
-        """What is allowed, and may not be what was meant."""
+        """Warnings about what is allowed and may not be intended."""
         quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
         heads = support.padding_notices(config, hf_config) + support.output_notices(config, hf_config)
         return quadratic + support.router_notices(hf_config) + heads + support.tile_notices(config, hf_config)
@@ -186,16 +186,10 @@ class QwenTitansModel(PackedModel):
         return None if problems else titans, problems
 
     @classmethod
-    def attention_problems(
-        cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
-    ) -> list[str]:
-        return []  # transformers' own attention
-
-    @classmethod
     def attention_backend(
         cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
     ) -> str:
-        return "sdpa"
+        return "sdpa"  # transformers' own attention
 
     @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:

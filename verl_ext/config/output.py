@@ -41,7 +41,7 @@ class OutputPlan:
     """The decision for trainer.default_local_dir.
 
     Attributes:
-        checkpoint: the global_step folder that the run resumes from, as far as the sizes of its files tell.
+        checkpoint: the global_step folder that the run resumes from, checked by the sizes of its files alone.
         earlier: those in its place, newest first, where it turns out to be damaged.
         damaged: what is wrong with newer ones, in a line each.
     """
@@ -70,7 +70,8 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputPla
             f"trainer.overwrite must be false where a run may be restarted ({restarts}); got true: a restart "
             "would remove what the run has written"
         )
-    used = folder.is_dir() and any(not _is_no_run(entry.name) for entry in folder.iterdir())
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    used = any(name not in _NO_RUN and not name.endswith(PARTIAL) for name in names)
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
         return _resume_named(config, folder, used, named, world_size)
@@ -100,10 +101,6 @@ def _restarts() -> str | None:
     if allowed != "0":
         return f"MAX_RESTARTS={allowed}"
     return None if requeued == "0" else f"slurm requeued it {requeued} times"
-
-
-def _is_no_run(name: str) -> bool:
-    return name in _NO_RUN or name.endswith(PARTIAL)
 
 
 def _why_not_resumable(folder: Path, wrong: dict[Path, str]) -> str:

@@ -8,10 +8,11 @@ import os
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_ext.attention import has_flash_attn
 from verl_ext.config.model import model_kind
-from verl_ext.config.run import dataset_class, sequence_parallel_size
+from verl_ext.config.run import PlanOptions, dataset_class, sequence_parallel_size
 from verl_ext.data import SFTDataSet
-from verl_ext.values import choice_problem, plain, refuse
+from verl_ext.values import choice_problem, plain, refuse, show
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -95,4 +96,30 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     if on_cpu and config.model.use_liger is True:
         config.model.use_liger = False
         notices.append("model.use_liger=true is off here: liger's kernels need a GPU, and trainer.device is cpu")
+    return notices
+
+
+def plan_options(config: DictConfig) -> PlanOptions:
+    """The node `plan` of a composed config; ValueError where a value is not allowed, or nothing is planned."""
+    options = PlanOptions.read(plain(config.plan))
+    for name, value in options.changed().items():
+        if config.trainer.plan_only is not True:
+            raise ValueError(f"plan.{name} needs trainer.plan_only=true; got {show(value)} without it")
+    if options.gpu_memory is not None and config.trainer.device == "cpu":
+        raise ValueError(
+            f"plan.gpu_memory must be null with trainer.device=cpu (parallel=cpu); got {options.gpu_memory}"
+        )
+    return options
+
+
+def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:
+    """Sets what a plan for GPUs cannot have here, in place: Liger's kernels, a package for attention. Gives notices."""
+    if options.gpu_memory is None:
+        return []
+    notices = []
+    if config.model.use_liger is True:
+        config.model.use_liger = False
+        notices.append("model.use_liger=true is planned without Liger's kernels, which need less memory")
+    if config.attention.backend == "flash_attn" and not has_flash_attn():
+        config.attention.backend = "auto"  # torch's own flash attention, which takes the same memory
     return notices

@@ -6,6 +6,7 @@ No DictConfig leaves this package, but for what verl builds its own dataclasses 
 """
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,14 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
-from verl_ext.config.plan import PlanOptions
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.losses import LossOptions
-from verl_ext.values import Options, nearest_name, option, plain, show
+from verl_ext.values import Options, choice_problem, option, plain, show
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
+_UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_LEAST = 2**30  # less is a number without its unit
 
 
 @dataclass(frozen=True)
@@ -31,44 +34,46 @@ class TrainerOptions(Options):
     prefix: ClassVar[str] = "trainer"
 
     default_local_dir: str = option(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "the folder of the run's files", required=True
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run's files", required=True
     )
     default_hdfs_dir: str | None = option(None, "verl's: checkpoints are copied there as well")
-    project_name: str = option("verl_ext", "for trackers")
-    experiment_name: str = option("sft", "for trackers")
+    project_name: str = option("verl_ext", "project name for trackers")
+    experiment_name: str = option("sft", "experiment name for trackers")
     logger: Any = option(["console"], "console, file, wandb, swanlab, tensorboard or another tracker of verl's")
-    total_epochs: int = option(1, "how often the data is trained on", least=1)
+    total_epochs: int = option(1, "passes over the training data", least=1)
     total_training_steps: int | None = option(None, "steps of the run; null: those of total_epochs", least=1)
-    seed: int = option(1, "of dropout and of new adapters", least=0)
+    seed: int = option(1, "seed of dropout and of new adapters", least=0)
     save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; -1: only at the end")
     test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; -1: only at the end")
-    max_ckpt_to_keep: int | None = option(None, "checkpoints that are kept; null: all", least=1)
-    resume_mode: str = option("auto", "auto: from the last checkpoint", choices=("auto", "disable", "resume_path"))
+    max_ckpt_to_keep: int | None = option(None, "how many checkpoints to keep; null: all", least=1)
+    resume_mode: str = option(
+        "auto", "auto: from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
+    )
     resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
     allow_pickled_checkpoints: bool = option(
-        False, "true: checkpoints of verl's own form may run code of theirs when they are read"
+        False, "true: read checkpoints in verl's own form by pickle, which may run code in them"
     )
-    allow_resume_mismatch: list[str] = option([], "keys that may differ from what the resumed run was trained with")
-    balance_batch: bool = option(True, "verl's; without effect on packs, see data.balance")
-    nnodes: int = option(1, "nodes of a run on Ray; torchrun says how many there are", least=1)
-    n_gpus_per_node: int = option(1, "ranks of a node of a run on Ray, on CPU too; torchrun has its own", least=1)
+    allow_resume_mismatch: list[str] = option([], "config keys that may differ from the resumed run's")
+    balance_batch: bool = option(True, "verl's; has no effect on packs, see data.balance")
+    nnodes: int = option(1, "nodes of a run on Ray; not of torchrun", least=1)
+    n_gpus_per_node: int = option(1, "ranks per node of a run on Ray, also on CPU; not of torchrun", least=1)
     profile_interval: Any = option([-1, -1], "[first step, last step] that verl's profiler records; [-1, -1]: none")
     device: str = option("auto", "auto: a GPU where one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
-    log_every_batches: int | None = option(None, "the same in micro-batches of a rank, in place of log_freq", least=1)
+    log_every_batches: int | None = option(None, "log_freq in micro-batches of a rank, in its place", least=1)
     max_skipped_steps: int = option(10, "non-finite gradients in a row before the run ends with an error", least=0)
     spike_factor: float | None = option(
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
     )
     hang_timeout: int = option(_HANG_TIMEOUT, "seconds without progress that end a run; 0: no limit", least=0)
     nccl_timeout: int | None = option(
-        None, "seconds that a collective of training may take (CPU: gloo's); null: 600 more than hang_timeout", least=1
+        None, "timeout of collectives in training in seconds, gloo's on CPU; null: hang_timeout + 600", least=1
     )
-    overwrite: bool = option(False, "true: a default_local_dir with files in it is replaced")
+    overwrite: bool = option(False, "true: replace a default_local_dir that has files in it")
     plan_only: bool = option(False, "true: check everything, print and write the plan, train nothing")
     eval_only: bool = option(False, "true: measure data.val_dir with the run's last checkpoint, or with model.path")
     answer_tokens: int | None = option(
-        None, "generated for an answer of data=babilong; null: 4 more than its longest; 0: none", least=0
+        None, "tokens to generate for an answer of data=babilong; null: the longest answer + 4; 0: none", least=0
     )
 
     def problems(self) -> Iterable[str | None]:
@@ -86,7 +91,6 @@ class TrainerOptions(Options):
 
     @property
     def loggers(self) -> list[str]:
-        """The trackers that `logger` names."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
 
@@ -96,9 +100,39 @@ class RayOptions(Options):
 
     prefix: ClassVar[str] = "ray"
 
-    max_restarts: int = option(0, "of all ranks, from the last checkpoint, after some were lost or failed", least=0)
-    min_nodes: int = option(1, "nodes that a restart goes on with, where fewer than trainer.nnodes are left", least=1)
+    max_restarts: int = option(0, "restarts from the last checkpoint after ranks were lost or failed", least=0)
+    min_nodes: int = option(1, "fewest nodes for a restart, where fewer than trainer.nnodes are left", least=1)
     timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; a restart then takes fewer", least=0)
+
+
+@dataclass(frozen=True)
+class PlanOptions(Options):
+    """What `trainer.plan_only=true` plans for: the ranks and GPUs of the machine that will run it."""
+
+    prefix: ClassVar[str] = "plan"
+
+    world_size: int | None = option(None, "ranks of the planned run; null: those of this process group", least=1)
+    gpu_memory: Any = option(
+        None, "memory of each GPU, e.g. 80GiB: the peak is predicted for it; null: that of a visible GPU"
+    )
+    reserve: Any = option("5GiB", "of gpu_memory, kept for what is not predicted: CUDA's context, NCCL, fragmentation")
+
+    def problems(self) -> Iterable[str | None]:
+        for name in ("gpu_memory", "reserve"):
+            value = getattr(self, name)
+            size = num_bytes(value)
+            if size is None and not (value is None and name == "gpu_memory"):
+                yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {show(value)}"
+            elif name == "gpu_memory" and size is not None and size < _LEAST:
+                yield f"plan.gpu_memory must be at least 1GiB; got {show(value)}"
+
+
+def num_bytes(size: object) -> int | None:
+    """Bytes of "80GiB", "80 GB" or a whole number; None where it is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
+    if isinstance(size, bool) or found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 @dataclass(frozen=True)
@@ -140,18 +174,9 @@ class RunConfig:
             values=values,
         )
 
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Ranks that share one pack."""
-        return sequence_parallel_size(self.values)
-
-    def worker_config(self, total_steps: int) -> Any:
-        """:func:`worker_config` of these values."""
-        return worker_config(self.values, total_steps)
-
 
 def sequence_parallel_size(values: Any) -> int:
-    """Ranks that share one pack, of a configuration with its nodes: what verl calls the sequence-parallel size."""
+    """Ranks that share one pack, verl's sequence-parallel size; values: a configuration with its nodes."""
     return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
 
 
@@ -212,7 +237,7 @@ def _interval_problem(interval: object) -> str | None:
     return f"trainer.profile_interval must be [first step, last step], or [-1, -1] for none; got {show(interval)}"
 
 
-def _logger_problems(logger: object) -> Iterable[str]:
+def _logger_problems(logger: object) -> Iterable[str | None]:
     from verl.utils.tracking import Tracking
 
     names = [logger] if isinstance(logger, str) else logger
@@ -220,7 +245,4 @@ def _logger_problems(logger: object) -> Iterable[str]:
         yield f"trainer.logger must be a list of loggers, e.g. [console]; got {show(logger)}"
         return
     for name in names:
-        if name not in Tracking.supported_backend:
-            nearest = nearest_name(str(name), Tracking.supported_backend)
-            hint = f" (nearest: {nearest})" if nearest else ""
-            yield f"trainer.logger must be among {', '.join(Tracking.supported_backend)}; got {show(name)}{hint}"
+        yield choice_problem("trainer.logger", name, Tracking.supported_backend)

@@ -26,12 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
-from verl_ext.config.plan import PlanOptions
-from verl_ext.config.run import RayOptions, TrainerOptions, dataset_class
+from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions, dataset_class
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions
-from verl_ext.values import Options, nearest_key, nearest_name, options_of, show
+from verl_ext.values import Options, leaves, nearest_key, nearest_name, options_of, show
 
 CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
@@ -158,7 +157,7 @@ def _defaults(cls: type[Options]) -> dict[str, Any]:
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
-    keys = {*leaves(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
+    keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
     keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key in node}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
     keys -= {f"model.{name}" for name in _DERIVED.split()}
@@ -213,22 +212,16 @@ def check_keys(config: DictConfig) -> None:
     class where data.custom_cls names one.
     """
     own_class = names_own_class(OmegaConf.select(config, "data.custom_cls.name"))
-    unknown = [key for key in leaves(config) if not is_known(key) and not (own_class and key.startswith("data."))]
+    unknown = [key for key in value_keys(config) if not is_known(key) and not (own_class and key.startswith("data."))]
     if unknown:
         raise ValueError("\n".join(unknown_key(key) for key in unknown))
     check_interpolations(config)
 
 
-def leaves(config: Any, prefix: str = "") -> Iterator[str]:
+def value_keys(config: DictConfig) -> list[str]:
     """Dotted keys of the values below a config; lists and empty dicts are values."""
-    if OmegaConf.is_config(config):
-        config = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{key}.")
-        else:
-            yield key
+    values: Any = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+    return [key for key, _ in leaves(values)]
 
 
 def groups() -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
 
 
 def padding_notices(config: DictConfig, hf_config: Any) -> list[str]:
-    """Says what heads cost that the sequence-parallel size does not divide."""
+    """Says what the zero heads cost where the sequence-parallel size does not divide the heads."""
     sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
     zero = HeadPadding.of(*heads, sp).zero_heads if heads else 0
     if not heads or not zero:

@@ -23,16 +23,6 @@ _MODULES = {
     "check_vocabulary": "data.scan",
     "plan_packs": "packing",
 }
-__all__ = [
-    "BABILongDataset",
-    "CategoryTable",
-    "MultiDocDataset",
-    "PackDataset",
-    "PreTrainDataset",
-    "SFTDataSet",
-    "check_vocabulary",
-    "plan_packs",
-]
 
 
 def __getattr__(name: str) -> Any:

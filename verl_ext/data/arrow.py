@@ -283,7 +283,7 @@ class TokenizedData:
 
     @cached_property
     def document_columns(self) -> DocumentColumns | None:
-        """What the folders that verl-ext has written tell of each document; None where no folder is one."""
+        """Numbers of each document, which folders of verl-ext have as columns; None where no folder is one."""
         ours = [has_document_columns(Path(folder)) for folder in self.folders]
         if not any(ours):
             return None

@@ -16,7 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,7 +32,7 @@ from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, absolute_path
 from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.text.tokenized import number_categories
-from verl_ext.values import option, plain
+from verl_ext.values import Options, option, plain
 
 TRUNCATE = ("context", "right")
 FIELDS = ("input", "question", "target")
@@ -40,36 +40,49 @@ LINE_BREAKS = 2  # tokens that the two line breaks before "Question:" may be
 
 
 @dataclass(frozen=True)
-class BABILongOptions(TextSetOptions):
-    """How BABILong's records become rows."""
+class SampleOptions(Options):
+    """How a record becomes the tokens of a sample."""
 
-    reads: ClassVar[str] = "BABILong's JSON files"
+    prefix: ClassVar[str] = "data"
 
     max_length: int = option(32768, "tokens of a row: prompt, answer and padding", least=2, most=MOST_TOKENS)
     answer_reserve_tokens: int = option(
-        64, "of these, the most that an answer may have, kept free of the prompt", least=1
+        64, "tokens of max_length that are kept free of the prompt: the longest answer", least=1
     )
     truncate: str = option(
-        "context", "what a longer prompt loses: context (the end of input) or right (its end)", choices=TRUNCATE
+        "context",
+        "what is cut from a longer prompt: context (the end of input) or right (the prompt's end)",
+        choices=TRUNCATE,
     )
     append_eos: bool = option(
         False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa5 needs it"
     )
-    train_ratio: float = option(
-        0.9, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
-    )
-    max_tokens: int | None = option(None, "null or max_length: a pack is a row")  # type: ignore[assignment]
-    strategy: str = option("none", "one sample a row", choices=("none",))
-    over_length: str = option("error", "never reached: truncate comes first", choices=("error",))
-    pad_mode: str = option("right", "every row exactly max_length long", choices=("right",))
-    mixture: Any = option(None, "not with rows of one sample each")
 
     def problems(self) -> Iterable[str | None]:
         length, reserve = self.max_length, self.answer_reserve_tokens
         if length <= reserve:
             yield f"data.max_length must be above data.answer_reserve_tokens={reserve}; got {length}"
-        if self.max_tokens not in (None, length):
-            yield f"data.max_tokens must be data.max_length={length} for BABILong; got {self.max_tokens}"
+
+
+@dataclass(frozen=True)
+class BABILongOptions(TextSetOptions, SampleOptions):
+    """How BABILong's records become rows."""
+
+    reads: ClassVar[str] = "BABILong's JSON files"
+
+    train_ratio: float = option(
+        0.9, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
+    )
+    max_tokens: int | None = option(None, "must be null or max_length: a pack is a row")  # type: ignore[assignment]
+    strategy: str = option("none", "fixed: a row is one sample", choices=("none",))
+    over_length: str = option("error", "fixed: truncate cuts longer prompts first", choices=("error",))
+    pad_mode: str = option("right", "fixed: every row has max_length tokens", choices=("right",))
+    mixture: Any = option(None, "must be null: a row is one sample")
+
+    def problems(self) -> Iterable[str | None]:
+        yield from SampleOptions.problems(self)
+        if self.max_tokens not in (None, self.max_length):
+            yield f"data.max_tokens must be data.max_length={self.max_length} for BABILong; got {self.max_tokens}"
         if self.mixture is not None:
             yield "data.mixture must be null for BABILong, whose rows are one sample each; got a mixture"
 
@@ -111,19 +124,17 @@ def prompt_text(context: str, question: str) -> str:
 class BABILongEncoder:
     """Records as documents of prompt and answer, cut to max_length tokens; a file's category is its task and size."""
 
+    Options: ClassVar[type[SampleOptions]] = SampleOptions
     texts: ClassVar[tuple[str, ...]] = ("question", "target")
 
     tokenizer: Any
-    max_length: int
-    answer_reserve_tokens: int = 64
-    truncate: str = "context"
-    append_eos: bool = False
-    key: str = field(default="data.train_dir", compare=False)
+    options: SampleOptions
+    key: str = "data.train_dir"
 
     @property
     def prompt_tokens(self) -> int:
         """The most tokens that a prompt may have."""
-        return self.max_length - self.answer_reserve_tokens
+        return self.options.max_length - self.options.answer_reserve_tokens
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
         """The files' documents. ValueError for a file that is no list of such records or has none, and as `samples`."""
@@ -159,7 +170,7 @@ class BABILongEncoder:
         if cut := total["over_length"]:
             yield (
                 f"{cut['truncated_documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "
-                f"tokens: cut by {cut['truncated_tokens']} tokens in all (data.truncate={self.truncate})"
+                f"tokens: cut by {cut['truncated_tokens']} tokens in all (data.truncate={self.options.truncate})"
             )
 
     def _record(self, raw: Any, path: str, number: int) -> Record:
@@ -191,7 +202,7 @@ class BABILongEncoder:
             ValueError: append_eos with a tokenizer that has no EOS; an answer without a token or longer than
                 answer_reserve_tokens, a question that max_length has no room for: the record is named.
         """
-        if self.append_eos and self.tokenizer.eos_token_id is None:
+        if self.options.append_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
         prompts = self._encoded([prompt_text(record.input, record.question) for record in records], special=True)
         answers = self._encoded([f" {record.target}" for record in records], special=False)
@@ -220,8 +231,8 @@ class BABILongEncoder:
     def _checked_answer(self, tokens: list[int], record: Record) -> list[int]:
         if not tokens or not record.target.strip():
             raise ValueError(f"{self.key} must hold an answer in every record; target of {record} is {record.target!r}")
-        end = [self.tokenizer.eos_token_id] if self.append_eos else []
-        answer, reserve = [*tokens, *end], self.answer_reserve_tokens
+        end = [self.tokenizer.eos_token_id] if self.options.append_eos else []
+        answer, reserve = [*tokens, *end], self.options.answer_reserve_tokens
         if len(answer) > reserve:
             got = f"{reserve}, but {record} has an answer of {len(answer)} tokens{', EOS included' * len(end)}"
             raise ValueError(f"data.answer_reserve_tokens must hold every answer; got {got}")
@@ -238,14 +249,14 @@ class BABILongEncoder:
         special = encoding.special_tokens_mask
         size, leading, trailing = len(prompt), special.index(0), special[::-1].index(0)
         keep_from = size - trailing
-        if self.truncate == "context":
+        if self.options.truncate == "context":
             keep_from = self._question_begins(encoding, record, leading, keep_from)
         begin = self.prompt_tokens - (size - keep_from)
         if begin < leading:
+            reserve = self.options.answer_reserve_tokens
             raise ValueError(
-                f"data.max_length must hold the question and data.answer_reserve_tokens="
-                f"{self.answer_reserve_tokens}; got {self.max_length}, but {record} needs at least "
-                f"{leading + size - keep_from + self.answer_reserve_tokens}"
+                f"data.max_length must hold the question and data.answer_reserve_tokens={reserve}; got "
+                f"{self.options.max_length}, but {record} needs at least {leading + size - keep_from + reserve}"
             )
         return np.concatenate([prompt[:begin], prompt[keep_from:]])
 
@@ -349,10 +360,8 @@ class BABILongQuestion(NamedTuple):
 class BABILongDataset(TextSet):
     """BABILong's JSON lists of {input, question, target} as rows of one length; see the picture above.
 
-    Two constructor forms give the same rows: `BABILongDataset(path, tokenizer, max_length)`, and verl's
-    `BABILongDataset(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the
-    keys of `config` that BABILongOptions has; an argument that is given wins. A path is a JSON file, a folder with
-    *.json or */*.json, or a list of these.
+    Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`. A path is a JSON file, or a folder with
+    *.json or */*.json.
     """
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
@@ -370,30 +379,18 @@ class BABILongDataset(TextSet):
         tokenizer: Any = None,
         max_length: int | None = None,
         *,
-        parquet_files: str | Sequence[str] | None = None,
         config: Mapping[str, Any] | None = None,
-        processor: Any = None,
-        max_samples: int = -1,
-        split: str | None = None,
-        key: str = "data.train_dir",
-        **options: Any,
+        **given: Any,
     ) -> None:
-        """`max_samples`: the first so many of the split, all when it is not above 0. `key`: the config key that
-        messages name for the path. `processor` is verl's argument for images and not used. `options`: those of
-        BABILongOptions, by name.
-
-        Raises:
-            ValueError: an option, a file or a tokenizer that cannot be used; one line with the key and the value.
-        """
+        """`given`: as of a TextSet."""
         node = {**(plain(config) or {}), "pad_mode": "right"}  # verl's own node says no_padding
         if max_length is not None:
             node["max_tokens"] = None
         elif node.get("max_length") is None:
             raise ValueError("data.max_length must be given (tokens of a row); got nothing")
-        chosen = BABILongOptions.read(node, max_length=max_length, **options)
         if tokenizer is not None and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have a pad_token or an eos_token to pad with; it has neither")
-        self._open_texts(chosen, tokenizer, split, max_samples, key, path=path, parquet_files=parquet_files)
+        super().__init__(path, tokenizer, max_length, config=node, **given)
 
     @property
     def cut_reason(self) -> str:  # type: ignore[override]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from verl_ext.text.tokenized import CATEGORIES
+from verl_ext.files import CATEGORIES
 from verl_ext.values import first_line
 
 SMALL = 1 << 16  # numbers below it are looked up in a table, which is many times faster than searching

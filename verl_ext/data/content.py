@@ -105,23 +105,23 @@ class DataFiles:
         return digest([found.get(number) or file.xxh3_128 for number, file in enumerate(files)])
 
     def refuse_other_content(self, before: str, changed: str, ranks: Ranks) -> None:
-        """Read what was written to once more; go on where the content is the same all the same.
+        """Read files that were written to once more, and go on if their content is what it was.
 
-        Collective. Raises ValueError, on every rank, where their :meth:`digest` is no longer `before`; it tells what
-        :meth:`changed` on one of them.
+        Collective. Raises ValueError on every rank where :meth:`digest` is no longer `before`; changed: what
+        :meth:`changed` found on one of them.
         """
-        told = f"{self._key} must not change while it is trained on; {changed}"
+        message = f"{self._key} must not change while it is trained on; {changed}"
         with ranks.guard():
             try:
                 self._states = {path: self._state(path) for path in self._files}
             except ValueError as error:
-                raise ValueError(told) from error
+                raise ValueError(message) from error
         now = ""
         with contextlib.suppress(ValueError):
             now = self.digest(ranks)
         with ranks.guard():
             if now != before:
-                raise ValueError(told)
+                raise ValueError(message)
 
     def _record_holds(self, path: str) -> bool:
         file = self._files[path]
@@ -132,7 +132,7 @@ def _read(files: Sequence[tuple[str, int]], ranks: Ranks) -> list[str]:
     """The checksums of files, given with their sizes; each rank reads its share of their blocks."""
     blocks = [(number, begin) for number, (_, size) in enumerate(files) for begin in range(0, max(size, 1), BLOCK)]
     mine: list[str] = []
-    hidden = None if ranks.rank == 0 else True  # None: where nobody looks
+    hidden = None if ranks.rank == 0 else True  # None: unless stderr is a terminal
     own = blocks[ranks.rank :: ranks.size]
     with ranks.guard(), tqdm(own, desc="checksums", unit="GiB", delay=3, disable=hidden) as bar:
         mine = [checksum(files[number][0], begin, BLOCK) for number, begin in bar]

@@ -81,23 +81,25 @@ class DataOptions(Options):
     prefix: ClassVar[str] = "data"
 
     train_dir: Any = option(
-        REQUIRED, "what is trained on: a path, or a list of paths, of the kind that the family reads"
+        REQUIRED, "training data: a path or a list of paths, of the kind that the dataset family reads"
     )
-    val_dir: Any = option(None, "the same, for validation; null: none, or the part that train_ratio leaves")
-    train_max_samples: int = option(-1, "the first so many documents are trained on; -1: all")
-    val_max_samples: int = option(-1, "the first so many documents are validated on; -1: all")
+    val_dir: Any = option(None, "validation data; null: none, or the part that train_ratio leaves")
+    train_max_samples: int = option(-1, "train on the first N documents only; -1: on all")
+    val_max_samples: int = option(-1, "validate on the first N documents only; -1: on all")
     train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1)
     micro_batch_size_per_gpu: int = option(1, "packs per forward", least=1)
-    shuffle: bool = option(True, "false: packs in the order of the plan, the same in every epoch")
+    shuffle: bool = option(True, "true: a new order of packs in every epoch; false: the order of the plan")
     balance: str = option(
         "sorted", "sorted: packs of like cost share a micro-step; none: a plain shuffle", choices=("sorted", "none")
     )
-    balance_group: int | None = option(None, "packs of like cost; null: one for each data-parallel rank", least=1)
-    cost: str = option("flops", "flops: of the model on each document; tokens", choices=("flops", "tokens"))
+    balance_group: int | None = option(
+        None, "packs of like cost in a group; null: one for each data-parallel rank", least=1
+    )
+    cost: str = option("flops", "of a document: the model's flops, or its tokens", choices=("flops", "tokens"))
     drop_last: bool = option(False, "true: the packs that do not fill the last step are left out")
     num_workers: int = option(2, "loader processes per rank", least=0)
-    prefetch_factor: int = option(2, "steps that each of them makes ahead", least=1)
-    pin_memory: bool | None = option(None, "page-locked batches; null: where there is a GPU")
+    prefetch_factor: int = option(2, "steps that each loader process prepares ahead", least=1)
+    pin_memory: bool | None = option(None, "true: batches in page-locked memory; null: true where there is a GPU")
 
     def problems(self) -> Iterable[str | None]:
         group, step = self.balance_group, self.train_batch_size
@@ -118,7 +120,7 @@ class DatasetOptions(Options):
     reads: ClassVar[str] = "what the dataset class reads"
     data_keys: ClassVar[tuple[str, ...]] = ("train_dir",)
 
-    seed: int = option(42, "of the split, of the plan of packs and of their order", least=0)
+    seed: int = option(42, "seed of the split, of the plan of packs and of their order", least=0)
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
@@ -268,7 +270,7 @@ class PackDataset(torch.utils.data.Dataset):
         return {}, {}
 
     def read_together(self, ranks: Ranks) -> None:
-        """Read what only the tokens tell, shared among the ranks of a run; all of them call it together."""
+        """Read the tokens for what only they show, each rank a share; collective."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -287,7 +289,7 @@ class PackDataset(torch.utils.data.Dataset):
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
-        """The files that hold the tokens, whose changes end a run; none where a class does not tell."""
+        """The files that hold the tokens, whose changes end a run; none unless a class names them."""
         return ()
 
     @property
@@ -327,11 +329,11 @@ class PackDataset(torch.utils.data.Dataset):
         """int64[P]: target tokens of each pack."""
 
     def documents_of(self, pack: int) -> list[PackedDocument]:
-        """The documents of a pack in its order; none where a class does not tell."""
+        """The documents of a pack in its order; none unless a class names them."""
         return []
 
     def plan_options(self) -> dict[str, Any]:
-        """What else than its config's keys decides which pack has which tokens, by the words that tell it."""
+        """What decides which tokens a pack has beside the keys of its config, by the names that messages use."""
         return {}
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
@@ -343,7 +345,7 @@ class PackDataset(torch.utils.data.Dataset):
         raise NotImplementedError(f"{type(self).__name__} has no questions")
 
     def changed_documents(self) -> list[OverLengthRow]:
-        """Documents that are not trained on as they stand, by category and reason."""
+        """Documents that are changed, left out or without a target, by category and reason."""
         return []
 
     def facts(self) -> dict[str, Any]:

@@ -63,7 +63,6 @@ class MixtureOptions(Options):
 
     @property
     def budgets(self) -> tuple[MixtureSource, ...]:
-        """The sources with their budgets and intervals."""
         return tuple(
             MixtureSource(name, source.tokens, source.weight, tuple(source.intervals) if source.intervals else None)
             for name, source in self.sources.items()
@@ -79,7 +78,6 @@ class MixtureOptions(Options):
 
     @property
     def needs_train_dir(self) -> bool:
-        """Whether a source draws from data.train_dir."""
         return None in self.folders
 
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:

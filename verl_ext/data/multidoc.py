@@ -55,10 +55,10 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     reads: ClassVar[str] = "texts or an index, or data.blend in its place"
     data_keys: ClassVar[tuple[str, ...]] = ("train_dir", "blend")
 
-    blend: Any = option(None, "[[0.7,PATH],[0.3,PATH]] in place of train_dir: a source each, its share of the samples")
+    blend: Any = option(None, "[[0.7,PATH],[0.3,PATH]] in place of train_dir: shares of the samples, and sources")
     blend_rule: str = option(
         "tijdeman",
-        "tijdeman: within one sample of its share at every point; megatron: the order of megatron-core's builder",
+        "tijdeman: every source within one sample of its share; megatron: the order of megatron-core's builder",
         choices=BLEND_RULES,
     )
     train_ratio: float = option(
@@ -70,25 +70,25 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     seq_len: int = option(1024, "tokens of a sample", least=2, most=MOST_TOKENS)
     sampling: str | None = option(
         None,
-        "random_starts: places anywhere; document_stream: Megatron's indices over all epochs; in_order: end to end; "
+        "random_starts: samples begin anywhere; document_stream: Megatron's sample order; in_order: end to end; "
         "null: random_starts for text, document_stream for an index or a blend",
         choices=LABEL_TOKENS,
     )
-    val_sampling: str = option("in_order", "the same, for validation", choices=("in_order", "random_starts"))
-    attend_across_documents: bool = option(True, "false: attention, and prediction, stay inside a document")
-    num_samples: int | None = option(None, "of document_stream; null: what the run needs", least=1)
-    max_corpus_tokens: int | None = option(None, "each text is cut after so many tokens; null: none is", least=1)
+    val_sampling: str = option("in_order", "sampling of the validation data", choices=("in_order", "random_starts"))
+    attend_across_documents: bool = option(True, "false: attention and prediction stay inside a document")
+    num_samples: int | None = option(None, "samples of document_stream; null: as many as the run needs", least=1)
+    max_corpus_tokens: int | None = option(None, "tokens after which a text source is cut; null: never", least=1)
     cache_dir: str | os.PathLike[str] | None = option(
         None, "where tokenized texts and indices are kept; null: the cache of datasets"
     )
-    max_tokens: int | None = option(None, "null or seq_len: a pack is a sample")
-    strategy: str = option("none", "a pack is a sample", choices=("none",))
-    over_length: str = option("error", "never reached: a document goes on in the next sample", choices=("error",))
-    pad_mode: str = option("no_padding", "samples are not padded", choices=("no_padding",))
-    mixture: Any = option(None, "null: data.blend draws from several sources")
-    balance: str = option("none", "every sample costs the same", choices=("none",))
-    seed: int = option(42, "of the samples, of their order, and of the split", least=0, most=2**32 - 1)
-    val_seed: int | None = option(None, "of val_sampling=random_starts; null: seed + 1", least=0)
+    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample")
+    strategy: str = option("none", "fixed: a pack is a sample", choices=("none",))
+    over_length: str = option("error", "fixed: a document continues in the next sample", choices=("error",))
+    pad_mode: str = option("no_padding", "fixed: samples are not padded", choices=("no_padding",))
+    mixture: Any = option(None, "must be null; data.blend draws from several sources")
+    balance: str = option("none", "fixed: every sample costs the same", choices=("none",))
+    seed: int = option(42, "seed of the samples, of their order and of the split", least=0, most=2**32 - 1)
+    val_seed: int | None = option(None, "seed of val_sampling=random_starts; null: seed + 1", least=0)
 
     @property
     def needs_train_dir(self) -> bool:
@@ -209,7 +209,7 @@ class MultiDocDataset(PackDataset):
         return is_same_data and self._plan.begins_as(self._stream(num, 1), seen)
 
     def _train_sampling(self, asked_samples: int | None) -> str:
-        """`asked_samples`: data.num_samples of the config, where the argument is what the run needs."""
+        """`asked_samples`: data.num_samples as the config has it."""
         blends = any(source.weight is not None for source in self.sources)
         is_text = all(source.is_text for source in self.sources) and not blends
         chosen = self.options.sampling or ("random_starts" if is_text else "document_stream")

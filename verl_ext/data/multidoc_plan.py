@@ -32,7 +32,7 @@ from verl_ext.data.megatron.blend import Order, check_weights, megatron_source_s
 from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.data.megatron.samples import Pieces, cached_blend, cached_sample_indices, check_has_sample, count_tokens
 from verl_ext.data.megatron.text_index import write_text_indices
-from verl_ext.files import cached_folder, write_json
+from verl_ext.files import REPORT, cached_folder, write_json
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.sources import SourceFile, absolute_path, find_source_files, is_url, kind_of, without_compression
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
@@ -43,7 +43,6 @@ LABEL_TOKENS = {"random_starts": 0, "document_stream": 1, "in_order": 1}
 FORMAT = 1  # to be raised when the same text is tokenized into something else
 _DENSE = 4  # fewer candidates than this for each random start are shuffled as a whole
 _RECORDS = "records.json"
-_REPORT = "report.json"  # of the index command
 
 _logger = logging.getLogger(__name__)
 
@@ -171,7 +170,7 @@ class SourceFinder:
             return [path]
         held = sorted(os.listdir(path)) if os.path.isdir(path) else []
         prefixes = [os.path.join(path, name[:-4]) for name in held if name.endswith(".idx")]
-        texts = [name for name in held if kind_of(name) and name != _REPORT]
+        texts = [name for name in held if kind_of(name) and name != REPORT]
         if prefixes and texts:
             raise ValueError(f"{self.key} must name a folder of indices or of texts; {path} holds {texts[0]} as well")
         return prefixes

@@ -14,7 +14,7 @@ last target.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +25,7 @@ from verl_ext.data.dataset import DatasetOptions
 from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.documents import Counts, Documents
-from verl_ext.text.json_records import RecordOptions
-from verl_ext.text.plain_text import TextOptions, TextTokenizer
+from verl_ext.text.plain_text import RecordTextOptions, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
 from verl_ext.text.tokenized import number_categories
@@ -37,10 +36,10 @@ ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 
 
 @dataclass(frozen=True)
-class PreTrainOptions(TextSetOptions, RecordOptions):
-    """How text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
+class DocumentOptions(RecordTextOptions):
+    """How text becomes documents."""
 
-    reads: ClassVar[str] = "files of text records"
+    prefix: ClassVar[str] = "data"
 
     max_length: int = option(
         512,
@@ -48,7 +47,14 @@ class PreTrainOptions(TextSetOptions, RecordOptions):
         least=ADDED + 1,
         most=MOST_TOKENS,
     )
-    text_key: str = option("text", "field of a record that holds its text", required=True)
+
+
+@dataclass(frozen=True)
+class PreTrainOptions(TextSetOptions, DocumentOptions):
+    """How text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
+
+    reads: ClassVar[str] = "files of text records"
+
     rows: str = option(
         "packed",
         "packed: whole documents up to max_tokens; padded: one document, filled up to max_length",
@@ -60,11 +66,12 @@ class PreTrainOptions(TextSetOptions, RecordOptions):
         least=2,
         most=MOST_TOKENS,
     )
-    mixture: Any = option(None, "not with text: give train_dir a list")
+    mixture: Any = option(None, "must be null: give train_dir a list")
 
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
+        yield from DocumentOptions.problems(self)
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # globs and URLs: checked when they are opened
@@ -81,36 +88,25 @@ class PreTrainOptions(TextSetOptions, RecordOptions):
 
 
 @dataclass(frozen=True)
-class _RecordTexts(TextOptions):
-    """Which text a record holds, and what is done with those that cannot be used."""
-
-    prefix: ClassVar[str] = "data"
-
-
-@dataclass(frozen=True)
 class PreTrainEncoder:
     """Text records as documents of BOS, text and EOS; a document's category is its file's name."""
 
+    Options: ClassVar[type[DocumentOptions]] = DocumentOptions
     texts: ClassVar[tuple[str, ...]] = ()
 
     tokenizer: Any
-    max_length: int = 512
-    text_key: str = "text"
-    special_tokens_in_text: str = "encode"
-    on_bad_record: str = "error"
-    key: str = field(default="data.train_dir", compare=False)
+    options: DocumentOptions
+    key: str = "data.train_dir"
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
         """The files' documents; ValueError for a tokenizer without EOS, or a record that cannot be used."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
-        options = _RecordTexts(self.special_tokens_in_text, self.on_bad_record, self.text_key)
-        tokenizer = TextTokenizer(self.tokenizer, options, add_bos=self.has_bos)
+        tokenizer = TextTokenizer(self.tokenizer, self.options, add_bos=self.has_bos)
         return (self._documents(batch, tokenizer) for batch in read_batches(files, lambda source: False, batch_bytes))
 
     @property
     def has_bos(self) -> bool:
-        """Whether documents begin with a BOS."""
         return self.tokenizer.bos_token_id is not None
 
     def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:
@@ -121,7 +117,7 @@ class PreTrainEncoder:
         for bad in found.bad:
             counts.add_bad(bad.reason, bad.line)
         counts.add_special_tokens(int(found.special_tokens.sum()), int((found.special_tokens > 0).sum()))
-        keep = self.max_length - ADDED + 1 + self.has_bos
+        keep = self.options.max_length - ADDED + 1 + self.has_bos
         tokens, lengths = cut_documents(found.tokens.astype(np.int32), found.lengths, keep)
         mask = np.ones(len(tokens), np.int8)
         mask[np.cumsum(lengths, dtype=np.int64) - lengths] = 0
@@ -135,7 +131,8 @@ class PreTrainEncoder:
         if cut := total["over_length"]:
             yield (
                 f"{cut['truncated_documents']:,} of {total['documents']:,} documents of {self.key} are longer than "
-                f"data.max_length={self.max_length}: {cut['truncated_tokens']:,} tokens in all are cut off their ends"
+                f"data.max_length={self.options.max_length}: {cut['truncated_tokens']:,} tokens in all are cut off "
+                "their ends"
             )
         special = total["special_tokens_in_text"]
         if special["records"]:
@@ -183,10 +180,8 @@ def cut_documents(
 class PreTrainDataset(TextSet):
     """Records with a text (jsonl, json, parquet, csv, Arrow folders, .txt files) as rows; see the picture above.
 
-    Two constructor forms give the same rows: `PreTrainDataset(tokenizer, datapath, max_length=512)`, and verl's
-    `PreTrainDataset(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the
-    keys of `config` that PreTrainOptions has; an argument that is given wins. A path is a file, a folder, a glob, a URL
-    or a list of these.
+    Its own constructor form is `PreTrainDataset(tokenizer, datapath, max_length=512)`. A path is a file, a folder, a
+    glob or a URL.
     """
 
     Options: ClassVar[type[DatasetOptions]] = PreTrainOptions
@@ -199,24 +194,10 @@ class PreTrainDataset(TextSet):
         tokenizer: Any = None,
         datapath: str | Sequence[str] | None = None,
         max_length: int | None = None,
-        *,
-        parquet_files: str | Sequence[str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        processor: Any = None,
-        max_samples: int = -1,
-        split: str | None = None,
-        key: str = "data.train_dir",
-        **options: Any,
+        **given: Any,
     ) -> None:
-        """`max_samples`: the first so many documents of the split, all when it is not above 0. `key`: the config key
-        that messages name for the path. `processor` is verl's argument for images and not used. `options`: those of
-        PreTrainOptions, by name.
-
-        Raises:
-            ValueError: an option, a file or a tokenizer that cannot be used; one line with the key and the value.
-        """
-        chosen = PreTrainOptions.read(config or {}, max_length=max_length, **options)
-        self._open_texts(chosen, tokenizer, split, max_samples, key, datapath=datapath, parquet_files=parquet_files)
+        """`given`: as of a TextSet."""
+        super().__init__(datapath, tokenizer, max_length, **given)
         self.has_bos = tokenizer.bos_token_id is not None
 
     def facts(self) -> dict[str, Any]:

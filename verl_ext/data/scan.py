@@ -1,4 +1,4 @@
-"""DocumentScan: what the tokens alone tell of the documents to pack: targets, token ids, categories, what was cut off.
+"""DocumentScan: what only the tokens show of the documents to pack: targets, token ids, categories, what was cut off.
 
 Folders that verl-ext has tokenized have these numbers as columns. Of other folders, and of documents longer than a
 pack, the tokens are read once, in blocks of a few million, each rank its share; the result is kept for the next start.
@@ -25,10 +25,9 @@ from tqdm import tqdm
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import ONE_RANK, Ranks
 from verl_ext.data.left_out import OverLengthCount
-from verl_ext.files import default_root, whole_file
+from verl_ext.files import CATEGORIES, default_root, whole_file
 from verl_ext.packing import Spans
 from verl_ext.text.arrow_folder import read_state
-from verl_ext.text.tokenized import CATEGORIES
 
 BLOCK_TOKENS = 1 << 22
 FILE_NAME = ".verl_ext_scan.npz"
@@ -193,7 +192,7 @@ class _Part:
         if not len(rows):  # fewer documents than ranks
             return
         total = int(self.data.lengths[rows].sum(dtype=np.int64))
-        hidden = None if has_bar else True  # None: where nobody looks
+        hidden = None if has_bar else True  # None: unless stderr is a terminal
         with tqdm(total=total, desc="reading tokens", unit="tok", unit_scale=True, delay=3, disable=hidden) as bar:
             for begin, end in self.data.blocks(int(rows[0]), int(rows[-1]) + 1, block_tokens):
                 low, high = np.searchsorted(rows, [begin, end])

@@ -68,8 +68,8 @@ class SFTOptions(DatasetOptions):
         8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS
     )
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES)
-    over_length: str = option("error", "what becomes of documents longer than max_tokens", choices=OVER_LENGTH_POLICIES)
-    pad_mode: str = option("no_padding", "right: every pack exactly max_tokens long", choices=PAD_MODES)
+    over_length: str = option("error", "what to do with documents longer than max_tokens", choices=OVER_LENGTH_POLICIES)
+    pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
     mixture: Any = option(
         None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
     )
@@ -235,7 +235,6 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def over_length(self) -> OverLengthDocuments:
-        """The documents longer than a pack."""
         lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
         return OverLengthDocuments.of(lengths, self.max_tokens, policy, None if self._rows is None else self._in_use)
 
@@ -319,12 +318,16 @@ class TextSetOptions(SFTOptions):
 
 
 class TextSet(SFTDataSet):
-    """Base of sets of texts: files are tokenized when they, the tokenizer or an option are new, whole, whatever the
+    """Base of sets of texts: whole files are tokenized once for each tokenizer and set of encoder options, whatever the
     split, max_samples and the packs; after that rows are read from the cache. Rows have labels besides.
 
-    encoder: the class that makes documents of files, whose fields are options; paths_are: what it reads, in words.
-    cut_reason: what the report calls a document that lost tokens when it was tokenized;
-    cuts_targets: these tokens were targets.
+    Two constructor forms give the same rows: the family's own, with a path, a tokenizer and max_length; and verl's,
+    `(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of `config`
+    that `Options` has. An argument that is given wins. A path may be a list of paths.
+
+    encoder: the class that makes documents of files; its `Options` are a part of the family's. paths_are: what it
+    reads, in words. cut_reason: what the report calls a document that lost tokens when it was tokenized; cuts_targets:
+    these tokens were targets.
     """
 
     needs_tokenizer = True
@@ -340,22 +343,38 @@ class TextSet(SFTDataSet):
     def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
         """(files, category number -> name) of paths; ValueError, which names `key`, where there are none."""
 
-    def _open_texts(
-        self, options: TextSetOptions, tokenizer: Any, split: str | None, max_samples: int, key: str, **paths: Any
+    def __init__(
+        self,
+        path: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        max_length: int | None = None,
+        *,
+        parquet_files: str | Sequence[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_samples: int = -1,
+        split: str | None = None,
+        key: str = "data.train_dir",
+        **options: Any,
     ) -> None:
-        """Tokenize the files of the one of `paths` that is given, unless the cache has them, and plan the packs of
-        `split` "train" or "val", of the seeded random split of all documents; None: all of them."""
-        files, names = self.find_files(named_paths(key, self.paths_are, **paths), key)
+        """`max_samples`: the first so many documents of the split, all when it is not above 0. `split`: "train" or
+        "val" of the seeded random split of all documents; None: all. `key`: the config key that messages name for the
+        path. `processor` is verl's argument for images and not used. `options`: those of `Options`, by name.
+
+        Raises:
+            ValueError: an option, a file or a tokenizer that cannot be used; one line with the key and the value.
+        """
+        chosen: Any = self.Options.read(config or {}, max_length=max_length, **options)
+        files, names = self.find_files(named_paths(key, self.paths_are, path=path, parquet_files=parquet_files), key)
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.options, self.split, self.files = options, split, tuple(file.path for file in files)
-        shared = options_of(type(options)).keys() & options_of(self.encoder).keys()
-        values = {name: getattr(options, name) for name in shared}
-        encoder = self.encoder(tokenizer, **values, key=key)
-        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
+        self.options, self.split, self.files = chosen, split, tuple(file.path for file in files)
+        of_encoder = self.encoder.Options
+        encoder = self.encoder(tokenizer, of_encoder(**{n: getattr(chosen, n) for n in options_of(of_encoder)}), key)
+        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", chosen.cache_dir))
         self._data = TokenizedData([str(folder)], key)
-        rows = split_rows(len(self._data), split, options.train_ratio, options.seed)
+        rows = split_rows(len(self._data), split, chosen.train_ratio, chosen.seed)
         self._plan_packs(padding, key, max_samples, rows=rows)
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:

@@ -37,10 +37,10 @@ class ActivationOptions(Options):
     prefix: ClassVar[str] = "model"
 
     activation_offload: bool = option(
-        False, "true: what gradient checkpointing keeps of each layer, `[T, H]`, lies in host memory until its backward"
+        False, "true: the hidden state `[T, H]` that gradient checkpointing keeps of each layer waits in host memory"
     )
     mlp_tile_tokens: int | None = option(
-        None, "tokens of a rank that each layer's MLP reads at a time; null: all of them at once", least=1
+        None, "tokens of a rank that a layer's MLP processes at a time; null: all at once", least=1
     )
 
 
@@ -137,7 +137,7 @@ class HostCheckpoints:
         self._fetched = weakref.ref(kept), hidden, self._copy(hidden, kept.host)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy beside the computation, once what it has been given so far has ended; the event of the copy's end."""
+        """Queue a copy behind the computation queued so far, on a stream of its own; the event of the copy's end."""
         self._copies.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copies):
             target.copy_(source, non_blocking=True)
@@ -206,7 +206,6 @@ class TiledMLP:
 
     @property
     def draws(self) -> bool:
-        """Whether it has dropout."""
         return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in self.mlp.modules())
 
 

@@ -119,7 +119,6 @@ class StepEngine(FSDPEngineWithLMHead):
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
 
     def run_module(self, model_inputs: dict, output_args: dict) -> Any:
-        """The model's output."""
         return self.module(**model_inputs, use_cache=False)
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:

@@ -1,6 +1,5 @@
 """The exact loss of a step: coefficients from data, token losses from logits."""
 
-from verl_ext.losses.head_nll import BLOCK_BYTES, head_terms, row_bytes
 from verl_ext.losses.modes import (
     HEADS,
     MODES,
@@ -10,4 +9,4 @@ from verl_ext.losses.modes import (
     pack_coefficients,
     shift_left,
 )
-from verl_ext.losses.token_nll import token_nll
+from verl_ext.losses.token_nll import BLOCK_BYTES, head_terms, row_bytes, token_nll

@@ -38,17 +38,17 @@ class LossOptions(Options):
 
     prefix: ClassVar[str] = "loss"
 
-    mode: str = option("token", "which mean the loss is", choices=MODES)
+    mode: str = option("token", "the mean that is minimised", choices=MODES)
     category_weights: dict[str, float] | None = option(
         None, "{category: weight ≥ 0}; a category not named has weight 1"
     )
-    documents_per_pack: int = option(30, "LongWriter's constant; used by mode longwriter alone", least=1)
+    documents_per_pack: int = option(30, "LongWriter's constant; only mode longwriter uses it", least=1)
     head: str = option(
         "fused",
-        "fused: losses of target tokens without their logits; targets: through their logits; plain: logits of all",
+        "logits in memory: fused: a block of the targets'; targets: those of all targets; plain: those of all tokens",
         choices=HEADS,
     )
-    head_block_mib: int = option(256, "MiB of logits that a fused head has in memory at a time", least=1)
+    head_block_mib: int = option(256, "MiB of logits that head=fused holds at a time", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +72,7 @@ class LossOptions(Options):
 
     @property
     def head_flags(self) -> dict[str, Any]:
-        """What a batch tells the engine of its head."""
+        """What a batch says to the engine about its head."""
         return {"head": self.head, "head_block_bytes": self.head_block_mib * 2**20}
 
     def spec(self, names: Sequence[str]) -> "LossSpec":

@@ -40,7 +40,6 @@ class MixtureSource:
 
     @property
     def key(self) -> str:
-        """The dotted key of this source."""
         return f"{KEY}.sources.{self.name}"
 
     @property

@@ -43,13 +43,13 @@ class ChatOptions(RecordOptions):
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
-    apply_chat_template_kwargs: dict[str, Any] = option({}, "handed to the template, e.g. {enable_thinking: false}")
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to the template, e.g. {enable_thinking: false}")
     end_of_turn: str | None = option(
-        None, "text that ends an assistant's turn and is learnt with it; null: found from template and stop tokens"
+        None, "text that ends an assistant's turn, a target too; null: found from template and stop tokens"
     )
     turns: str = option(
         "all",
-        "assistant turns that are learnt: all | last | each, one document a turn, the chat up to it",
+        "assistant turns that are targets: all | last | each: one document per turn, the chat up to it",
         choices=("all", "last", "each"),
     )
     on_unprinted: str = option(
@@ -57,9 +57,9 @@ class ChatOptions(RecordOptions):
         "chats that the template prints in part: warn: used as printed, and counted | drop | error: bad records",
         choices=("error", "warn", "drop"),
     )
-    last_turn_only: bool = option(False, "true: as turns=last")
+    last_turn_only: bool = option(False, "true: the same as turns=last")
     columns: dict[str, Any] = option(
-        {}, "field of a known shape: the records' own name for it, a.b for a nested one; null: not read"
+        {}, "{known field: the records' name for it}, a.b for a nested one; null: the field is not read"
     )
     category_field: str | None = option(
         None, "field whose value is the record's category; a record without it has its source's name"
@@ -69,8 +69,8 @@ class ChatOptions(RecordOptions):
         "images, audio, video in records: error: a bad record | drop: the text is kept, the rest counted",
         choices=("error", "drop"),
     )
-    max_tokens: int | None = option(None, "tokens of the longest document; null: any length", least=2)
-    over_length: str = option("error", "what is done with longer documents", choices=OVER_LENGTH_POLICIES)
+    max_tokens: int | None = option(None, "most tokens of a document; null: any length", least=2)
+    over_length: str = option("error", "what to do with longer documents", choices=OVER_LENGTH_POLICIES)
 
     def problems(self) -> Iterable[str | None]:
         """A line for each mistake that can be seen without opening a source."""
@@ -112,7 +112,6 @@ class ChatRenderer:
 
     @cached_property
     def template_words(self) -> set[str]:
-        """Every word of the template's source."""
         return set(re.findall(r"\w+", self._chats.template.source))
 
     def texts(self, chat: Chat) -> list[ChatText]:
@@ -330,8 +329,7 @@ class ChatEncoder:
             raise DataError(f"{path}:{item.number}: {error}") from error
         for counts in found.counts_of(item.category):
             counts.over_length.update(over_length)
-            for piece in pieces:
-                counts.add_document(len(piece.input_ids), int(piece.loss_mask.sum()))
+            counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
         for piece in pieces:
             found.documents.append(piece)
             if item.category is not None:

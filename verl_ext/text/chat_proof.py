@@ -1,15 +1,14 @@
-"""Chats whose text is known without rendering it: what a template prints of a chat's shape, proven once.
+"""Chats are rendered without running the template, where an earlier chat of the same shape shows what it prints.
 
-A chat of a shape (roles, and which fields say something) is rendered with stand-ins for its words, strings that note
-what the template asks of them:
+A chat's shape is its roles and which of its fields hold text ("words"). The second chat of a shape is rendered with
+stand-ins for its words, strings that record what the template asks of them:
 
     template     {{ '<think>' if '</think>' in m.content }}{{ m.content.strip() }}
-    noted        "</think>" is not in the words; the words without white space around them are printed
+    recorded     "</think>" is not in the words; the words are printed without white space around them
 
-Another chat of this shape, of whose words the same answers are true, takes the same way through the template and prints
-the same text around its words. Its text and targets are put together from the pieces. A template that asks anything
-that cannot be noted (the length of words, a letter of them), or whose text goes through operations that a stand-in
-does not see, is rendered for every chat, as is a chat whose answers are others.
+A chat of the same shape whose words give the same answers takes the same path through the template, so that its text
+and targets are put together from the pieces. A template that asks what cannot be recorded (the length of words, a
+letter of them), or whose text goes through operations that a stand-in does not see, is run for every chat.
 """
 
 import re
@@ -38,14 +37,14 @@ Change = tuple[str, tuple[Any, ...]]  # a method of words, such as strip, and it
 @dataclass
 class _Notes:
     """What a template asks: (leaf, changes of the words before, method, arguments, answer); and what it may print, by
-    number of the stand-in. Something that cannot be noted makes it no proof."""
+    number of the stand-in. is_proof: False once something was asked that cannot be recorded."""
 
     questions: set[tuple[Leaf, tuple[Change, ...], str, tuple[Any, ...], Any]] = field(default_factory=set)
     printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)
     is_proof: bool = True
 
     def words(self, text: str, leaf: Leaf, changes: tuple[Change, ...] = ()) -> "_Words":
-        """The words of a field after changes: `text`, with the stand-in of these in place of any other."""
+        """`text` with the stand-in for the words of a field after these changes, in place of any other."""
         if (leaf, changes) not in self.printed:
             self.printed.append((leaf, changes))
         stand_in = _NEW.replace("w0", f"w{self.printed.index((leaf, changes))}")
@@ -55,7 +54,7 @@ class _Notes:
 
 
 class _Opaque(str):
-    """Text made of words, which may be printed and joined, and is not asked anything."""
+    """Text made of words, which a template may print and join, and not ask about."""
 
     notes: _Notes
 
@@ -78,7 +77,7 @@ class _Opaque(str):
 
 
 class _Words(_Opaque):
-    """The words of one field; what is asked of them is noted, and holds for the words of other chats or not."""
+    """The words of one field; records what is asked of them."""
 
     leaf: Leaf
     changes: tuple[Change, ...]
@@ -114,7 +113,7 @@ def _asking(name: str) -> Callable[..., Any]:
 
 
 def _changing(name: str) -> Callable[..., Any]:
-    """A method that leaves the stand-ins as they are, and changes other words."""
+    """A method that changes the words of a chat and leaves its stand-ins as they are."""
     return lambda self, *arguments: self.notes.words(str(self), self.leaf, (*self.changes, (name, arguments)))
 
 
@@ -225,7 +224,7 @@ class ProvenChats:
             messages.append({**message, **stand_ins})
 
         def watched(message: Message) -> Message:
-            """The message as it is rendered: its stand-ins as strings that note what is asked."""
+            """The message with its stand-ins as strings that record what is asked."""
             return {
                 name: notes.words(value, *notes.printed[int(found[1])])
                 if isinstance(value, str) and (found := _STAND_IN.search(value))

@@ -52,7 +52,6 @@ class Target:
 
     @property
     def span(self) -> Span:
-        """The characters."""
         return self.start, self.stop
 
 
@@ -66,7 +65,6 @@ class RenderedChat:
 
     @property
     def spans(self) -> list[Span]:
-        """The targets' characters."""
         return [target.span for target in self.targets]
 
 
@@ -301,7 +299,7 @@ class _Located:
         if 0 < self.template.header_length <= length:
             return self.template.token_edge(self.text, begin + at + length)
         if self.places[place].words.kind == "tool_calls" and gap.strip():
-            raise _mismatch(index, "begins with a tool call, of which the beginning cannot be told")
+            raise _mismatch(index, "begins with a tool call whose beginning cannot be found")
         own = self.places[place].words.space_before
         return first - len(own) if gap.endswith(own) else first
 

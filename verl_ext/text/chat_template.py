@@ -124,7 +124,7 @@ class ChatTemplate:
             self._watched = None
 
     def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text and, as characters, what `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
+        """The text, and the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks in it."""
         from transformers.utils import chat_template_utils
 
         with _template_errors():
@@ -225,7 +225,7 @@ class ChatTemplate:
         return [end for end in ends if self.special.search(end)]  # text at the end of a chat alone ends no turn
 
     def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
-        """The first messages and tools, of a few, that can be rendered with a question, and the text with an answer."""
+        """(messages, tools, text with an answer) of the first of a few chats that the template renders."""
         system = {"role": "system", "content": "Be kind."}
         tries: list[tuple[list[Message], list[Any] | None]] = [([_USER], None), ([system, _USER], None)]
         tries += [(messages, [_TOOL]) for messages, _ in tries]
@@ -259,7 +259,7 @@ class ChatTemplate:
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """Turns whatever a template raises, which is a program of its own, into `BadRecord`."""
+    """Turn any exception of a template's code into `BadRecord`."""
     try:
         yield
     except Exception as error:

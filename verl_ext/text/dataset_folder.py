@@ -2,9 +2,9 @@
 
     data-00000-of-00002.arrow, data-00001-of-00002.arrow, state.json, dataset_info.json
 
-are what `datasets.load_from_disk` opens. Every row is a document: its tokens (DESIGN.md §3), then what a scan of its
-tokens would tell. These numbers hold for the shards that were written here; a shard that `datasets` has saved anew
-lacks MARK and is scanned instead.
+are what `datasets.load_from_disk` opens. Every row is a document: its tokens, then the numbers that a scan of its
+tokens would give. They hold for shards that were written here; a shard that `datasets` has saved anew lacks MARK and is
+scanned instead.
 """
 
 import contextlib
@@ -62,7 +62,6 @@ class DatasetWriter:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, documents: Documents) -> None:
-        """Write a chunk's documents."""
         if not len(documents.lengths):
             return
         if documents.weights is not None and not self.weighted:

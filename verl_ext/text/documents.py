@@ -10,7 +10,7 @@ A preview is a document as text with its targets marked, in colour on a terminal
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -72,12 +72,13 @@ class Counts:
         known = self.examples.setdefault(reason, [])
         known += examples[: EXAMPLES - len(known)]
 
-    def add_document(self, length: int, targets: int) -> None:
-        """Count a document that is written."""
-        self.documents += 1
-        self.tokens += length
+    def add_documents(self, lengths: Iterable[int], targets: int = 0) -> None:
+        """Count documents of these lengths, and their targets."""
+        lengths = list(lengths)
+        self.documents += len(lengths)
+        self.tokens += sum(lengths)
         self.target_tokens += targets
-        self.lengths[length] += 1
+        self.lengths.update(lengths)
 
     def add_special_tokens(self, occurrences: int, records: int = 1) -> None:
         """Count names of special tokens that so many records' texts hold together; nothing of none."""
@@ -183,17 +184,14 @@ class Documents:
 
     @property
     def records(self) -> int:
-        """Records read."""
         return self.counts.records
 
     @property
     def tokens(self) -> int:
-        """Tokens kept."""
         return self.counts.tokens
 
 
 def joined(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:
-    """Documents side by side."""
     weights = None
     if any(document.weights is not None for document in documents):
         weights = np.concatenate(

@@ -46,7 +46,7 @@ class Windows(NamedTuple):
 
 
 class TokenCharacters(Sequence[Span]):
-    """The characters (begin, end) of each token of a text, which only move on along it: of int64[T, 2]."""
+    """The characters (begin, end) of each token of a text, ascending; spans: int64[T, 2]."""
 
     def __init__(self, spans: Any) -> None:
         begins, self._ends = np.asarray(spans, np.int64).reshape(-1, 2).T

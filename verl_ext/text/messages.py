@@ -130,7 +130,7 @@ def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def without_placeholders(value: Any) -> Any:
-    """`value` less `<image>`, `<audio>` and `<video>` in its strings, with the line end beside them."""
+    """`value` without `<image>`, `<audio>` and `<video>` in its strings, and the line end beside them."""
     return map_strings(value, lambda text: _PLACEHOLDER.sub("", text))
 
 

@@ -22,11 +22,12 @@ def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
-class TextOptions(RecordOptions):
-    """How text becomes documents."""
+class RecordTextOptions(RecordOptions):
+    """Which text a record holds."""
 
-    text_key: Any = option("text", "field of a record that holds its text, or a list of fields, joined by a newline")
-    add_eos: bool = option(True, "one EOS token after each document of a text")
+    text_key: Any = option(
+        "text", "field of a record that holds its text, or a list of fields, joined by a newline", required=True
+    )
 
     def problems(self) -> Iterable[str | None]:
         keys = self.text_keys
@@ -37,6 +38,18 @@ class TextOptions(RecordOptions):
     def text_keys(self) -> list[str]:
         """The fields that a record's text is made of, joined by newlines."""
         return [self.text_key] if isinstance(self.text_key, str) else self.text_key
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether an EOS token follows each document."""
+        return True
+
+
+@dataclass(frozen=True)
+class TextOptions(RecordTextOptions):
+    """How text becomes documents."""
+
+    add_eos: bool = option(True, "one EOS token after each document of a text")
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ class TextTokenizer:
     Raises `UsageError` for a tokenizer that lacks a token that is to be added.
     """
 
-    def __init__(self, tokenizer: Any, options: TextOptions, add_bos: bool = False) -> None:
+    def __init__(self, tokenizer: Any, options: RecordTextOptions, add_bos: bool = False) -> None:
         self.tokenizer = tokenizer
         self.options = options
         self.encoder = TextEncoder(tokenizer, options)
@@ -127,7 +140,7 @@ class TextTokenizer:
         return tokens.astype(self.dtype)
 
 
-def record_texts(batch: Batch, options: TextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
+def record_texts(batch: Batch, options: RecordTextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
     """(place, text or error) of every record, up to the first that ends the run."""
     for chunk in batch.chunks:
         for number, raw in chunk.records:
@@ -139,7 +152,7 @@ def record_texts(batch: Batch, options: TextOptions) -> Iterator[tuple[str, str 
                     return
 
 
-def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str | TextFile:
+def _text(chunk: Chunk, raw: Any, options: RecordTextOptions) -> str | TextFile:
     record = read_record(raw)
     if isinstance(record.get("text"), TextFile):
         return record["text"]
@@ -151,7 +164,7 @@ def _text(chunk: Chunk, raw: Any, options: TextOptions) -> str | TextFile:
     return text
 
 
-def _field(record: dict[str, Any], key: str, options: TextOptions) -> str:
+def _field(record: dict[str, Any], key: str, options: RecordTextOptions) -> str:
     value = record.get(key)
     if isinstance(value, str):
         return value

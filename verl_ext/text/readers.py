@@ -81,7 +81,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class TextFile:
-    """The text of a file of more than a block, for whoever tokenizes it to read as a stream."""
+    """The text of a file of more than a block, which is read as a stream when it is tokenized."""
 
     path: str
 
@@ -401,7 +401,7 @@ def _read_rows(table: Any) -> list[Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """`value` less the null fields of its structs: Arrow fills in every key that any row has."""
+    """`value` without the null fields of its structs: Arrow fills in every key that any row has."""
     if isinstance(value, dict):
         return {key: _without_none(child) for key, child in value.items() if child is not None}
     if isinstance(value, list):

@@ -5,7 +5,7 @@
     hf://datasets/owner/name/data/a.parquet                                    a file of a Hub repository, likewise
     hf://datasets/owner/name[@revision][:config][:split]                       a Hub dataset, as `datasets` loads it
 
-Nothing is downloaded as a whole. Credentials and hosts are fsspec's own matter. fsspec and `datasets` are imported
+Nothing is downloaded as a whole. Credentials and hosts are configured in fsspec. fsspec and `datasets` are imported
 where they are used: a command that reads local files starts without them.
 """
 
@@ -89,7 +89,7 @@ def is_url(path: str) -> bool:
 
 
 def local_path(path: str) -> str:
-    """A path less `file://`."""
+    """A path without `file://`."""
     return path.removeprefix("file://")
 
 
@@ -100,18 +100,18 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def file_name(path: str) -> str:
-    """The last part of a path or URL, less a web address's query."""
+    """The last part of a path or URL, without a web address's query."""
     return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
 
 
 def without_compression(name: str) -> str:
-    """A file's name less .gz, .bz2, .xz or .zst."""
+    """A file's name without .gz, .bz2, .xz or .zst."""
     ending = Path(name).suffix
     return name.removesuffix(ending) if ending.lower() in COMPRESSIONS else name
 
 
 def kind_of(path: str | Path) -> str | None:
-    """The format that a file's name tells, upper or lower case; None for an unknown one."""
+    """The format by a file's extension, in upper or lower case; None for an unknown one."""
     name = file_name(str(path)).lower()
     plain = without_compression(name)
     kind = SUFFIXES.get(Path(plain).suffix)
@@ -204,7 +204,7 @@ def _known_kind(path: str, key: str) -> str:
 
 
 def _check_regular(path: Path, key: str) -> None:
-    """Refuse a file where reading it might wait for ever, or that messages and reports could not name."""
+    """Refuse a file that is not regular, which may block its reader, or whose name is not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -270,7 +270,7 @@ def open_remote(url: str) -> BinaryIO:
 
 
 def remote_facts(url: str) -> Any:
-    """What changes when a file or a Hub dataset does, as far as its host tells: size, version, time of change."""
+    """What changes with the content of a file or Hub dataset: size, version, time of change, as its host reports."""
     with _host_errors(url):
         if match := _HUB.fullmatch(url):
             from huggingface_hub import dataset_info

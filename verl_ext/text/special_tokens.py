@@ -54,7 +54,6 @@ class ChatText:
 
     @property
     def text(self) -> str:
-        """What is tokenized."""
         return self.rendered.text
 
 
@@ -62,7 +61,7 @@ class SpecialTokens:
     """The tokens that a tokenizer flags as special, and its BOS and EOS."""
 
     def __init__(self, tokenizer: Any, key: str) -> None:
-        """`key`: the config key of what is done about them, which errors name."""
+        """`key`: the config key that decides how they are treated, for errors."""
         self.tokenizer, self._key = tokenizer, key
         try:
             added: Mapping[int, AddedToken] = tokenizer.added_tokens_decoder
@@ -88,7 +87,6 @@ class SpecialTokens:
 
     @property
     def longest(self) -> int:
-        """Characters of the longest name."""
         return max(map(len, self._added), default=0)
 
     def found(self, text: str) -> list[re.Match[str]]:
@@ -110,7 +108,7 @@ class SpecialTokens:
         """The chat rendered; `on_found` is one of SPECIAL_TOKENS_IN_TEXT.
 
         Raises `BadRecord`: for `error`, where a message that is rendered holds the name of a special token; for
-        `encode`, where its place in the rendered text cannot be told, or the tokenizer is not a fast one.
+        `encode`, where its place in the rendered text cannot be found, or the tokenizer is not a fast one.
         """
         if on_found == "keep" or not self._may_hold(strings := _strings(chat)):
             return ChatText(chats.located(chat))
@@ -124,7 +122,7 @@ class SpecialTokens:
         count = len(self._hidden_pattern.findall(hidden))
         text = rendered.text = self._shown(hidden)
         if first is not None and text != chats.template.with_arguments_as_printed(chat)[1]:
-            raise self.refused(first, "and the chat template changes it, so that its place cannot be told")
+            raise self.refused(first, "and the chat template changes it, so that its place cannot be found")
         if first is not None and count and on_found == "error":
             raise self.refused(first)
         if not self.tokenizer.is_fast:

@@ -1,6 +1,6 @@
 """Text as a tokenized dataset on disk: tokenized by one process, once, and memory-mapped by all others.
 
-CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's fields
+CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
     data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
     categories.json        {"1": "gsm8k", "2": "code"}
     report.json            what became of the records, by category
@@ -19,32 +19,33 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from verl_ext.files import cached_folder, write_json
+from verl_ext.files import CATEGORIES, REPORT, cached_folder, write_json
 from verl_ext.progress import Progress
 from verl_ext.redaction import redacted
 from verl_ext.text.dataset_folder import DatasetWriter
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
+from verl_ext.values import Options
 
 FORMAT = 4  # to be raised when the same files are written as something else
 BATCH_BYTES = 4 << 20  # of text tokenized together: enough work for the tokenizer's threads
-REPORT, CATEGORIES = "report.json", "categories.json"
 
 _logger = logging.getLogger(__name__)
 _reported: set[tuple[Path, str]] = set()
 
 
 class Encoder(Protocol):
-    """What makes documents of files: a frozen dataclass. All of its fields decide what the documents are, but for those
-    with compare=False.
+    """Makes documents of files: what they are follows from the files, the tokenizer and the options alone.
 
-    key: the config key of the files, which errors name; texts: the further columns that its documents have.
+    key: the config key of the files, for errors; texts: the names of further columns that its documents have.
     """
 
     texts: ClassVar[tuple[str, ...]]
 
     @property
     def tokenizer(self) -> Any: ...
+    @property
+    def options(self) -> Options: ...
     @property
     def key(self) -> str: ...
 
@@ -103,8 +104,8 @@ def digest(facts: Any) -> str:
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
-    """[real path, size, time of change] of each file, and of the files of each folder; of a URL what its host
-    tells. No content is read."""
+    """[real path, size, time of change] of each file, and of the files of each folder; of a URL, what its
+    host reports. No content is read."""
     facts: list[list[Any]] = []
     for path in paths:
         if is_url(path):
@@ -137,16 +138,11 @@ def tokenizer_facts(tokenizer: Any) -> list[Any]:
     ]
 
 
-def _options(encoder: Any) -> dict[str, Any]:
-    fields = (field.name for field in dataclasses.fields(encoder) if field.compare)
-    return {name: getattr(encoder, name) for name in fields if name != "tokenizer"}
-
-
 def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder) -> str:
     """Of everything that the documents and the report follow from."""
     tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
     ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
-    made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, _options(encoder)]
+    made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, vars(encoder.options)]
     return digest([FORMAT, file_facts(file.path for file in files), categories, *made_by])
 
 
@@ -182,7 +178,7 @@ def _write(
     write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
     report = {
         "files": redacted([file.path for file in files]),
-        "options": _options(encoder),
+        "options": vars(encoder.options),
         "categories": {names[number]: of_category.as_dict() for number, of_category in counts.items()},
         "total": total.as_dict(),
     }
@@ -192,10 +188,7 @@ def _write(
 def _count(documents: Documents) -> None:
     """Add the documents to their own counts: number, tokens, targets, and what was cut off."""
     counts, lengths = documents.counts, documents.lengths
-    counts.documents += len(lengths)
-    counts.tokens += int(lengths.sum(dtype=np.int64))
-    counts.target_tokens += int(documents.loss_mask.sum(dtype=np.int64))
-    counts.lengths.update(lengths.tolist())
+    counts.add_documents(lengths.tolist(), int(documents.loss_mask.sum(dtype=np.int64)))
     if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
         tokens = int(cut.sum(dtype=np.int64))
         counts.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=tokens)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from verl_ext.values import Options, UsageError, first_line, option, reason_of
 
-# What load_tokenizer imports, seconds long with torch.
+# What load_tokenizer imports; with torch that takes seconds.
 _WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.torchless_tokenizers"
 _tokenizer_module = _WITH_TORCH
 LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
@@ -27,8 +27,8 @@ class ModelOptions(Options):
     prefix: ClassVar[str] = "model"
 
     path: str | None = option(None, "model or tokenizer: a folder, or a name on the Hub")
-    tokenizer_path: str | None = option(None, "the tokenizer, where it does not lie beside the model")
-    trust_remote_code: bool = option(False, "true: runs the tokenizer's own Python code")
+    tokenizer_path: str | None = option(None, "the tokenizer, if it is not in model.path")
+    trust_remote_code: bool = option(False, "true: run Python code that comes with the tokenizer")
 
     @property
     def tokenizer(self) -> str:
@@ -42,13 +42,16 @@ class ModelOptions(Options):
 
     def tokenizer_problems(self) -> list[str]:
         """One line where there is no such folder and no name on the Hub."""
-        path = self.tokenizer
-        if not path:
+        if not self.tokenizer:
             return ["model.path must name a model or tokenizer folder; got nothing"]
-        hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
-        if not os.path.isdir(path) and not hub_name:
-            return [f"{self.tokenizer_key} must be a folder that exists; got {path}"]
+        return path_problems(self.tokenizer, self.tokenizer_key)
+
+
+def path_problems(path: str, key: str) -> list[str]:
+    """One line where a tokenizer's path is neither a folder nor a name on the Hub."""
+    if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []
+    return [f"{key} must be a folder that exists; got {path}"]
 
 
 def read_template(template: str, key: str) -> str:
@@ -75,7 +78,7 @@ def read_template(template: str, key: str) -> str:
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """`UsageError` with the line for a chat template that is no Jinja; `named` is what was given for it."""
+    """Raises `UsageError` with the line where a chat template is not Jinja; `named`: the option's value."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # here, because importing it takes seconds
 
@@ -89,15 +92,15 @@ def check_template(template: str, named: str, key: str) -> None:
 
 
 def leave_out_torch(model: ModelOptions) -> None:
-    """Load tokenizers without torch in this process and its workers, unless it has transformers or a tokenizer's own
-    code may want torch. Only for a process that is a command's and ends with it: transformers has no models then."""
+    """Load tokenizers without torch in this process and its workers, unless transformers is loaded already or the
+    tokenizer's own code may need torch. Only for the process of a command: transformers has no models afterwards."""
     global _tokenizer_module
     if "transformers" not in sys.modules and not model.trust_remote_code:
         _tokenizer_module = _WITHOUT_TORCH
 
 
 def tokenizer_module() -> str:
-    """What load_tokenizer imports, a second or several long: for worker processes to have beforehand."""
+    """The module that load_tokenizer imports, which takes seconds: worker processes preload it."""
     return _tokenizer_module
 
 

@@ -1,6 +1,6 @@
-"""transformers' tokenizers, imported without torch, which costs three seconds and 300 MB and which they do not use.
+"""Imports transformers' tokenizers without torch, which they do not use and which costs three seconds and 300 MB.
 
-transformers takes torch for not installed then, as long as the process lives: see `leave_out_torch`.
+For the rest of the process transformers takes torch for not installed: see `leave_out_torch`.
 """
 
 import sys

@@ -86,7 +86,7 @@ def split(file: SourceFile, size: int) -> list[SourceFile]:
             return _joined(file, _row_groups(file.path), size)
         if file.kind == "arrow" and not is_url(file.path):
             return _joined(file, _record_batches(file.path), size)
-    except (DataError, OSError, ValueError):  # for whoever reads the file to report; Arrow's errors are ValueErrors
+    except (DataError, OSError, ValueError):  # reported when the file is read; Arrow's errors are ValueErrors
         return [file]
     return [file]
 

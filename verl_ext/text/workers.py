@@ -82,12 +82,12 @@ _states: list[Any] = []  # none or one
 def _start_worker(make_state: Callable[[], Any], work: Callable[[Any, Any], Any]) -> None:
     global _make_state, _work
     _make_state, _work = make_state, work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """A worker whose parent is gone, killed included, would wait for its next job for ever."""
+    """End a worker whose parent is gone, also where it was killed: it would wait for its next job for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

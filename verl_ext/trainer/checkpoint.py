@@ -63,7 +63,7 @@ from verl_ext.values import nearest_name, show
 _SEEN = ("skipped_steps", "skipped_in_a_row", "spikes")
 
 
-class PlanState:
+class RunState:
     """What a checkpoint was made with, and how far the run was.
 
     The packs of every step follow from the dataset, the budget, the strategy and the seed, so a checkpoint needs no
@@ -157,10 +157,10 @@ class Checkpoints:
         config: the run's.
         engine: an initialised engine.
         plan: what the checkpoints are made with.
-        resumed: the checkpoint that the run goes on from, verified; None begins anew.
+        resumed: the checkpoint that the run resumes from, verified; None: it begins anew.
     """
 
-    def __init__(self, config: RunConfig, engine: StepEngine, plan: PlanState, resumed: Path | None) -> None:
+    def __init__(self, config: RunConfig, engine: StepEngine, plan: RunState, resumed: Path | None) -> None:
         self.folder = Path(config.trainer.default_local_dir)
         self.options = config.trainer
         self.contents = tuple(config.values["checkpoint"]["save_contents"])
@@ -174,7 +174,7 @@ class Checkpoints:
         self._failure: BaseException | None = None
 
     def resume(self) -> int:
-        """Load the checkpoint that the run goes on from; its step, 0 without one."""
+        """Load the checkpoint that the run resumes from; its step, 0 without one."""
         if self.resumed is None:
             return 0
         with nullcontext() if self.options.allow_pickled_checkpoints else tensors_alone(self.resumed):
@@ -186,7 +186,7 @@ class Checkpoints:
         return step
 
     def _set_aside_later(self, step: int) -> None:
-        """Take checkpoints of later steps, damaged or of the run's former course, out of the way of its next ones."""
+        """Set aside checkpoints of later steps, which are damaged or of an abandoned part of the run."""
         for later in reversed(saved_folders(self.folder)):
             if step_of(later) > step:
                 aside = later.with_name(f"{later.name}{SET_ASIDE}")
@@ -320,7 +320,7 @@ def _refuse_unseen(folder: Path, rank: int, files: dict[str, FileFacts]) -> None
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what runs that were killed had begun to write."""
+    """Remove partial files and folders of runs that were killed."""
     for path in folder.glob(f"*{PARTIAL}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -335,7 +335,7 @@ def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dic
         write_json(folder / MEMORY_SETTINGS, {name: value for name, value in settings.items() if name not in _OF_A_RUN})
 
 
-def clear_output(folder: Path) -> None:
+def remove_run_files(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in (*saved_folders(folder), *unfinished_folders(folder)):
         shutil.rmtree(path)
@@ -345,7 +345,7 @@ def clear_output(folder: Path) -> None:
 
 
 def verified(output: OutputPlan, ranks: Ranks) -> Path | None:
-    """The checkpoint that a run goes on from, every file of it as it was written; collective.
+    """The checkpoint that a run resumes from, its files compared with their checksums; collective.
 
     Raises:
         ValueError: none is, or the one that was named is not.

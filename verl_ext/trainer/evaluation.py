@@ -54,7 +54,7 @@ class AnswerScores:
         return cls(dataset, engine, int(dataset.pack_targets().max()) + _MORE if asked is None else asked)
 
     def beside(self, loss: StepLoss) -> Callable[..., tuple[torch.Tensor, dict]]:
-        """The loss function, which also counts the exact answers of what it is called with."""
+        """The loss function, which also counts the exact answers of each batch."""
 
         def scored(model_output: dict, data: TensorDict, dp_group: object = None) -> tuple[torch.Tensor, dict]:
             self._count_exact(rows(model_output["is_greedy"]), data)
@@ -140,7 +140,7 @@ class Evaluation:
         """This rank's packs of every step of the validation set, and their batch; with a bar where it takes long."""
         dataset, plan = self.validation.dataset, self.validation.plan
         batches = self._rank.batches(dataset, plan, 0, plan.steps_per_epoch)
-        hidden = None if self._rank.rank == 0 else True  # None: where nobody looks
+        hidden = None if self._rank.rank == 0 else True  # None: unless stderr is a terminal
         bar = tqdm(batches, desc="validate", unit="step", delay=5, leave=False, disable=hidden)
         for step, batch in enumerate(bar):
             yield plan.rank_packs(step, self._rank.rank, self._rank.size), batch

@@ -26,12 +26,12 @@ from verl_ext.values import first_line
 
 
 class LoadingFailed(RuntimeError):
-    """A batch that cannot be made, in one line. It happens to one rank; the others know nothing of it."""
+    """A batch cannot be made, in one line. It happens on one rank, and the others do not know."""
 
 
 @contextlib.contextmanager
 def loader_deaths_reported(processes: Sequence[multiprocessing.process.BaseProcess] = ()) -> Iterator[None]:
-    """What torch notices inside of a loader process's death, wherever its signal handler raises it, as LoadingFailed.
+    """Raises LoadingFailed where a loader process dies, wherever inside torch's signal handler reports it.
 
     processes: the loader's, whose exit codes say more where torch missed the signal.
     """
@@ -67,7 +67,7 @@ def _death(error: BaseException, processes: Sequence[multiprocessing.process.Bas
 
 
 def _killed(processes: Sequence[multiprocessing.process.BaseProcess]) -> list[tuple[str, str]]:
-    """What torch no longer knows where its loader saw the closed pipe, and took the exit code, before the signal."""
+    """Deaths that torch does not report, where it sees the closed pipe before the signal."""
     codes = [(process.pid, process.exitcode) for process in processes]
     return [
         (f"a loader process (pid {pid})", f"was killed by signal: {signal.strsignal(-code)}")

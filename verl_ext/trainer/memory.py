@@ -21,8 +21,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.attention import SequenceShards
 from verl_ext.config.check import check_run
-from verl_ext.config.plan import num_bytes
-from verl_ext.config.run import sequence_parallel_size
+from verl_ext.config.run import num_bytes, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.trainer.batch import StepBatch, StepCollator
@@ -160,12 +159,10 @@ class Trial:
 
     @property
     def override(self) -> str:
-        """As on a command line."""
         return " ".join(f"{remedy.key}={show(value)}" for remedy, value in self.chosen)
 
     @property
     def costs(self) -> str:
-        """Of all of them."""
         return "; ".join(remedy.costs for remedy, _ in self.chosen)
 
 

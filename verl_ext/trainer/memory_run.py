@@ -75,7 +75,6 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Bytes in all."""
         return sum(self.kinds.values())
 
 

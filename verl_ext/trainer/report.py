@@ -35,7 +35,7 @@ def data_facts(dataset: PackDataset) -> Facts:
         "packs": packs,
         "max_tokens": dataset.max_tokens,
         "fill": tokens / max(packs * dataset.max_tokens, 1),
-        "not_as_they_stand": [vars(row) for row in dataset.changed_documents()],
+        "changed_documents": [vars(row) for row in dataset.changed_documents()],
         "mixture": [vars(row) for row in dataset.mixture_report],
         **dataset.facts(),
     }
@@ -89,9 +89,10 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
     if facts.get("sources"):
         yield f"{name}: its sources:"
         yield _table(facts["sources"])
-    if facts["not_as_they_stand"]:
-        yield f"{name}: documents that are not trained on as they stand (data.max_tokens={facts['max_tokens']}):"
-        yield _table(facts["not_as_they_stand"])
+    if facts["changed_documents"]:
+        budget = facts["max_tokens"]
+        yield f"{name}: documents that are changed, left out or without a target (data.max_tokens={budget}):"
+        yield _table(facts["changed_documents"])
 
 
 def _step_lines(facts: Facts) -> Iterator[str]:

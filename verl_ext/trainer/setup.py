@@ -22,9 +22,8 @@ from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
 from verl_ext.config.checkpoints import saved_plan, step_of
 from verl_ext.config.output import OutputAction, OutputPlan, check_output
-from verl_ext.config.plan import plan_options, resolve_plan
-from verl_ext.config.resolve import resolve_config, resolve_device, resolve_logging
-from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig
+from verl_ext.config.resolve import plan_options, resolve_config, resolve_device, resolve_logging, resolve_plan
+from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig, sequence_parallel_size
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
@@ -36,7 +35,7 @@ from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
 from verl_ext.text.tokenizer import TRUSTED
-from verl_ext.trainer.checkpoint import PlanState, refuse_locked, verified
+from verl_ext.trainer.checkpoint import RunState, refuse_locked, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
@@ -115,7 +114,6 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """`trainer.default_local_dir`."""
         return Path(self.config.trainer.default_local_dir)
 
     def is_due(self, step: int, frequency: int | str) -> bool:
@@ -123,10 +121,10 @@ class Run:
         every = round(self.steps_per_epoch) or 1 if frequency == AFTER_EACH_EPOCH else int(frequency)
         return step == self.total_steps or (every > 0 and step % every == 0)
 
-    def plan_state(self) -> PlanState:
+    def run_state(self) -> RunState:
         """What this run's checkpoints say of it, and what one that it resumes must say."""
         allowed = [*self.config.trainer.allow_resume_mismatch, *(_OF_A_LONGER_STREAM if self.extends else ())]
-        return PlanState(self._fingerprint(), self.grouping, str(self.output), allowed)
+        return RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs, and the weights the same model."""
@@ -210,7 +208,7 @@ def prepare(composed: DictConfig) -> Run:
         for dataset in datasets:
             _check_dataset(dataset, config, hf_config)
         check_categories(config.loss, train_set.categories.names)
-        data_parallel = world_size // config.sequence_parallel_size
+        data_parallel = world_size // sequence_parallel_size(config.values)
         cost = cost_model(config.data.cost, hf_config, config.values["engine"]["ulysses_sequence_parallel_size"])
         plan = _step_plan(config, train_set, train_set.pack_costs(cost), data_parallel)
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
@@ -235,19 +233,19 @@ def prepare(composed: DictConfig) -> Run:
             content=content,
         )
         if not config.trainer.eval_only:  # which remembers less
-            run.plan_state().check_allowed()
+            run.run_state().check_allowed()
         return run if run.checkpoint is None else _resumed(run, run.checkpoint)
 
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
-    """The run as it goes on from a checkpoint; ValueError where it disagrees with what that was made with."""
+    """The run as it resumes from a checkpoint; ValueError where it disagrees with what that was made with."""
     saved = saved_plan(checkpoint)
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
-        told = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
-        run = replace(run, extends=True, notices=(*run.notices, told))
-    run.plan_state().check(saved)
+        notice = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
+        run = replace(run, extends=True, notices=(*run.notices, notice))
+    run.run_state().check(saved)
     return run
 
 
@@ -259,8 +257,7 @@ def _shape_of(hf_config: Any) -> dict[str, Any]:
 
 def _ray_notices(composed: DictConfig) -> list[str]:
     """Options of a run on Ray that torchrun does not read."""
-    given, default = RayOptions.read(plain(composed.ray)), RayOptions()
-    names = [name for name, value in vars(given).items() if value != getattr(default, name)]
+    names = RayOptions.read(plain(composed.ray)).changed()
     if not names or "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
     return [f"{', '.join(f'ray.{name}' for name in names)}: without effect here: torchrun has MAX_RESTARTS of its own"]
@@ -322,7 +319,7 @@ def _check_dataset(dataset: PackDataset, config: RunConfig, hf_config: Any) -> N
 
 
 def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
-    """What is allowed, and may not be what was meant."""
+    """Warnings about what is allowed and may not be intended."""
     yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from verl_ext.config.output import SPIKES
 from verl_ext.trainer.batch import StepBatch
-from verl_ext.trainer.checkpoint import PlanState
+from verl_ext.trainer.checkpoint import RunState
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.tracking import continued_lines
@@ -49,7 +49,7 @@ class SpikeWatch:
         first_step: steps done before; the file keeps their lines.
     """
 
-    def __init__(self, run: Run, rank: DataParallelRank, state: PlanState, first_step: int) -> None:
+    def __init__(self, run: Run, rank: DataParallelRank, state: RunState, first_step: int) -> None:
         assert run.config.trainer.spike_factor is not None
         self.factor: float = run.config.trainer.spike_factor
         self._run, self._rank, self._state = run, rank, state
@@ -60,7 +60,7 @@ class SpikeWatch:
     def see(
         self, step: int, batch: StepBatch, loss: float, nll: Sequence[torch.Tensor] | None, skipped: bool
     ) -> str | None:
-        """Judge a step, and write it down if it is a spike or was skipped; what there is to say of it.
+        """Check a step, and write it to the file if it is a spike or was skipped; the line to print then.
 
         Every rank calls it: all data-parallel ranks have the same loss.
 

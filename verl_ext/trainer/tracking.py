@@ -121,7 +121,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _started(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Tracking:
-    """verl's tracking; its runs go on with `ids`, and theirs are kept for a resume."""
+    """verl's tracking, which continues the runs of these ids; the ids of its runs are kept for a resume."""
     trainer = config.trainer
     try:
         with continued_runs(ids, loggers), _without_terminal():

@@ -19,14 +19,14 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
-from verl_ext.config.run import AFTER_EACH_EPOCH
+from verl_ext.config.run import AFTER_EACH_EPOCH, worker_config
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.checkpoint import Checkpoints, clear_output, lock_folder, remove_unfinished, save_final_memory
+from verl_ext.trainer.checkpoint import Checkpoints, lock_folder, remove_run_files, remove_unfinished, save_final_memory
 from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
@@ -39,7 +39,7 @@ from verl_ext.trainer.tracking import open_tracking
 
 @contextlib.contextmanager
 def _upstream_quiet() -> Iterator[None]:
-    """Leave out what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions, still heard."""
+    """Hide what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions and pass."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
 
@@ -87,12 +87,12 @@ class SFTTrainer:
         with _upstream_quiet():
             self.client.reset()
         if run.replaces_output and self.is_rank0:
-            clear_output(run.output)  # not before the weights are read: a failure there costs no earlier run
+            remove_run_files(run.output)  # not before the weights are read: a failure there costs no earlier run
         if self._lock is not None:
             remove_unfinished(run.output)
         dist.barrier()
-        self.plan_state = run.plan_state()
-        self.checkpoints = Checkpoints(self.config, self.engine, self.plan_state, run.checkpoint)
+        self.run_state = run.run_state()
+        self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint)
         self.first_step = 0
         self.spikes: SpikeWatch | None = None
         self._pack_tokens = run.train_set.pack_tokens()
@@ -106,7 +106,7 @@ class SFTTrainer:
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
-            return TrainingWorker(self.config.worker_config(self.run.total_steps))
+            return TrainingWorker(worker_config(self.config.values, self.run.total_steps))
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
@@ -115,7 +115,7 @@ class SFTTrainer:
     def fit(self) -> bool:
         """Train to the last step, validating and saving as `trainer` says; the last step always does both.
 
-        Whether it came there; False where the run was asked to stop, and a checkpoint of its last step is left.
+        True at the last step; False where the run was asked to stop and has saved a checkpoint.
         """
         try:
             return self._fit()
@@ -128,7 +128,7 @@ class SFTTrainer:
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         self._regroup()
         if self.config.trainer.spike_factor is not None:
-            self.spikes = SpikeWatch(self.run, self.rank, self.plan_state, self.first_step)
+            self.spikes = SpikeWatch(self.run, self.rank, self.run_state, self.first_step)
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
@@ -148,8 +148,8 @@ class SFTTrainer:
             self.progress.step(int(self._pack_tokens[self.run.plan.packs(step - 1)].sum()))
             if self.spikes is not None:
                 loss = math.nan if outcome.sums is None else outcome.sums.loss
-                if told := self.spikes.see(step, batch, loss, outcome.nll, outcome.skipped):
-                    self.progress.say(told)
+                if line := self.spikes.see(step, batch, loss, outcome.nll, outcome.skipped):
+                    self.progress.say(line)
             self._count_skipped(step, outcome)
             if logged and outcome.sums is not None:
                 self._log_step(step, outcome)
@@ -168,8 +168,8 @@ class SFTTrainer:
         return is_complete
 
     def _regroup(self) -> None:
-        """Go on with a resumed run's groups of packs, whatever the layout of ranks is now."""
-        grouping = self.plan_state.grouping
+        """Keep a resumed run's groups of packs, whatever the layout of ranks is now."""
+        grouping = self.run_state.grouping
         if grouping != self.run.grouping:
             self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
         self.run = self.run.grouped(grouping)
@@ -224,7 +224,7 @@ class SFTTrainer:
         return normaliser
 
     def _stop(self, step: int) -> None:
-        """Leave a checkpoint of the last step that is done, unless there is one."""
+        """Save a checkpoint of the last completed step, unless there is one."""
         watch.end()
         requests.leave_word()
         why = "a signal" if requests.pending is None else requests.pending
@@ -265,9 +265,9 @@ class SFTTrainer:
         if self.engine.router_loss is not None:
             metrics["train/router_loss"] = self.engine.router_loss.value.item()
         metrics["train/epoch"] = step / self.run.steps_per_epoch
-        metrics["train/skipped_steps"] = self.plan_state.skipped_steps
+        metrics["train/skipped_steps"] = self.run_state.skipped_steps
         if self.spikes is not None:
-            metrics["train/spikes"] = self.plan_state.spikes
+            metrics["train/spikes"] = self.run_state.spikes
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
         self.progress.show(metrics)
         self._track(metrics, step)
@@ -278,7 +278,7 @@ class SFTTrainer:
                 self.tracking.log(metrics, step)
 
     def _count_skipped(self, step: int, outcome: StepOutcome) -> None:
-        state = self.plan_state
+        state = self.run_state
         if not outcome.skipped:
             state.skipped_in_a_row = 0
             return
@@ -320,7 +320,7 @@ class SFTTrainer:
                 self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
 
     def _save(self, step: int) -> None:
-        """A checkpoint; where one before the last step cannot be written, the run goes on without it."""
+        """Save a checkpoint; one before the last step that cannot be written does not end the run."""
         is_last = step == self.run.total_steps
         with self._going_on(True):  # the one before, which threads wrote
             self.checkpoints.finish()

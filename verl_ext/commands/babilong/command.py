@@ -51,21 +51,21 @@ class BabilongOptions(OutputOptions):
         ["0k"], "0k (facts alone), 1k, 32k, 1M, or a number of tokens; k is 1,000, M 1,000,000", required=True
     )
     reserve_tokens: int = option(
-        300, "kept free of a size: `input` has exactly size - reserve_tokens tokens (0k: any number)", least=0
+        300, "tokens kept free: `input` has exactly size - reserve_tokens tokens (0k: any number)", least=0
     )
-    samples: int = option(1000, "in each file", least=1)
-    seed: int = option(42, "sample i follows from seed, task, size and i, whatever else is asked for")
-    model: ModelOptions = option(ModelOptions, "whose tokens count")
+    samples: int = option(1000, "samples in each file", least=1)
+    seed: int = option(42, "sample i depends on seed, task, size and i alone")
+    model: ModelOptions = option(ModelOptions, "the tokenizer that counts")
     background: str | None = option(
         None, "folder of .txt files, at least as many tokens as a sample; null: generated prose"
     )
     facts_within: Any = option(
-        None, "where in the sample facts may lie: null anywhere; 0.25 its first quarter; [0,4096] those tokens"
+        None, "where facts may be in a sample: null: anywhere; 0.25: its first quarter; [0,4096]: these tokens"
     )
     story: StoryOptions = option(StoryOptions, "how long stories are")
     num_workers: int | None = option(
         None,
-        "processes; null: one for every CPU where there is work for it. The output is the same for any number",
+        "worker processes; null: by CPUs and work. The output does not depend on it",
         least=1,
     )
 
@@ -99,7 +99,7 @@ class BabilongOptions(OutputOptions):
                 yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
 
     def _room_problems(self) -> list[str]:
-        """Sizes with room for fewer facts than every story has; of facts that fit, only a tokenizer tells."""
+        """Sizes with room for fewer facts than every story has; whether facts fit in tokens is found later."""
         last = {task: min(self.samples, self.story.questions_of(task)) - 1 for task in self.tasks}
         facts, task = max((self.story.fewest_facts(task, last[task]), task) for task in self.tasks)
         what = f"must leave room for the facts of question {last[task] + 1} of a {task} story, {facts} or more"

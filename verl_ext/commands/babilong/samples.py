@@ -288,7 +288,7 @@ class SampleMaker:
                 parts += [*sentences[done:gap], fact]
                 done = gap
             parts += sentences[done:]
-            # The first part alone tells what opening the text costs; the whole is tokenized once that is planned for.
+            # What opening the text costs follows from its first part; the whole is tokenized once that is planned for.
             excess = self.counter.opening(parts[0]) - opening
             opening += excess
             if not excess:

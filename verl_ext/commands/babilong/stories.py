@@ -34,12 +34,12 @@ class StoryOptions(Options):
 
     prefix: ClassVar[str] = "story"
 
-    questions: int = option(5, "of a story, a sample each, which has the facts before it (qa4: always 1)", least=1)
+    questions: int = option(5, "questions of a story, each a sample with the facts before it (qa4: 1)", least=1)
     facts_per_question: int | None = option(
-        None, "qa1: moves before each question (null: 2); qa2, qa3: facts, or more (null: 3)", least=1
+        None, "facts before each question: exactly of qa1 (null: 2), at least of qa2 and qa3 (null: 3)", least=1
     )
     max_facts: int | None = option(
-        None, "of a sample; null: the benchmark's, one for every 8 tokens (0k: any number)", least=1
+        None, "most facts of a sample; null: the benchmark's, one for every 8 tokens (0k: any number)", least=1
     )
 
     def questions_of(self, task: str) -> int:

@@ -45,9 +45,9 @@ class InitModelOptions(OutputOptions):
         "the architecture's own keys, over the model's, e.g. {num_hidden_layers: 4}; vocab_size: null is as many rows "
         "as the tokenizer has tokens; head_dim and layer_types follow where they followed from the sizes changed",
     )
-    seed: int = option(0, "of the weights: the same seed, the same weights, bit for bit", least=0)
+    seed: int = option(0, "seed of the weights, which it determines bit for bit", least=0)
     dtype: str = option(
-        "float32", "float32 or bfloat16: of the saved weights, drawn in float32", choices=("float32", "bfloat16")
+        "float32", "type of the saved weights, which are drawn in float32", choices=("float32", "bfloat16")
     )
     tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 

@@ -1,9 +1,8 @@
 """The tokenizer of a new model: copied, or a byte-level BPE trained on text that is read as a stream."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import PlainText, parse_record
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
-from verl_ext.text.tokenizer import check_template, read_template
+from verl_ext.text.tokenizer import check_template, path_problems, read_template
 from verl_ext.values import DataError, Options, option, show
 
 CHATML = "chatml"
@@ -33,25 +32,24 @@ class TokenizerOptions(Options):
 
     prefix: ClassVar[str] = "tokenizer"
 
-    path: str | None = option(None, "copied: a tokenizer's folder, or its name on the Hub; this or train_on")
+    path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
         [],
         "byte-level BPE trained on these files, folders, globs or URLs (txt, jsonl, json, csv, tsv, also as .gz, .bz2, "
         ".xz, .zst; parquet; Arrow): a record's text_key, or every message of a chat",
     )
     text_key: str = option("text", "the field of a record that is its text")
-    vocab_size: int = option(6400, "tokens in all, the 256 bytes and the special ones included")
+    vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
     bos_token: str | None = option("<|im_start|>", "null: none; in a shell 'tokenizer.bos_token=\"<s>\"'")
     eos_token: str | None = option("<|im_end|>", "null: none")
     pad_token: str | None = option("<|endoftext|>", "null: none")
-    special_tokens: list[str] = option([], "further ones, such as a template's")
+    special_tokens: list[str] = option([], "further special tokens, such as a template's")
     chat_template: str | None = option(
         CHATML, "chatml, whose <|im_start|> and <|im_end|> become special; a Jinja file; null: none"
     )
 
     @property
     def train_patterns(self) -> list[str]:
-        """Paths and globs of the text to train on."""
         return as_list(self.train_on)
 
     @property
@@ -85,10 +83,9 @@ class TokenizerOptions(Options):
             got = f"{self.path} and {self.train_patterns}" if self.path else "neither"
             yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
         elif self.path:
-            if not os.path.isdir(self.path) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.path):
-                yield f"tokenizer.path must be a folder that exists; got {self.path}"
-            for name, default in asdict(TokenizerOptions()).items():
-                if name != "path" and (value := getattr(self, name)) != default:
+            yield from path_problems(self.path, "tokenizer.path")
+            for name, value in self.changed().items():
+                if name != "path":
                     must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"
                     yield f"{must}; got {show(value)}"
 

@@ -47,8 +47,6 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, bl
     number = np.empty(period, np.int16)
     if len(parts) == 1:
         number[:] = 0
-    elif len(parts) == 2:
-        _fill_two(parts, number, block)
     else:
         steps = _scheduled(parts)
         for first in range(0, period, block):
@@ -130,19 +128,6 @@ def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> 
         numbers[first + order] = np.arange(len(part)) + np.repeat(counts - begins, here)
         counts += here
     return numbers
-
-
-def _fill_two(parts: list[int], out: NDArray[np.int16], block: int) -> None:
-    """Tijdeman's order of two sources, where s = 1/2, 10 times as fast: the lighter one is drawn at its releases,
-    (j + 1/2)/w rounded up, the other one at all other steps. Where both are released at once, the first one comes
-    first, and the second one a step later."""
-    light = int(parts[1] < parts[0])
-    total, double, late = sum(parts), 2 * parts[light], light
-    out[:] = 1 - light
-    for first in range(0, len(out) * parts[light] // total + 1, block):
-        halves = range(2 * first + 1, 2 * (first + block), 2)
-        steps = [(half * total - 1 + late) // double for half in halves]  # from 0
-        out[[step for step in steps if step < len(out)]] = light
 
 
 def _scheduled(parts: list[int]) -> Iterator[int]:

@@ -63,9 +63,7 @@ class TextIndex:
         tokens, lengths = self._fitting(documents)
         self._writer.add(tokens, lengths)
         counts, special = self.counts, documents.special_tokens[: len(lengths)]
-        counts.documents += len(lengths)
-        counts.tokens += len(tokens)
-        counts.lengths.update(lengths.tolist())
+        counts.add_documents(lengths.tolist())
         counts.add_special_tokens(int(special.sum()), int((special > 0).sum()))
         bad = [bad for bad in documents.bad if bad.after < len(lengths) or not self.is_full]
         for record in bad:
@@ -95,14 +93,14 @@ def write_text_indices(
     max_tokens: int | None = None,
     progress: bool = True,
     tokenized: Callable[[Iterator[Batch]], Iterator[PlainDocuments]] | None = None,
-    parcel_bytes: int = BATCH_BYTES,
+    batch_bytes: int = BATCH_BYTES,
 ) -> dict[str, Counts]:
     """Write an index of each source of `files`.
 
     Args:
         prefixes: {config key that errors name: PREFIX} of the sources, in the order of their numbers.
         max_tokens: where each source is cut.
-        tokenized: turns batches of `parcel_bytes` of text into documents, in order; None: this process does, with the
+        tokenized: turns batches of `batch_bytes` of text into documents, in order; None: this process does, with the
             tokenizer's own threads.
 
     Returns:
@@ -115,7 +113,7 @@ def write_text_indices(
     full: set[int] = set()
 
     def written() -> Generator[Written, None, None]:
-        batches = read_batches(files, full.__contains__, parcel_bytes)
+        batches = read_batches(files, full.__contains__, batch_bytes)
         results = map(tokenizer.tokenize, batches) if tokenized is None else tokenized(batches)
         for source, documents in groupby(results, key=lambda result: result.source):
             key = list(prefixes)[source - 1]

@@ -21,7 +21,7 @@ class MemoryOptions(Options):
 
     prefix: ClassVar[str] = "model.memory"
 
-    chunk_size: int = option(4096, "tokens of a chunk, which attend to each other", least=1)
+    chunk_size: int = option(4096, "tokens of a chunk; attention stays inside a chunk", least=1)
     layers: tuple[int, ...] | None = option(
         None, "indices of the decoder layers with a memory; null: up to four, spread over the upper half"
     )
@@ -114,12 +114,10 @@ class QwenTitansConfig(PreTrainedConfig):
 
     @property
     def memory_options(self) -> MemoryOptions:
-        """The options as a checked, frozen object."""
         return MemoryOptions.of(self.memory or {}, self.base_config.num_hidden_layers)
 
     @property
     def chunk_size(self) -> int:
-        """Tokens of a chunk."""
         return self.memory_options.chunk_size
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:

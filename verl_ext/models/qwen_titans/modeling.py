@@ -251,7 +251,6 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         return {name: tensor for name, tensor in self.state_dict().items() if is_memory_parameter(name)}
 
     def freeze_base(self) -> None:
-        """Train the memories alone."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_memory_parameter(name))
 
