@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -43,6 +42,8 @@ from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line
 
 STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
+# Variables that torch.load reads before its argument weights_only.
+_FORCE_TENSORS, _FORCE_PICKLES = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
 _UINT32 = np.zeros(0, np.uint32)  # numpy's random state, which verl saves, is an array of them
 _OF_NUMPYS_STATE: list[Any] = [_UINT32.__reduce__()[0], np.ndarray, np.dtype, type(_UINT32.dtype)]
@@ -189,19 +190,21 @@ def tensors_alone(checkpoint: Path) -> Iterator[None]:
 
     Raises ValueError where a file of the checkpoint holds something else, of which nothing is run.
     """
-    with (
-        mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0"),
-        torch.serialization.safe_globals(_OF_NUMPYS_STATE),
-    ):
-        try:
+    before = {name: os.environ.pop(name, None) for name in (_FORCE_TENSORS, _FORCE_PICKLES)}
+    os.environ[_FORCE_TENSORS] = "1"
+    try:
+        with torch.serialization.safe_globals(_OF_NUMPYS_STATE):
             yield
-        except pickle.UnpicklingError as error:
-            unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error))
-            raise ValueError(
-                f"a checkpoint must hold tensors and plain values alone; {checkpoint} has a pickle of "
-                f"{unknown[0] if unknown else 'something else'}: trainer.allow_pickled_checkpoints=true reads it, and "
-                "runs the code that is in it"
-            ) from error
+    except pickle.UnpicklingError as error:
+        unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error))
+        raise ValueError(
+            f"a checkpoint must hold tensors and plain values alone; {checkpoint} has a pickle of "
+            f"{unknown[0] if unknown else 'something else'}: trainer.allow_pickled_checkpoints=true reads it, and "
+            "runs the code that is in it"
+        ) from error
+    finally:
+        del os.environ[_FORCE_TENSORS]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def is_elastic(engine: Any) -> bool:
