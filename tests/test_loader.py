@@ -204,13 +204,14 @@ def test_a_death_while_the_processes_start_is_told():
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
 def test_a_batch_whose_process_is_gone_is_a_death_too(error):
     told = "a loader process exited before its batch was taken; where"
-    with pytest.raises(LoadingFailed, match=told), loader_deaths_reported():
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_reported([multiprocessing.Process()]):
         raise error
 
 
-def test_other_errors_pass_through():
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), loader_deaths_reported():
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), FileNotFoundError("of a checkpoint's folder")])
+def test_other_errors_pass_through(error):
+    with pytest.raises(type(error), match=f"^{error}$"), loader_deaths_reported():
+        raise error
 
 
 def run(folder, tiny_model, output, broken, launcher):

@@ -175,13 +175,31 @@ def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> No
         if engine._is_offload_optimizer:
             offload_fsdp_optimizer(engine.optimizer)
         return
-    as_verl(str(folder))
+    _load_as_verl(engine, folder, as_verl)
     if engine.scaler is None or not engine.checkpoint_manager.should_load_extra:
         return
     if (folder / SCALER).is_file():
         engine.scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
     elif engine.rank == 0:
         _log.warning("%s has no %s: the loss scale starts anew", folder, SCALER)
+
+
+def _load_as_verl(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> None:
+    """Its files hold options of the optimizer and the schedule as well, in whose place the configuration's stay."""
+    schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    base_lrs = list(schedule.base_lrs)
+    try:
+        as_verl(str(folder))
+    except Exception as error:
+        dist.barrier()  # verl's last step, in which the ranks wait whose files are whole
+        if isinstance(error, (ValueError, OSError, pickle.UnpicklingError)):
+            raise
+        raise ValueError(f"{folder} must be a whole checkpoint of this model; {first_line(error)}") from error
+    for group, own in zip(engine.optimizer.param_groups, options, strict=True):
+        group.update(own)
+    schedule.base_lrs = base_lrs
+    _resume_schedule(schedule, schedule.state_dict())
 
 
 @contextmanager

@@ -327,12 +327,17 @@ def remove_unfinished(folder: Path) -> None:
 
 def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
     """The memory alone, of a model that has one, as final_memory_checkpoint.pt, and in a .json beside it those of its
-    `settings` that its weights are of; collective."""
+    `settings` that its weights are of; collective. NotWritten: on every rank, where the disk is full."""
     memory = engine.memory_state_dict()
-    if memory and dist.get_rank() == 0:
-        assert settings is not None
-        save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
-        write_json(folder / MEMORY_SETTINGS, {name: value for name, value in settings.items() if name not in _OF_A_RUN})
+    try:
+        with errors_shared():  # no rank goes on, and exits, before it is written
+            if memory and dist.get_rank() == 0:
+                assert settings is not None
+                save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
+                of_weights = {name: value for name, value in settings.items() if name not in _OF_A_RUN}
+                write_json(folder / MEMORY_SETTINGS, of_weights)
+    except NotWritten as error:
+        raise NotWritten(f"{FINAL_MEMORY} cannot be written: {error}") from error
 
 
 def clear_output(folder: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,16 +153,14 @@ def _without_terminal() -> Iterator[None]:
 
 
 def _lines_until(path: Path, step: int) -> list[bytes]:
-    """Metric lines of steps up to ``step``; a torn last line of a killed run is left out."""
+    """Lines of steps up to ``step``; those that a kill or a full disk has torn are left out."""
     backup = path.with_name(f"{path.name}.before_resume")
     source = backup if backup.exists() else path  # a resume that was killed at the wrong moment left its backup
     if not source.exists():
         return []
     kept = []
     for line in source.read_bytes().splitlines(keepends=True):
-        try:
+        with suppress(orjson.JSONDecodeError):
             if orjson.loads(line)["step"] <= step:
                 kept.append(line)
-        except orjson.JSONDecodeError:
-            break
     return kept
