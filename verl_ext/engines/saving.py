@@ -189,17 +189,25 @@ def _load_as_verl(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> 
     schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
     options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     base_lrs = list(schedule.base_lrs)
-    try:
-        as_verl(str(folder))
-    except Exception as error:
-        dist.barrier()  # verl's last step, in which the ranks wait whose files are whole
-        if isinstance(error, (ValueError, OSError, pickle.UnpicklingError)):
-            raise
-        raise ValueError(f"{folder} must be a whole checkpoint of this model; {first_line(error)}") from error
+    as_verl(str(folder))
     for group, own in zip(engine.optimizer.param_groups, options, strict=True):
         group.update(own)
     schedule.base_lrs = base_lrs
     _resume_schedule(schedule, schedule.state_dict())
+
+
+def check_readable(folder: Path) -> None:
+    """Raises ValueError where this rank's files of verl's own form cannot be read; their tensors are mapped alone.
+
+    Ranks whose files can would wait in verl's barriers for one that fails while it loads.
+    """
+    for path in sorted(folder.glob(f"*_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")):
+        try:
+            torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        except pickle.UnpicklingError:
+            raise
+        except Exception as error:  # as an unpickler
+            raise ValueError(f"a checkpoint must be whole; {path} cannot be read: {first_line(error)}") from error
 
 
 @contextmanager

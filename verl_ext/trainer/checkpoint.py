@@ -10,6 +10,7 @@ objects of that file.
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -53,11 +54,11 @@ from verl_ext.config.output import (
 )
 from verl_ext.config.run import RunConfig
 from verl_ext.data.dataset import Ranks
-from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic, tensors_alone
+from verl_ext.engines.saving import NotWritten, Save, check_readable, errors_shared, is_elastic, tensors_alone
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import sync, whole_file, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
-from verl_ext.trainer.distributed import LONG
+from verl_ext.trainer.distributed import LONG, user_errors_end_the_run
 from verl_ext.values import nearest_name, show
 
 _SEEN = ("skipped_steps", "skipped_in_a_row", "spikes")
@@ -177,7 +178,10 @@ class Checkpoints:
         """Load the checkpoint that the run goes on from; its step, 0 without one."""
         if self.resumed is None:
             return 0
-        with nullcontext() if self.options.allow_pickled_checkpoints else tensors_alone(self.resumed):
+        reading = nullcontext if self.options.allow_pickled_checkpoints else functools.partial(tensors_alone, self.resumed)
+        with user_errors_end_the_run(), reading():
+            check_readable(self.resumed)
+        with reading():
             self.engine.load_checkpoint(str(self.resumed))
         self.plan.load_state_dict(saved_plan(self.resumed))
         self.last = step = step_of(self.resumed)
