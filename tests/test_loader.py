@@ -180,6 +180,15 @@ def test_a_loader_process_ends_where_its_rank_asks_it_to(folder):
     assert process.exitcode == 0
 
 
+def test_a_file_that_is_cut_short_is_told_before_its_map_is_read(folder):
+    batches = iter(loader_of(SFTDataSet(folder, 32), num_workers=0))
+    next(batches)
+    (path,) = Path(folder).glob("*.arrow")
+    os.truncate(path, 1000)
+    with pytest.raises(LoadingFailed, match=f"a file was cut short: {path} has 1,000 bytes and had "):
+        next(batches)
+
+
 def test_a_signal_that_torch_no_longer_sees_is_told():
     process = multiprocessing.Process(target=signal.pause)
     process.start()

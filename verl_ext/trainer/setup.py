@@ -60,7 +60,7 @@ _OF_THE_STEPS = {
     "engine": ("model_dtype", "mixed_precision"),
     "trainer": ("seed",),
 }
-_SCHEDULE = "the steps of the learning rate's schedule (trainer.total_training_steps)"
+_SCHEDULE = "the length of the learning rate's schedule (trainer.total_training_steps)"
 _BASE = "the content of model.path"
 _OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
 # Keys of a model's config.json that say nothing of its shape.
