@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ CHANGES = {
     "model.config.rope_parameters": "model.override_config={rope_theta: 1e6}",
     "data.train_dir": "data.train_dir={other}",
     "model.lora_rank": "model.lora_rank=4",
+    "model.path": "model.path={other}_model",
     "optim.lr_warmup_steps": "optim.lr_warmup_steps=3",
     "engine.mixed_precision": "+engine.mixed_precision={param_dtype: bf16}",
 }
@@ -148,6 +150,8 @@ def done(tiny_model, tmp_path_factory):
     names = {1: "maths", 2: "code"}
     data = write_tokenized(folder / "data", random_documents(rng, rng.integers(5, 60, 24), VOCABULARY, 2), names)
     other = write_tokenized(folder / "other", random_documents(rng, [20] * 24, VOCABULARY, 2), names)
+    weights = Path(shutil.copytree(tiny_model, f"{other}_model")) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
     options = [
         *(f"data.train_dir={data}", f"model.path={tiny_model}", "data.train_batch_size=6"),
         *(f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}", "optim.lr=1e-3"),

@@ -12,7 +12,14 @@ from tests.ranks import run_ranks
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.trainer.checkpoint import clear_output
-from verl_ext.trainer.tracking import RUN_IDS, continued_runs, keep_run_ids, open_tracking, read_run_ids
+from verl_ext.trainer.tracking import (
+    RUN_IDS,
+    continued_lines,
+    continued_runs,
+    keep_run_ids,
+    open_tracking,
+    read_run_ids,
+)
 
 TRACKERS = ["wandb", "swanlab"]
 
@@ -82,6 +89,13 @@ def test_a_tracker_that_is_not_installed_is_told_by_name(tmp_path, monkeypatch):
     config = compose(["trainer.logger=[swanlab]", f"trainer.default_local_dir={tmp_path}"])
     with pytest.raises(ValueError, match=r"^trainer\.logger .* got \['swanlab'\] \([^\n]*swanlab[^\n]*\)"):
         open_tracking(RunConfig.of(config), 0)
+
+
+def test_lines_that_were_torn_cost_no_others(tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", [f'{{"step": {step}, "data": {{}}}}\n' for step in range(1, 6)]
+    path.write_text(f'{whole[0]}{{"step": 2, "da{whole[2]}[]\n{{}}\n{whole[3]}{whole[4]}{{"st')
+    continued_lines(path, 4)
+    assert path.read_text() == whole[0] + whole[3]
 
 
 class _Run:

@@ -93,6 +93,7 @@ class Run:
         model_config: what its config.json says of its shape.
         checkpoint: what it goes on from, None where it begins anew.
         files: that are trained on; content: their digest, None where nothing is trained.
+        base: what model.path holds, of which adapters are, and which another run of the same shape has not.
         extends: the packs are those of the run that it resumes, and more.
     """
 
@@ -100,6 +101,7 @@ class Run:
     train_set: PackDataset
     files: DataFiles
     content: str | None
+    base: str | None
     plan: StepPlan
     cost: CostModel
     data_parallel_size: int
@@ -141,8 +143,8 @@ class Run:
         if self.memory is not None:
             model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
             model |= {"model.memory": self.memory, "model.train": values["model"]["train"]}
-        if values["model"]["lora_rank"]:
-            model[_BASE] = _content_of_model(values)  # with checkpoint.save_lora_only in no checkpoint
+        if self.base is not None:
+            model[_BASE] = self.base
         if self.config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
         optim = values["optim"]
@@ -217,6 +219,7 @@ def prepare(composed: DictConfig) -> Run:
     for dataset in datasets:
         dataset.read_together(RunRanks())
     content = None if config.trainer.plan_only or config.trainer.eval_only else files.digest(RunRanks())
+    base = None if config.trainer.plan_only else _base(config)
     with user_errors_end_the_run():
         for dataset in datasets:
             _check_dataset(dataset, config, hf_config)
@@ -244,6 +247,7 @@ def prepare(composed: DictConfig) -> Run:
             checkpoint=checkpoint,
             files=files,
             content=content,
+            base=base,
         )
         if not config.trainer.eval_only:  # which remembers less
             run.plan_state().check_allowed()
@@ -297,6 +301,15 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
+
+
+def _base(config: RunConfig) -> str:
+    """What model.path holds, read by rank 0; collective."""
+    found = ""
+    with user_errors_end_the_run():
+        if dist.get_rank() == 0:
+            found = _content_of_model(config.values)
+    return RunRanks().broadcast(found)
 
 
 def _content_of_model(values: Mapping[str, Any]) -> str:

@@ -160,7 +160,7 @@ def _lines_until(path: Path, step: int) -> list[bytes]:
         return []
     kept = []
     for line in source.read_bytes().splitlines(keepends=True):
-        with suppress(orjson.JSONDecodeError):
+        with suppress(orjson.JSONDecodeError, LookupError, TypeError):
             if orjson.loads(line)["step"] <= step:
                 kept.append(line)
     return kept
