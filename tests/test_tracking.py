@@ -35,6 +35,7 @@ def _alone(folder: Path, **more: str) -> None:
 def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
     """The ids of runs begun one after the other, each after a step; the last with an id from the environment."""
     _alone(folder, WANDB_MODE="offline", WANDB_SILENT="true", SWANLAB_MODE="offline")
+    sys.argv = ["train.py", "data.train_dir=https://me:a_secret_of_mine@host/a.jsonl", "trainer.seed=3"]
     config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
     seen = []
     for number, first_step in enumerate(first_steps, start=1):
@@ -57,6 +58,9 @@ def test_a_resumed_run_keeps_its_id_and_a_fresh_one_has_its_own(tracker, tmp_pat
     assert resumed == first
     assert fresh != first
     assert chosen == "chosen"  # the environment's, also on a resume
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert tracker != "wandb" or b"trainer.seed=3" in written  # the command line is uploaded
+    assert b"a_secret_of_mine" not in written
 
 
 def _told_on_a_terminal(folder: Path, tracker: str) -> str:

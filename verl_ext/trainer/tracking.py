@@ -19,7 +19,7 @@ from verl.utils.tracking import Tracking
 from verl_ext.config.output import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import whole_file, write_json
-from verl_ext.redaction import redacted
+from verl_ext.redaction import redacted, redacted_text
 from verl_ext.values import first_line
 
 # tracker: (variable of its run's id, variable that lets a run of that id be continued)
@@ -123,6 +123,7 @@ def _set_aside(path: Path) -> None:
 def _started(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Tracking:
     """verl's tracking; its runs go on with `ids`, and theirs are kept for a resume."""
     trainer = config.trainer
+    sys.argv[1:] = map(redacted_text, sys.argv[1:])  # Hydra has read it; trackers upload it
     try:
         with continued_runs(ids, loggers), _without_terminal():
             tracking = Tracking(

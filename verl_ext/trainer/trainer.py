@@ -139,7 +139,8 @@ class SFTTrainer:
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         self._regroup()
         if self.config.trainer.spike_factor is not None:
-            self.spikes = SpikeWatch(self.run, self.rank, self.plan_state, self.first_step)
+            with user_errors_end_the_run():  # its file may be on a full disk
+                self.spikes = SpikeWatch(self.run, self.rank, self.plan_state, self.first_step)
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
