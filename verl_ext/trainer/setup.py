@@ -219,7 +219,8 @@ def prepare(composed: DictConfig) -> Run:
     for dataset in datasets:
         dataset.read_together(RunRanks())
     content = None if config.trainer.plan_only or config.trainer.eval_only else files.digest(RunRanks())
-    base = None if config.trainer.plan_only else _base(config)
+    measured = config.trainer.eval_only and not config.values["model"]["lora_rank"]  # all weights are the checkpoint's
+    base = None if config.trainer.plan_only or measured else _base(config)
     with user_errors_end_the_run():
         for dataset in datasets:
             _check_dataset(dataset, config, hf_config)
