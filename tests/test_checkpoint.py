@@ -31,7 +31,7 @@ from verl_ext.config.checkpoints import (
 )
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.state import read_metadata
-from verl_ext.trainer.checkpoint import remove_unfinished
+from verl_ext.trainer.checkpoint import RunState, remove_unfinished
 from verl_ext.trainer.setup import prepare
 
 FILES = {"state/__0_0.distcp": 300, "state/__1_0.distcp": 200, "state/.metadata": 50, "extra.json": 20}
@@ -130,6 +130,29 @@ def test_metadata_of_any_bytes_is_refused_in_one_line(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"^[^\n]*must be the metadata of torch.distributed.checkpoint[^\n]*$"):
         read_metadata(tmp_path)
+
+
+SORTED = ({"data.balance": "sorted", "data.cost": "flops"}, {"group_size": 2, "cost": [704, 2, 0, None]})
+PLAIN = ({"data.balance": "none", "data.cost": "flops"}, {})
+
+
+@pytest.mark.parametrize(("saved", "own"), [(SORTED, PLAIN), (PLAIN, SORTED)])
+def test_packs_are_grouped_anew_where_what_groups_them_is_allowed_to_change(saved, own):
+    resumed = RunState(*own, "run", ["data.balance"])
+    resumed.load_state_dict(RunState(*saved, "run").state_dict())
+    assert resumed.grouping == own[1]
+
+
+def test_packs_stay_grouped_as_they_were_on_another_layout_of_ranks():
+    resumed = RunState(SORTED[0], {"group_size": 8, "cost": [352, 1, 0, None]}, "run")
+    resumed.load_state_dict(RunState(*SORTED, "run").state_dict())
+    assert resumed.grouping == SORTED[1]
+
+
+@pytest.mark.parametrize("grouping", [{"foo": 1}, {}, {"group_size": 0, "cost": [1]}, {"group_size": 1, "cost": ["a"]}])
+def test_a_forged_grouping_is_refused(grouping):
+    with pytest.raises(ValueError, match="a checkpoint must say how far its run was"):
+        RunState(*SORTED, "run").load_state_dict({"grouping": grouping})
 
 
 # Whole runs: one start of a rank does many of them, one after the other.

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,11 @@ CHANGES = {
     "model.config.rope_parameters": "model.override_config={rope_theta: 1e6}",
     "data.train_dir": "data.train_dir={other}",
     "model.lora_rank": "model.lora_rank=4",
+    "model.path": "model.path={other}_model",
+    "optim.lr_warmup_steps": "optim.lr_warmup_steps=3",
+    "engine.mixed_precision": "+engine.mixed_precision={param_dtype: bf16}",
 }
+ANOTHER_RATE = (CHANGES["optim.lr"], "trainer.allow_resume_mismatch=[optim.lr]")
 
 
 def folder_of(name: str) -> str:
@@ -78,11 +83,16 @@ def on_two_ranks(options: list[str], folder: Path) -> dict[str, str]:
     said = run(options, copied(whole, folder / "back", STEPS), *named)
     run([*options, OWN_FORM], folder / "verl", f"trainer.total_training_steps={SAVED}")
     copied(folder / "verl", folder / "earlier")
+    run([*options, OWN_FORM], copied(folder / "verl", folder / "verl_rate"), *ANOTHER_RATE)
     as_an_earlier_version_wrote_it(folder / "earlier" / f"global_step_{SAVED}", [*options, OWN_FORM])
     copied(folder / "earlier", folder / "earlier_refused")
+    torn = copied(folder / "earlier", folder / "torn")
+    if dist.get_rank() == 1:
+        os.truncate(torn / f"global_step_{SAVED}" / "model_world_size_2_rank_1.pt", 20_000)
+    told = run(options, torn)
     for name in ("verl", "earlier"):
         run([*options, OWN_FORM] if name == "verl" else options, folder / name)
-    return {"back": said}
+    return {"back": said, "torn": told}
 
 
 def as_an_earlier_version_wrote_it(checkpoint: Path, overrides: list[str]) -> None:
@@ -106,7 +116,7 @@ def on_one_rank(options: list[str], folder: Path, other: str) -> dict[str, str]:
     """What is said of every change, refused and allowed, and of verl's form; and runs that go on."""
     whole, said = folder / "whole", {}
     run(options, copied(whole, folder / folder_of("one rank")))
-    run(options, copied(whole, folder / "rate"), CHANGES["optim.lr"], "trainer.allow_resume_mismatch=[optim.lr]")
+    run(options, copied(whole, folder / "rate"), *ANOTHER_RATE)
     begun = copied(whole, folder / "begun")
     for key, change in CHANGES.items():
         asked = (change.replace("{other}", other), f"trainer.default_local_dir={begun}")
@@ -140,6 +150,8 @@ def done(tiny_model, tmp_path_factory):
     names = {1: "maths", 2: "code"}
     data = write_tokenized(folder / "data", random_documents(rng, rng.integers(5, 60, 24), VOCABULARY, 2), names)
     other = write_tokenized(folder / "other", random_documents(rng, [20] * 24, VOCABULARY, 2), names)
+    weights = Path(shutil.copytree(tiny_model, f"{other}_model")) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
     options = [
         *(f"data.train_dir={data}", f"model.path={tiny_model}", "data.train_batch_size=6"),
         *(f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}", "optim.lr=1e-3"),
@@ -191,9 +203,16 @@ def test_a_key_that_no_checkpoint_remembers_is_unknown(done):
     assert "must name what a checkpoint remembers; got optim.rl (nearest: optim.lr)" in said["unknown"]
 
 
-def test_a_learning_rate_that_is_allowed_to_change_takes_effect(done):
+def test_a_rank_that_cannot_read_its_file_of_verls_form_ends_the_others_too(done):
+    _, said = done
+    assert said["torn"].count("error: ") == 1
+    assert "model_world_size_2_rank_1.pt cannot be read" in said["torn"]
+
+
+@pytest.mark.parametrize("name", ["rate", "verl_rate"])
+def test_a_learning_rate_that_is_allowed_to_change_takes_effect(name, done):
     folder, _ = done
-    rates = [value for (_, name), value in sorted(metrics(folder / "rate").items()) if name == "train/lr"]
+    rates = [value for (_, key), value in sorted(metrics(folder / name).items()) if key == "train/lr"]
     assert rates == pytest.approx([1e-3] * SAVED + [1e-4] * (STEPS - SAVED))
 
 

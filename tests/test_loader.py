@@ -180,6 +180,15 @@ def test_a_loader_process_ends_where_its_rank_asks_it_to(folder):
     assert process.exitcode == 0
 
 
+def test_a_file_that_is_cut_short_is_told_before_its_map_is_read(folder):
+    batches = iter(loader_of(SFTDataSet(folder, 32), num_workers=0))
+    next(batches)
+    (path,) = Path(folder).glob("*.arrow")
+    os.truncate(path, 1000)
+    with pytest.raises(LoadingFailed, match=f"a file was cut short: {path} has 1,000 bytes and had "):
+        next(batches)
+
+
 def test_a_signal_that_torch_no_longer_sees_is_told():
     process = multiprocessing.Process(target=signal.pause)
     process.start()
@@ -204,13 +213,14 @@ def test_a_death_while_the_processes_start_is_told():
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
 def test_a_batch_whose_process_is_gone_is_a_death_too(error):
     told = "a loader process exited before its batch was taken; where"
-    with pytest.raises(LoadingFailed, match=told), loader_deaths_reported():
+    with pytest.raises(LoadingFailed, match=told), loader_deaths_reported([multiprocessing.Process()]):
         raise error
 
 
-def test_other_errors_pass_through():
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), loader_deaths_reported():
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), FileNotFoundError("of a checkpoint's folder")])
+def test_other_errors_pass_through(error):
+    with pytest.raises(type(error), match=f"^{error}$"), loader_deaths_reported():
+        raise error
 
 
 def run(folder, tiny_model, output, broken, launcher):

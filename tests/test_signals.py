@@ -131,6 +131,16 @@ def test_the_second_request_of_the_launcher_ends_every_rank_at_once(tmp_path):
     assert "a second signal (SIGINT): ended at once" in (tmp_path / "stderr-0").read_text()
 
 
+def test_a_signal_that_the_launcher_gets_twice_at_once_is_one_request(tmp_path):
+    with started_ranks(wait_in_a_collective, 2, tmp_path, True) as (ranks, _):
+        wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+        for signals, move in (("SIGTERM\nSIGTERM\n", "read"), ("SIGTERM\nSIGTERM\nSIGINT\n", "ended")):
+            (tmp_path / "told").write_text(signals)
+            (tmp_path / "told").rename(tmp_path / "stop")
+            ranks[0].join(2.5 if move == "read" else SECONDS)
+            assert ranks[0].exitcode == (None if move == "read" else 128 + signal.SIGINT)
+
+
 TORCHRUN = f"""#!{sys.executable}
 import os, pathlib, signal, sys, time
 out, requests = pathlib.Path(os.environ["OUT"]), pathlib.Path(os.environ["VERL_EXT_REQUESTS"])

@@ -12,7 +12,14 @@ from tests.ranks import run_ranks
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.trainer.checkpoint import remove_run_files
-from verl_ext.trainer.tracking import RUN_IDS, continued_runs, keep_run_ids, open_tracking, read_run_ids
+from verl_ext.trainer.tracking import (
+    RUN_IDS,
+    continued_lines,
+    continued_runs,
+    keep_run_ids,
+    open_tracking,
+    read_run_ids,
+)
 
 TRACKERS = ["wandb", "swanlab"]
 
@@ -28,6 +35,7 @@ def _alone(folder: Path, **more: str) -> None:
 def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
     """The ids of runs begun one after the other, each after a step; the last with an id from the environment."""
     _alone(folder, WANDB_MODE="offline", WANDB_SILENT="true", SWANLAB_MODE="offline")
+    sys.argv = ["train.py", "data.train_dir=https://me:a_secret_of_mine@host/a.jsonl", "trainer.seed=3"]
     config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
     seen = []
     for number, first_step in enumerate(first_steps, start=1):
@@ -50,6 +58,9 @@ def test_a_resumed_run_keeps_its_id_and_a_fresh_one_has_its_own(tracker, tmp_pat
     assert resumed == first
     assert fresh != first
     assert chosen == "chosen"  # the environment's, also on a resume
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert tracker != "wandb" or b"trainer.seed=3" in written  # the command line is uploaded
+    assert b"a_secret_of_mine" not in written
 
 
 def _told_on_a_terminal(folder: Path, tracker: str) -> str:
@@ -82,6 +93,13 @@ def test_a_tracker_that_is_not_installed_is_told_by_name(tmp_path, monkeypatch):
     config = compose(["trainer.logger=[swanlab]", f"trainer.default_local_dir={tmp_path}"])
     with pytest.raises(ValueError, match=r"^trainer\.logger .* got \['swanlab'\] \([^\n]*swanlab[^\n]*\)"):
         open_tracking(RunConfig.of(config), 0)
+
+
+def test_lines_that_were_torn_cost_no_others(tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", [f'{{"step": {step}, "data": {{}}}}\n' for step in range(1, 6)]
+    path.write_text(f'{whole[0]}{{"step": 2, "da{whole[2]}[]\n{{}}\n{whole[3]}{whole[4]}{{"st')
+    continued_lines(path, 4)
+    assert path.read_text() == whole[0] + whole[3]
 
 
 class _Run:

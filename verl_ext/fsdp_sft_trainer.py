@@ -73,10 +73,10 @@ def train(config: DictConfig) -> None:
     except TooManySkippedSteps as error:  # on every rank: all see the same norms
         exit_all_ranks(str(error), TRAINING_FAILED)
     except NotWritten as error:  # on every rank: all know of a failed write
-        exit_all_ranks(f"the last checkpoint, {error}", TRAINING_FAILED)
+        exit_all_ranks(f"the end of the run is not saved: {error}", TRAINING_FAILED)
     except LoadingFailed as error:  # on this rank alone
         changed = run.files.changed()  # a file that is cut short under its map is a bus error
-        exit_this_rank(f"{error}; {changed}" if changed else str(error), TRAINING_FAILED)
+        exit_this_rank(f"{error}; {changed}" if changed and changed not in str(error) else str(error), TRAINING_FAILED)
 
 
 def predicted_memory(run: "Run") -> dict[str, Any]:

@@ -76,6 +76,15 @@ class DataFiles:
                 return f"{path} was written to, or replaced"
         return None
 
+    def cut_short(self) -> str | None:
+        """In a few words, the first file that has become shorter in its place: a bus error for who reads its map."""
+        for path, before in self._states.items():
+            with contextlib.suppress(OSError):  # one that is removed stays as it is for its map
+                now = _State.of(path)
+                if now.inode == before.inode and now.bytes < before.bytes:
+                    return f"{path} has {now.bytes:,} bytes and had {before.bytes:,}"
+        return None
+
     def digest(self, ranks: Ranks) -> str:
         """32 hex digits of the content of all files; every rank reads a share of what no checksum is known of.
 

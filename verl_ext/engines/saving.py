@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -43,6 +42,8 @@ from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line
 
 STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
+# Variables that torch.load reads before its argument weights_only.
+_FORCE_TENSORS, _FORCE_PICKLES = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
 _UINT32 = np.zeros(0, np.uint32)  # numpy's random state, which verl saves, is an array of them
 _OF_NUMPYS_STATE: list[Any] = [_UINT32.__reduce__()[0], np.ndarray, np.dtype, type(_UINT32.dtype)]
@@ -174,7 +175,7 @@ def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> No
         if engine._is_offload_optimizer:
             offload_fsdp_optimizer(engine.optimizer)
         return
-    as_verl(str(folder))
+    _load_as_verl(engine, folder, as_verl)
     if engine.scaler is None or not engine.checkpoint_manager.should_load_extra:
         return
     if (folder / SCALER).is_file():
@@ -183,25 +184,53 @@ def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> No
         _log.warning("%s has no %s: the loss scale starts anew", folder, SCALER)
 
 
+def _load_as_verl(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> None:
+    """Its files hold options of the optimizer and the schedule as well, in whose place the configuration's stay."""
+    schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    base_lrs = list(schedule.base_lrs)
+    as_verl(str(folder))
+    for group, own in zip(engine.optimizer.param_groups, options, strict=True):
+        group.update(own)
+    schedule.base_lrs = base_lrs
+    _resume_schedule(schedule, schedule.state_dict())
+
+
+def check_readable(folder: Path) -> None:
+    """Raises ValueError where this rank's files of verl's own form cannot be read; their tensors are mapped alone.
+
+    Ranks whose files can would wait in verl's barriers for one that fails while it loads.
+    """
+    for path in sorted(folder.glob(f"*_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")):
+        try:
+            torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        except pickle.UnpicklingError:
+            raise
+        except Exception as error:  # as an unpickler
+            raise ValueError(f"a checkpoint must be whole; {path} cannot be read: {first_line(error)}") from error
+
+
 @contextmanager
 def tensors_alone(checkpoint: Path) -> Iterator[None]:
     """Let ``torch.load`` read tensors and plain values inside, whatever it is asked for: verl asks for any object.
 
     Raises ValueError where a file of the checkpoint holds something else, of which nothing is run.
     """
-    with (
-        mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0"),
-        torch.serialization.safe_globals(_OF_NUMPYS_STATE),
-    ):
-        try:
+    before = {name: os.environ.pop(name, None) for name in (_FORCE_TENSORS, _FORCE_PICKLES)}
+    os.environ[_FORCE_TENSORS] = "1"
+    try:
+        with torch.serialization.safe_globals(_OF_NUMPYS_STATE):
             yield
-        except pickle.UnpicklingError as error:
-            unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error))
-            raise ValueError(
-                f"a checkpoint must hold tensors and plain values alone; {checkpoint} has a pickle of "
-                f"{unknown[0] if unknown else 'something else'}: trainer.allow_pickled_checkpoints=true reads it, and "
-                "runs the code that is in it"
-            ) from error
+    except pickle.UnpicklingError as error:
+        unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error))
+        raise ValueError(
+            f"a checkpoint must hold tensors and plain values alone; {checkpoint} has a pickle of "
+            f"{unknown[0] if unknown else 'something else'}: trainer.allow_pickled_checkpoints=true reads it, and "
+            "runs the code that is in it"
+        ) from error
+    finally:
+        del os.environ[_FORCE_TENSORS]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def is_elastic(engine: Any) -> bool:

@@ -10,6 +10,7 @@ objects of that file.
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -53,13 +54,14 @@ from verl_ext.config.output import (
 )
 from verl_ext.config.run import RunConfig
 from verl_ext.data.dataset import Ranks
-from verl_ext.engines.saving import NotWritten, Save, errors_shared, is_elastic, tensors_alone
+from verl_ext.engines.saving import NotWritten, Save, check_readable, errors_shared, is_elastic, tensors_alone
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import sync, whole_file, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
-from verl_ext.trainer.distributed import LONG
+from verl_ext.trainer.distributed import LONG, user_errors_end_the_run
 from verl_ext.values import nearest_name, show
 
+_GROUPS = ("data.balance", "data.cost", "data.shuffle")
 _SEEN = ("skipped_steps", "skipped_in_a_row", "spikes")
 
 
@@ -97,11 +99,16 @@ class RunState:
         return {**self.fingerprint, "grouping": self.grouping, **seen, "recent_losses": list(self.recent_losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what the checkpoint was trained on; ValueError as :meth:`check`."""
+        """Go on with what the checkpoint was trained on; ValueError as :meth:`check`.
+
+        Packs stay grouped as they were, unless an option that groups them is allowed to change.
+        """
         self.check(state)
-        grouping, losses = state.get("grouping", self.grouping), state.get("recent_losses", [])
+        changed = any(state.get(key, value) != value for key, value in self.fingerprint.items() if key in _GROUPS)
+        grouping = self.grouping if changed else state.get("grouping", self.grouping)
+        losses = state.get("recent_losses", [])
         seen = {name: state.get(name, 0) for name in _SEEN}  # a checkpoint of an earlier version has none
-        kinds = isinstance(grouping, dict) and isinstance(losses, list)
+        kinds = _is_like(grouping, self.grouping) and isinstance(losses, list)
         if not kinds or any(type(n) is not int for n in seen.values()) or any(type(x) is not float for x in losses):
             raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {show(seen)}")
         self.grouping, self.recent_losses = grouping, losses
@@ -137,6 +144,17 @@ class RunState:
 def _name(key: str) -> str:
     """The option of a key such as "packs in data.train_dir"."""
     return next((word.strip("(),") for word in key.split() if "." in word), key)
+
+
+def _is_like(grouping: Any, own: dict[str, Any]) -> bool:
+    """Whether what a checkpoint says is a grouping as this run's."""
+    if not isinstance(grouping, dict) or grouping.keys() != own.keys():
+        return False
+    if not own:
+        return True
+    size, cost = grouping["group_size"], grouping["cost"]
+    numbers = isinstance(cost, list) and all(x is None or type(x) in (int, float) for x in cost)
+    return type(size) is int and size >= 1 and numbers and 0 < len(cost) <= len(own["cost"])
 
 
 def _as_json(value: Any) -> Any:
@@ -177,7 +195,12 @@ class Checkpoints:
         """Load the checkpoint that the run resumes from; its step, 0 without one."""
         if self.resumed is None:
             return 0
-        with nullcontext() if self.options.allow_pickled_checkpoints else tensors_alone(self.resumed):
+        reading = (
+            nullcontext if self.options.allow_pickled_checkpoints else functools.partial(tensors_alone, self.resumed)
+        )
+        with user_errors_end_the_run(), reading():
+            check_readable(self.resumed)
+        with reading():
             self.engine.load_checkpoint(str(self.resumed))
         self.plan.load_state_dict(saved_plan(self.resumed))
         self.last = step = step_of(self.resumed)
@@ -327,12 +350,17 @@ def remove_unfinished(folder: Path) -> None:
 
 def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
     """The memory alone, of a model that has one, as final_memory_checkpoint.pt, and in a .json beside it those of its
-    `settings` that its weights are of; collective."""
+    `settings` that its weights are of; collective. NotWritten: on every rank, where the disk is full."""
     memory = engine.memory_state_dict()
-    if memory and dist.get_rank() == 0:
-        assert settings is not None
-        save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
-        write_json(folder / MEMORY_SETTINGS, {name: value for name, value in settings.items() if name not in _OF_A_RUN})
+    try:
+        with errors_shared():  # no rank goes on, and exits, before it is written
+            if memory and dist.get_rank() == 0:
+                assert settings is not None
+                save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
+                of_weights = {name: value for name, value in settings.items() if name not in _OF_A_RUN}
+                write_json(folder / MEMORY_SETTINGS, of_weights)
+    except NotWritten as error:
+        raise NotWritten(f"{FINAL_MEMORY} cannot be written: {error}") from error
 
 
 def remove_run_files(folder: Path) -> None:

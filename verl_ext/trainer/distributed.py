@@ -124,7 +124,7 @@ def failures_reported() -> Iterator[None]:
         if isinstance(error, dist.DistError) or "gloo/" in str(error):
             _end_with_the_others(re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0])
         elif _is_first_failure(words):
-            traceback.print_exc()
+            print(redacted_text(traceback.format_exc()), end="", file=sys.stderr)
             exit_this_rank(f"{words} (its traceback is above)", 1)
         else:
             _end_with_the_others(words)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from verl.utils.device import get_device_id
 
 from verl_ext.data import PackDataset
+from verl_ext.data.content import DataFiles
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
@@ -52,7 +53,7 @@ def _death(error: BaseException, processes: Sequence[multiprocessing.process.Bas
         if match := re.match(r"DataLoader worker \((pid.*?)\) (is killed by signal: [^.]*|exited)", str(behind)):
             found.append((f"a loader process ({match[1]})", match[2].replace("is killed", "was killed")))
         behind = behind.__cause__ or behind.__context__
-    if not found and isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
+    if not found and processes and isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
         # Its batch is here, the shared memory of the batch is not: the process hands it over when it is asked for.
         found.append(("a loader process", "exited before its batch was taken"))
     if not found:
@@ -86,9 +87,14 @@ class _Batches(Dataset):
     def __init__(self, packs: PackDataset, collate: StepCollator) -> None:
         self.packs = packs
         self.collate = collate
+        self.files: DataFiles | None = None  # as the first batch found them
 
     def __getitems__(self, indices: Sequence[int | None]) -> StepBatch | LoadingFailed:
         try:
+            if get_worker_info() is None:  # no process of its own, which a bus error would end
+                self.files = self.files or DataFiles(self.packs.data_files, self.packs.key)
+                if cut := self.files.cut_short():
+                    raise ValueError(f"a file was cut short: {cut}")
             batch = self.collate([None if index is None else self.packs[index] for index in indices])
             if get_worker_info() is not None:
                 _share_memory(batch)

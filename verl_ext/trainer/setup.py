@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,15 @@ _OF_THE_PLAN = (
 _OF_THE_STEPS = {
     "loss": ("mode", "category_weights", "documents_per_pack"),
     "model": ("lora_rank", "lora_alpha", "target_modules"),
-    "optim": ("optimizer", "lr", "betas", "weight_decay", "clip_grad", "lr_scheduler_type"),
+    "optim": (
+        *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
+        *("lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles"),
+    ),
+    "engine": ("model_dtype", "mixed_precision"),
     "trainer": ("seed",),
 }
+_SCHEDULE = "the length of the learning rate's schedule (trainer.total_training_steps)"
+_BASE = "the content of model.path"
 _OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
 # Keys of a model's config.json that say nothing of its shape.
 _NOT_OF_THE_SHAPE = (
@@ -86,6 +92,7 @@ class Run:
         model_config: what its config.json says of its shape.
         checkpoint: what it goes on from, None where it begins anew.
         files: that are trained on; content: their digest, None where nothing is trained.
+        base: what model.path holds, of which adapters are, and which another run of the same shape has not.
         extends: the packs are those of the run that it resumes, and more.
     """
 
@@ -93,6 +100,7 @@ class Run:
     train_set: PackDataset
     files: DataFiles
     content: str | None
+    base: str | None
     plan: StepPlan
     cost: CostModel
     data_parallel_size: int
@@ -133,8 +141,13 @@ class Run:
         if self.memory is not None:
             model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
             model |= {"model.memory": self.memory, "model.train": values["model"]["train"]}
+        if self.base is not None:
+            model[_BASE] = self.base
         if self.config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
+        optim = values["optim"]
+        if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
+            model[_SCHEDULE] = self.total_steps
         return {
             **{f"data.{key}": values["data"][key] for key in _OF_THE_PLAN if key in values["data"]},
             **{f"{node}.{key}": values[node][key] for node, keys in _OF_THE_STEPS.items() for key in keys},
@@ -204,6 +217,8 @@ def prepare(composed: DictConfig) -> Run:
     for dataset in datasets:
         dataset.read_together(RunRanks())
     content = None if config.trainer.plan_only or config.trainer.eval_only else files.digest(RunRanks())
+    measured = config.trainer.eval_only and not config.values["model"]["lora_rank"]  # all weights are the checkpoint's
+    base = None if config.trainer.plan_only or measured else _base(config)
     with user_errors_end_the_run():
         for dataset in datasets:
             _check_dataset(dataset, config, hf_config)
@@ -231,6 +246,7 @@ def prepare(composed: DictConfig) -> Run:
             checkpoint=checkpoint,
             files=files,
             content=content,
+            base=base,
         )
         if not config.trainer.eval_only:  # which remembers less
             run.run_state().check_allowed()
@@ -279,10 +295,23 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
             facts |= {
                 f"the content of {dataset.key}, folder {n}": content(p) for n, p in enumerate(dataset.folders, start=1)
             }
-        facts["the content of model.path"] = content(os.path.expanduser(str(config.values["model"]["path"])))
+        facts[_BASE] = _content_of_model(config.values)
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
+
+
+def _base(config: RunConfig) -> str:
+    """What model.path holds, read by rank 0; collective."""
+    found = ""
+    with user_errors_end_the_run():
+        if dist.get_rank() == 0:
+            found = _content_of_model(config.values)
+    return RunRanks().broadcast(found)
+
+
+def _content_of_model(values: Mapping[str, Any]) -> str:
+    return content(os.path.expanduser(str(values["model"]["path"])))
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:

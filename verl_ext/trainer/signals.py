@@ -27,6 +27,7 @@ STOPPED = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to try again later
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
 _ONE_REQUEST = 5.0  # seconds: a scheduler's signal comes from it, from torchrun and from the launcher
+_ONE_OF_LAUNCHER = 2 * _WATCH_SECONDS  # timeout(1) sends its signal to a command and to its group
 
 
 class StopRequests:
@@ -83,7 +84,9 @@ class StopRequests:
                     self._got(signal.Signals(number).name, number)
             told = self._told()
             for name in told[read:]:
-                self._got(name, getattr(signal, name), counts=read > 0)
+                before = told[read - 1] if read else None
+                echo = _ONE_REQUEST if before is None else _ONE_OF_LAUNCHER if name == before else 0.0
+                self._got(name, getattr(signal, name), echo)
                 read += 1
             self._end_with_parents()
 
@@ -94,8 +97,8 @@ class StopRequests:
                 return (self._folder / "stop").read_text().split()
         return []
 
-    def _got(self, name: str, number: int, counts: bool = False) -> None:
-        """One request; `counts`: it is known to be no echo of the one before."""
+    def _got(self, name: str, number: int, echo: float = _ONE_REQUEST) -> None:
+        """One request; within `echo` seconds it may be the one before again."""
         if number == signal.SIGTERM and self._torchrun is not None and _a_rank_ended(self._torchrun):
             leave(0)  # torchrun ends the node's ranks because one failed, and names those that end with an error
         now = time.monotonic()
@@ -103,7 +106,7 @@ class StopRequests:
             self.pending, self._at = name, now
             if not self.in_training:
                 self._end(f"{name}: ended before the first step", number)
-        elif counts or now - self._at > _ONE_REQUEST:
+        elif now - self._at >= echo:
             self._end(f"a second signal ({name}): ended at once, without a checkpoint of this step", number)
 
     def _end(self, message: str, number: int) -> None:

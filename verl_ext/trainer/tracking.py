@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl.utils.tracking import Tracking
 from verl_ext.config.output import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import whole_file, write_json
-from verl_ext.redaction import redacted
+from verl_ext.redaction import redacted, redacted_text
 from verl_ext.values import first_line
 
 # tracker: (variable of its run's id, variable that lets a run of that id be continued)
@@ -123,6 +123,7 @@ def _set_aside(path: Path) -> None:
 def _started(config: RunConfig, loggers: list[str], ids: dict[str, str]) -> Tracking:
     """verl's tracking, which continues the runs of these ids; the ids of its runs are kept for a resume."""
     trainer = config.trainer
+    sys.argv[1:] = map(redacted_text, sys.argv[1:])  # Hydra has read it; trackers upload it
     try:
         with continued_runs(ids, loggers), _without_terminal():
             tracking = Tracking(
@@ -153,16 +154,14 @@ def _without_terminal() -> Iterator[None]:
 
 
 def _lines_until(path: Path, step: int) -> list[bytes]:
-    """Metric lines of steps up to ``step``; a torn last line of a killed run is left out."""
+    """Lines of steps up to ``step``; those that a kill or a full disk has torn are left out."""
     backup = path.with_name(f"{path.name}.before_resume")
     source = backup if backup.exists() else path  # a resume that was killed at the wrong moment left its backup
     if not source.exists():
         return []
     kept = []
     for line in source.read_bytes().splitlines(keepends=True):
-        try:
+        with suppress(orjson.JSONDecodeError, LookupError, TypeError):
             if orjson.loads(line)["step"] <= step:
                 kept.append(line)
-        except orjson.JSONDecodeError:
-            break
     return kept

@@ -25,6 +25,7 @@ from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
+from verl_ext.redaction import redacted_text
 from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.checkpoint import Checkpoints, lock_folder, remove_run_files, remove_unfinished, save_final_memory
 from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
@@ -35,6 +36,7 @@ from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
 from verl_ext.trainer.spikes import SpikeWatch
 from verl_ext.trainer.tracking import open_tracking
+from verl_ext.values import reason_of
 
 
 @contextlib.contextmanager
@@ -42,6 +44,15 @@ def _upstream_quiet() -> Iterator[None]:
     """Hide what verl prints while it builds: NUMA, memory and patch lines. Errors are exceptions and pass."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
+
+
+@contextlib.contextmanager
+def _tracker_may_fail(what: str) -> Iterator[None]:
+    """A full disk, or a server that does not answer, ends no run: it is said what that costs."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {what}: {redacted_text(reason_of(error))}", file=sys.stderr, flush=True)
 
 
 class StopAgreed(Exception):
@@ -128,7 +139,8 @@ class SFTTrainer:
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
         self._regroup()
         if self.config.trainer.spike_factor is not None:
-            self.spikes = SpikeWatch(self.run, self.rank, self.run_state, self.first_step)
+            with user_errors_end_the_run():  # its file may be on a full disk
+                self.spikes = SpikeWatch(self.run, self.rank, self.run_state, self.first_step)
         if self.first_step >= self.run.total_steps:
             self.progress.say(f"nothing to train: step {self.first_step} of {self.run.total_steps} is done")
         elif self.first_step:
@@ -164,7 +176,8 @@ class SFTTrainer:
             is_complete = True
         self.progress.close()
         if self.tracking is not None:
-            self.tracking.finish()
+            with _tracker_may_fail("trainer.logger did not end in order"):
+                self.tracking.finish()
         return is_complete
 
     def _regroup(self) -> None:
@@ -231,7 +244,7 @@ class SFTTrainer:
         self.progress.say(f"{why}: the run ends after step {step} of {self.run.total_steps}; the same command goes on")
         with self.progress.aside(), self._going_on(True):
             self.checkpoints.finish()
-        with self.progress.aside(), self._going_on(True):
+        with self.progress.aside(), self._going_on(True, "the run ends"):
             if self.checkpoints.last != step:
                 self._refuse_changed_data()
                 self.checkpoints.save(step)
@@ -274,7 +287,7 @@ class SFTTrainer:
 
     def _track(self, metrics: dict[str, float], step: int) -> None:
         if self.tracking is not None:
-            with self.progress.aside():
+            with self.progress.aside(), _tracker_may_fail(f"metrics of step {step} are lost"):
                 self.tracking.log(metrics, step)
 
     def _count_skipped(self, step: int, outcome: StepOutcome) -> None:
@@ -330,15 +343,15 @@ class SFTTrainer:
                 self.checkpoints.finish()
 
     @contextlib.contextmanager
-    def _going_on(self, goes_on: bool) -> Iterator[None]:
-        """Whether training goes on where a checkpoint cannot be written, which is said."""
+    def _going_on(self, goes_on: bool, what: str = "training goes on") -> Iterator[None]:
+        """Whether the run goes on where a checkpoint cannot be written; what it does is said."""
         try:
             yield
         except NotWritten as error:
             if not goes_on:
                 raise
             if self.is_rank0:
-                print(f"warning: training goes on without a checkpoint: {error}", file=sys.stderr, flush=True)
+                print(f"warning: {what} without a checkpoint: {error}", file=sys.stderr, flush=True)
 
     def _profile(self, step: int, moment: str) -> None:
         """verl's profiler between the two steps of `trainer.profile_interval`."""
