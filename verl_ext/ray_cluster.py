@@ -27,9 +27,10 @@ _NEEDED = (
 
 
 @contextlib.contextmanager
-def ray_cluster(num_cpus: int) -> Iterator[None]:
+def ray_cluster(num_cpus: int) -> Iterator[bool]:
     """Be connected to a cluster for the block; one that is started here gets `num_cpus` CPUs. Where this process is
-    connected already, that connection is used and kept.
+    connected already, that connection is used and kept. The value is whether it was started here: it is this machine,
+    and no node will join it.
 
     Raises `UsageError` where there is no cluster at $RAY_ADDRESS, or none can be started.
     """
@@ -38,25 +39,26 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
     import ray  # heavy
 
     if ray.is_initialized():
-        yield
+        yield False
         return
     address = os.environ.get("RAY_ADDRESS", "")
     _check(address)
     on_signal = signal.getsignal(signal.SIGTERM)
     try:
-        _connect(address, num_cpus)
+        is_own = _connect(address, num_cpus)
     except Exception as error:  # of many kinds
         asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
         raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}{asks}") from error
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_signal)  # Ray's handler would abort the process
-        yield
+        yield is_own
     finally:
         ray.shutdown()
 
 
-def _connect(address: str, num_cpus: int) -> None:
+def _connect(address: str, num_cpus: int) -> bool:
+    """Whether a cluster was started for it."""
     import ray
 
     # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
@@ -66,10 +68,12 @@ def _connect(address: str, num_cpus: int) -> None:
     )
     try:
         ray.init(address or None, **quiet, **own)
+        return bool(own)
     except ValueError:
         if address:
             raise
         ray.init(**quiet)  # one runs on this machine, whose resources are what they are
+        return False
 
 
 def _check(address: str) -> None:
