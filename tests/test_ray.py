@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.ranks import run_ranks
-from tests.ray_cluster import ranks_of, two_nodes
+from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, differences, metrics, train_alone
@@ -30,7 +30,7 @@ _PATIENCE = 240
 
 @pytest.fixture(scope="module")
 def cluster():
-    with two_nodes() as nodes:
+    with ray_nodes(2) as nodes:
         yield nodes
 
 

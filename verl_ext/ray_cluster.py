@@ -41,8 +41,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    address = os.environ.get("RAY_ADDRESS", "")
-    _check(address)
+    address = _checked(os.environ.get("RAY_ADDRESS", ""))
     on_signal = signal.getsignal(signal.SIGTERM)
     try:
         is_own = _connect(address, num_cpus)
@@ -76,14 +75,25 @@ def _connect(address: str, num_cpus: int) -> bool:
         return False
 
 
-def _check(address: str) -> None:
-    """Raises `UsageError` for an address where nothing answers, for which Ray waits for minutes."""
-    if address in ("", "auto", "local"):
-        return
-    host, _, port = address.rpartition(":")
+def _checked(address: str) -> str:
+    """The address; `local` where none is given and the cluster that `ray start` made on this machine is gone.
+
+    Raises `UsageError` for an address where nothing answers, for which Ray waits for minutes.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    at = address
+    if address in ("", "auto"):  # what `ray start` has written down stays when its cluster is killed
+        at = find_bootstrap_address(None) or "local"
+    if at == "local":
+        return address
+    host, _, port = at.rpartition(":")
     if not host or not port.isdigit() or "://" in host:
         raise UsageError(f"{_NEEDED}; got {address}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
     except (OSError, OverflowError) as error:
+        if not address:
+            return "local"
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
+    return address
