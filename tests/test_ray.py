@@ -174,6 +174,16 @@ def test_nodes_that_do_not_come_are_named(cluster, overrides, monkeypatch, capfd
 
 
 @pytest.mark.cluster
+def test_a_cluster_of_the_runs_own_is_not_waited_for_to_grow(overrides, tmp_path):
+    command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer_ray", *overrides, "trainer.nnodes=1000"]
+    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert (
+        "error: the Ray cluster must have 1000 nodes with 1 free CPU each, free within ray.timeout=15 " in done.stderr
+    )
+
+
+@pytest.mark.cluster
 def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overrides, tmp_path):
     folder, ranks = tmp_path / "run", {}
     command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer_ray", *overrides, "trainer.nnodes=2"]
