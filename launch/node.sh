@@ -58,6 +58,9 @@ if ((NNODES > 1)) && [[ "${PREFLIGHT:-1}" != 0 ]]; then
     verl-ext preflight "nnodes=$NNODES" "node_rank=$NODE_RANK" "master_addr=$MASTER_ADDR" "master_port=$MASTER_PORT" \
         "processes=$NPROC_PER_NODE" "timeout=${PREFLIGHT_TIMEOUT:-600}" ${LOCAL_ADDR:+"local_addr=$LOCAL_ADDR"} >&2
 fi
+# torchrun reads PET_ variables for what its line leaves out; where ranks meet, the line says alone.
+unset PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT PET_LOCAL_ADDR PET_MAX_RESTARTS \
+    PET_STANDALONE PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_ID PET_RDZV_CONF
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets, with a warning on every start
 export NNODES                                # recipes may set the packs per step from it

@@ -78,10 +78,10 @@ head_listens() { (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; }
 
 # wait_for_head [PID]: PID is the head's process, where it is on this node
 wait_for_head() {
-    local waited=0
+    local began=$SECONDS # of an address that is out of reach, one try may take minutes
     until head_listens; do
         if [[ -n "${1:-}" ]] && ! kill -0 "$1" 2>/dev/null; then fail "Ray's head has ended; its lines above say why"; fi
-        ((++waited <= ${PREFLIGHT_TIMEOUT:-600})) ||
+        ((SECONDS - began < ${PREFLIGHT_TIMEOUT:-600})) ||
             fail "Ray's head must listen at MASTER_ADDR:MASTER_PORT=$MASTER_ADDR:$MASTER_PORT; got no answer"
         sleep 1
     done

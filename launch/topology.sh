@@ -47,14 +47,17 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-$(count_devices)}
 [[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a whole number of at least 1; got '$NNODES'"
 [[ "$NPROC_PER_NODE" =~ ^[1-9][0-9]*$ ]] ||
     fail "NPROC_PER_NODE must be a whole number of at least 1; got '$NPROC_PER_NODE'"
-[[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS must be a whole number of at least 0; got '$MAX_RESTARTS'"
+[[ "$MAX_RESTARTS" =~ ^(0|[1-9][0-9]*)$ ]] || fail "MAX_RESTARTS must be a whole number of at least 0; got '$MAX_RESTARTS'"
+if [[ -n "$MASTER_PORT" ]] && { ! [[ "$MASTER_PORT" =~ ^[1-9][0-9]{0,4}$ ]] || ((MASTER_PORT > 65535)); }; then
+    fail "MASTER_PORT must be a port, 1 to 65535; got '$MASTER_PORT'"
+fi
 
 if ((NNODES == 1)); then
     NODE_RANK=0
     MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 else
     [[ -n "$MASTER_ADDR" ]] || fail "MASTER_ADDR (or master_ip) must name the first node when NNODES=$NNODES; got nothing"
-    if ! [[ "$NODE_RANK" =~ ^[0-9]+$ ]] || ((NODE_RANK >= NNODES)); then
+    if ! [[ "$NODE_RANK" =~ ^(0|[1-9][0-9]*)$ ]] || ((NODE_RANK >= NNODES)); then
         fail "NODE_RANK must be 0 to $((NNODES - 1)) when NNODES=$NNODES; got '$NODE_RANK'"
     fi
     MASTER_PORT=${MASTER_PORT:-$1}

@@ -1,4 +1,4 @@
-"""Two nodes of a Ray cluster on this machine, and the ranks of a run on them.
+"""A Ray cluster of one or two nodes on this machine, and the ranks of a run on them.
 
 Each node is a raylet of its own with CPUs of its own; both have this machine's address.
 """
@@ -14,25 +14,26 @@ import psutil
 
 # A lost node is noticed within seconds; a busy machine may take longer to answer than this many times.
 _HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 5}
-_MEMORY = 80 << 20  # of a node's object store
+_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_log_monitor": False}  # a process less on each
 
 
-class TwoNodes:
+class Nodes:
     """The cluster; a run finds it by RAY_ADDRESS."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         from ray.cluster_utils import Cluster  # here: 2 seconds that most tests need not wait for
 
-        head = {"include_dashboard": False, "object_store_memory": _MEMORY, "num_cpus": 2, "_system_config": _HEALTH}
+        head = {**_NODE, "include_dashboard": False, "no_monitor": True, "_system_config": _HEALTH}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
         self._second = None
-        self.add_second()
+        if number == 2:
+            self.add_second()
 
     def add_second(self) -> None:
         """Start the second node, where it is not there."""
         if self._second is None:
-            self._second = self._cluster.add_node(num_cpus=2, object_store_memory=_MEMORY)
+            self._second = self._cluster.add_node(**_NODE)
 
     def kill_second(self) -> None:
         """kill -9 of the second node's raylet: Ray's processes on it follow."""
@@ -44,14 +45,14 @@ class TwoNodes:
 
 
 @contextmanager
-def two_nodes() -> Iterator[TwoNodes]:
-    """Two nodes with 2 CPUs each, for as long as the block lasts."""
+def ray_nodes(number: int) -> Iterator[Nodes]:
+    """One or two nodes with 2 CPUs each, for as long as the block lasts."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets need a short path
     (folder / "ray").mkdir()
     before = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED")}
     os.environ.update(RAY_TMPDIR=str(folder), RAY_USAGE_STATS_ENABLED="0")
     os.environ.pop("RAY_ADDRESS", None)
-    cluster = TwoNodes()
+    cluster = Nodes(number)
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
         yield cluster

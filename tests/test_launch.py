@@ -117,9 +117,11 @@ def test_one_host_restarts_by_itself():
     assert line(MAX_RESTARTS="2") == [*ONE_NODE, "--max_restarts=2", "--nproc_per_node=1", *MODULE]
 
 
-def node_with_programs(tmp_path: Path, preflight: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def node_with_programs(
+    tmp_path: Path, preflight: str, torchrun: str = 'echo "torchrun $*"', **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run node.sh, not dry, with stand-ins: torchrun prints its words, verl-ext does what `preflight` says."""
-    for name, body in {"torchrun": 'echo "torchrun $*"', "verl-ext": preflight}.items():
+    for name, body in {"torchrun": torchrun, "verl-ext": preflight}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
@@ -146,6 +148,13 @@ def test_torchrun_is_not_started_where_the_check_fails(tmp_path):
     assert node_with_programs(tmp_path, "exit 2").returncode == 0  # one node has nobody to check with
 
 
+def test_torchrun_finds_no_other_topology_in_its_own_variables(tmp_path):
+    pod = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_MAX_RESTARTS": "3", "PET_NODE_RANK": "1"}
+    done = node_with_programs(tmp_path, "exit 2", "env | grep ^PET_ | sort", **pod, NNODES="1", MAX_RESTARTS="0")
+    kept = [line.partition("=")[0] for line in done.stdout.splitlines()]
+    assert kept == ["PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"]
+
+
 def test_ambiguous_world_size_and_rank_are_not_read():
     assert line(WORLD_SIZE="16", RANK="3") == line()
 
@@ -159,6 +168,12 @@ def test_ambiguous_world_size_and_rank_are_not_read():
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR (or master_ip) must name the first node"),
         ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NODE_RANK must be 0 to 1 when NNODES=2; got ''"),
         ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK must be 0 to 1 when NNODES=2; got '2'"),
+        (
+            {"NNODES": "9", "MASTER_ADDR": "host0", "NODE_RANK": "08"},
+            "NODE_RANK must be 0 to 8 when NNODES=9; got '08'",
+        ),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a port, 1 to 65535; got 'http'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a port, 1 to 65535; got '65536'"),
     ],
 )
 def test_a_topology_that_cannot_be_is_refused_in_one_line(environment, message):

@@ -1,5 +1,6 @@
 """`verl-ext migrate`: an old command with the names of today, its words, quotes and variables as they were written."""
 
+import re
 import shlex
 
 import pytest
@@ -59,21 +60,23 @@ def test_a_script_keeps_its_words_quotes_and_variables(capsys):
     gone = ["train_files", "val_files", "prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys"]
     refused = [line for line in comments if "has no equivalent" in line]
     assert [line.split()[1] for line in refused] == [f"data.{name}" for name in gone]
-    assert len(comments) == 4 + len(gone)
+    defaults = "optim.betas=[0.9,0.95] optim.lr_scheduler_type=cosine optim.lr_warmup_steps_ratio=0.1"
+    assert comments[len(comments) - len(gone) - 1] == f"# not given, and another default in verl ≤ 0.6: {defaults}"
+    assert len(comments) == 5 + len(gone)
 
 
 @pytest.mark.parametrize(
     "trainer", ["fsdp_sft_trainer.py", "/opt/verl/trainer/fsdp_sft_trainer.py", "-m verl.trainer.sft_trainer"]
 )
 def test_the_new_command_composes_and_is_one_that_migrates_to_itself(trainer, capsys):
-    overrides = "+data.train_dir='a b' model.partial_pretrain=M optim.warmup_steps_ratio=.1"
+    overrides = "+data.train_dir='a b' model.partial_pretrain=M optim.warmup_steps_ratio=.1 optim.lr=1"
     old = f"torchrun --nproc_per_node=2 {trainer} {overrides}"
     command, comments = migrated(capsys, *shlex.split(old))  # unquoted on the command line: words, not one text
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:4] == ["torchrun", "--nproc_per_node=2", "-m", "verl_ext.fsdp_sft_trainer"]
     config = compose(words[4:])
     assert (config.data.train_dir, config.model.path, config.optim.lr_warmup_steps_ratio) == ("a b", "M", 0.1)
-    assert len(comments) == 2
+    assert len(comments) == 3
     again = command.replace("verl_ext.fsdp_sft_trainer", "verl.trainer.fsdp_sft_trainer")
     assert migrated(capsys, again) == (command, [])
 
@@ -84,6 +87,29 @@ def test_an_unknown_key_is_named_and_kept(capsys):
     assert comments == ["# unknown key optim.lrr; nearest: optim.lr", "# unknown key data.mine; nearest: data.mixture"]
 
 
-def test_what_is_no_command_of_that_trainer_is_refused(capsys):
-    assert main(["migrate", "python train.py a=1"]) == 2
-    assert "command must start verl.trainer.fsdp_sft_trainer" in capsys.readouterr().err
+def test_substitutions_are_words_and_what_follows_the_command_is_left_alone(capsys):
+    old = 'python fsdp_sft_trainer.py model.path=$(cat "my model") data.train_batch_size=$((8 * (N + 1))) && echo a=1'
+    command, comments = migrated(capsys, old)
+    assert command.endswith(
+        'model.path=$(cat "my model") \\\n    data.train_batch_size=$((8 * (N + 1))) \\\n    && echo a=1'
+    )
+    assert comments == []
+
+
+def test_each_value_keeps_its_own_quotes_and_variables_in_braces(capsys):
+    words = ['model.path="${M}/a"', "model.tokenizer_path=${M}/a", "data.train_dir='${M}/a'", r"\${N}", '"${EXTRA[@]}"']
+    command, _ = migrated(capsys, f"python fsdp_sft_trainer.py {' '.join(words)}")
+    assert command.split(" \\\n    ")[1:] == [*words[:3], " ".join(words[3:])]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("python train.py a=1", "command must start verl.trainer.fsdp_sft_trainer"),
+        ("set -x\npython fsdp_sft_trainer.py a=1", "command must be one command, from .*; got several lines"),
+        ("python fsdp_sft_trainer.py a='1", "command must be one command, from .*; got a quote that is not closed"),
+    ],
+)
+def test_what_is_no_command_of_that_trainer_is_refused(command, message, capsys):
+    assert main(["migrate", command]) == 2
+    assert re.search(message, capsys.readouterr().err)

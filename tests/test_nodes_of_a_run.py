@@ -18,7 +18,7 @@ from tests.training import SMALL
 from verl_ext.config import compose
 from verl_ext.config.output import check_output
 from verl_ext.trainer import distributed
-from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
+from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported, process_group
 from verl_ext.trainer.setup import prepare
 
 
@@ -118,3 +118,15 @@ def test_a_run_that_may_be_restarted_does_not_overwrite(variable, why, monkeypat
     with pytest.raises(ValueError, match=r"trainer\.overwrite must be false where a run may be restarted") as raised:
         check_output(config)
     assert why in str(raised.value)
+
+
+def test_ranks_that_a_scheduler_describes_in_part_are_refused_in_one_line(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as ended, process_group():
+        pass
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: ranks must be started by torchrun (launch/node.sh); got WORLD_SIZE=2 without LOCAL_RANK\n"
+    )

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.ranks import run_ranks
-from tests.ray_cluster import ranks_of, two_nodes
+from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, differences, metrics, train_alone
@@ -30,7 +30,7 @@ _PATIENCE = 240
 
 @pytest.fixture(scope="module")
 def cluster():
-    with two_nodes() as nodes:
+    with ray_nodes(2) as nodes:
         yield nodes
 
 
@@ -171,6 +171,16 @@ def test_nodes_that_do_not_come_are_named(cluster, overrides, monkeypatch, capfd
         "nodes: it has 2 nodes ("
     )
     assert said.count("\n") == 1
+
+
+@pytest.mark.cluster
+def test_a_cluster_of_the_runs_own_is_not_waited_for_to_grow(overrides, tmp_path):
+    command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer_ray", *overrides, "trainer.nnodes=1000"]
+    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert (
+        "error: the Ray cluster must have 1000 nodes with 1 free CPU each, free within ray.timeout=15 " in done.stderr
+    )
 
 
 @pytest.mark.cluster

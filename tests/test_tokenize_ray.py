@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset, load_from_disk
 from filelock import FileLock
 
+from tests.ray_cluster import ray_nodes
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands import tokenize_ray
 from verl_ext.commands.command_line import read_options
@@ -38,8 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One cluster for all tests: each would start its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", "local")  # another test's may run on this machine
+    with pytest.MonkeyPatch.context() as patch, ray_nodes(1):
         # As in a command, whose process has no torch and whose workers then need none: importing it takes seconds.
         patch.setattr(tokenize_ray, "tokenizer_module", lambda: "verl_ext.text.torchless_tokenizers")
         with ray_cluster(2):
@@ -191,9 +191,29 @@ def test_a_source_without_records_is_refused(tmp_path: Path, model: Path) -> Non
         on_ray({"a": write_jsonl(tmp_path / "a.jsonl", [])}, tmp_path / "out", model)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "ray://head:10001", "127.0.0.1:1"])
-def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", address)
+@pytest.fixture
+def killed_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which `ray start` has been killed: the address that it has written down leads nowhere."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
+def test_where_a_cluster_was_killed_one_is_started(killed_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    joined: list[Any] = []
+    monkeypatch.setattr("ray.init", lambda address=None, **_: joined.append(address))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with ray_cluster(1) as is_own:
+        assert is_own
+    assert joined == ["local"]
+
+
+@pytest.mark.parametrize("address", ["nonsense", "ray://head:10001", "127.0.0.1:1", "auto"])
+def test_an_address_without_a_cluster_is_refused_at_once(
+    killed_cluster: None, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UsageError, match=f"RAY_ADDRESS must be host:port of the head of a Ray cluster.* got {address}"):
         ray_cluster(1).__enter__()

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -29,6 +30,7 @@ from verl_ext.trainer.distributed import TRAINING_FAILED, USER_ERROR
 from verl_ext.trainer.ray_ranks import Ends, PlacedRanks, placed_ranks, reason
 from verl_ext.values import plain
 
+_GIVEN_BACK = 15.0  # seconds
 _INTERRUPTED = 128 + signal.SIGINT
 _FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # no reason to start again by itself
 
@@ -41,7 +43,9 @@ def run(config: DictConfig, arguments: list[str]) -> int:
     check_keys(config)
     options, trainer = RayOptions.read(plain(config.ray)), TrainerOptions.read(plain(config.trainer))
     _check_output(trainer, options)
-    with ray_cluster(max(trainer.n_gpus_per_node, os.cpu_count() or 1)):
+    with ray_cluster(max(trainer.n_gpus_per_node, os.cpu_count() or 1)) as is_own:
+        if is_own:  # what is not there now will not come; what ranks of before held is given back within seconds
+            options = replace(options, timeout=min(options.timeout, _GIVEN_BACK))
         return _attempts(config, options, trainer, arguments)
 
 

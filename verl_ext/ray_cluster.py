@@ -27,9 +27,10 @@ _NEEDED = (
 
 
 @contextlib.contextmanager
-def ray_cluster(num_cpus: int) -> Iterator[None]:
+def ray_cluster(num_cpus: int) -> Iterator[bool]:
     """Be connected to a cluster for the block; one that is started here gets `num_cpus` CPUs. Where this process is
-    connected already, that connection is used and kept.
+    connected already, that connection is used and kept. The value is whether it was started here: it is this machine,
+    and no node will join it.
 
     Raises `UsageError` where there is no cluster at $RAY_ADDRESS, or none can be started.
     """
@@ -38,25 +39,25 @@ def ray_cluster(num_cpus: int) -> Iterator[None]:
     import ray  # heavy
 
     if ray.is_initialized():
-        yield
+        yield False
         return
-    address = os.environ.get("RAY_ADDRESS", "")
-    _check(address)
+    address = _checked(os.environ.get("RAY_ADDRESS", ""))
     on_signal = signal.getsignal(signal.SIGTERM)
     try:
-        _connect(address, num_cpus)
+        is_own = _connect(address, num_cpus)
     except Exception as error:  # of many kinds
         asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
         raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}{asks}") from error
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_signal)  # Ray's handler would abort the process
-        yield
+        yield is_own
     finally:
         ray.shutdown()
 
 
-def _connect(address: str, num_cpus: int) -> None:
+def _connect(address: str, num_cpus: int) -> bool:
+    """Whether a cluster was started for it."""
     import ray
 
     # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
@@ -66,20 +67,33 @@ def _connect(address: str, num_cpus: int) -> None:
     )
     try:
         ray.init(address or None, **quiet, **own)
+        return bool(own)
     except ValueError:
         if address:
             raise
         ray.init(**quiet)  # one runs on this machine, whose resources are what they are
+        return False
 
 
-def _check(address: str) -> None:
-    """Raises `UsageError` for an address where nothing answers, for which Ray waits for minutes."""
-    if address in ("", "auto", "local"):
-        return
-    host, _, port = address.rpartition(":")
+def _checked(address: str) -> str:
+    """The address; `local` where none is given and the cluster that `ray start` made on this machine is gone.
+
+    Raises `UsageError` for an address where nothing answers, for which Ray waits for minutes.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    at = address
+    if address in ("", "auto"):  # what `ray start` has written down stays when its cluster is killed
+        at = find_bootstrap_address(None) or "local"
+    if at == "local":
+        return address
+    host, _, port = at.rpartition(":")
     if not host or not port.isdigit() or "://" in host:
         raise UsageError(f"{_NEEDED}; got {address}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
     except (OSError, OverflowError) as error:
+        if not address:
+            return "local"
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
+    return address

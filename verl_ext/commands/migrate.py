@@ -20,8 +20,11 @@ from verl_ext.config.legacy import Item, translate
 from verl_ext.values import REQUIRED, Options, UsageError, option
 
 TRAINER = "verl_ext.fsdp_sft_trainer"
-# A word of a shell command with its quotes: plain characters, escapes, '…' and "…"
-_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL)
+# A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
+_WORD = re.compile(
+    r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
+)
+_ENDS = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # words from which on a command has no overrides
 _TRAINERS = re.compile(r"verl\.trainer\.(?:fsdp_)?sft_trainer|(?:\S*/)?fsdp_sft_trainer\.py")
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
@@ -38,7 +41,11 @@ class MigrateOptions(Options):
 
 def run(options: MigrateOptions) -> str:
     """The new command and its comments. Raises `UsageError` where the words are no command of that trainer."""
-    words = _WORD.findall(options.command.replace("\\\n", " "))
+    text = options.command.replace("\\\n", " ").strip()
+    if between := _WORD.sub("", text).strip(" \t\r"):
+        what = "several lines" if between.isspace() else "a quote that is not closed"
+        raise UsageError(f"command must be one command, from torchrun to its last override; got {what}")
+    words = _WORD.findall(text)
     starts = [number for number, word in enumerate(words) if _TRAINERS.fullmatch(_plain(word))]
     if not starts:
         raise UsageError("command must start verl.trainer.fsdp_sft_trainer, or fsdp_sft_trainer.py; got neither")
@@ -46,11 +53,9 @@ def run(options: MigrateOptions) -> str:
     head = words[:start] if words[start - 1 : start] == ["-m"] else [*words[:start], "-m"]
     lines = [" ".join([*head, TRAINER])]
     items, others = _overrides(words[start + 1 :])
-    plain = [Item(item.prefix, item.key, _plain(item.value or "")) for item in items]
-    written = {value.value: item.value for item, value in zip(items, plain, strict=True)}
-    names = [item.value for item in plain if item.key == "data.custom_cls.name"]
-    found = translate(plain, any(map(schema.names_own_class, names)), packed=True)
-    lines += [str(Item(_prefix(item), item.key, written.get(item.value, item.value))) for item in found.items]
+    names = [item.value for item in items if item.key == "data.custom_cls.name"]
+    found = translate(items, any(map(schema.names_own_class, names)), packed=True)
+    lines += [str(Item(_prefix(item), item.key, item.written or item.value)) for item in found.items]
     lines += [" ".join(others)] if others else []
     unknown = [schema.unknown_key(item.key) for item in found.items if not _is_known(item)]
     comments = [f"# {line}" for line in (*found.notices, *found.problems, *unknown)]
@@ -58,16 +63,17 @@ def run(options: MigrateOptions) -> str:
 
 
 def _overrides(words: Sequence[str]) -> tuple[list[Item], list[str]]:
-    """(the overrides among the words with their values as written, the other words: flags, "$@", redirections)."""
+    """(the overrides among the words, the other words: flags, "$@", redirections and what follows them)."""
     items, others = [], []
-    for word in words:
+    end = next((number for number, word in enumerate(words) if _ENDS.fullmatch(word)), len(words))
+    for word in words[:end]:
         # quoted as a whole: 'trainer.logger=[console]' is trainer.logger='[console]'
         match = _OVERRIDE.fullmatch(word) or _OVERRIDE.fullmatch(re.sub(r"^(['\"])([+~]*[\w.]+=)", r"\2\1", word))
         if match:
-            items.append(Item(match[1], match[2], match[3]))
+            items.append(Item(match[1], match[2], _plain(match[3]), match[3]))
         else:
             others.append(word)
-    return items, others
+    return items, [*others, *words[end:]]
 
 
 def _plain(word: str) -> str:
@@ -92,8 +98,9 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments) or arguments[0].startswith("command="):
         return _main(arguments)
     text = arguments[0] if len(arguments) == 1 else shlex.join(arguments)
-    # in Hydra's grammar: a quote is escaped, and so are backslashes in front of one
-    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text)
+    # in OmegaConf's grammar ${…}, and in Hydra's a quote, is escaped, and so are backslashes in front of them
+    plain = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), plain)
     return _main([f"command='{quoted}'"])
 
 

@@ -20,6 +20,14 @@ RENAMED = {
     "trainer.resume_path": "trainer.resume_from_path",
 }
 RENAMED_NODES = {"model.fsdp_config": "engine", "trainer.checkpoint": "checkpoint"}
+# What its sft_trainer.yaml had where today's defaults train otherwise: (key, value, key that takes its place).
+DEFAULTS = (
+    ("optim.lr", "1e-5", None),
+    ("optim.betas", "[0.9,0.95]", None),
+    ("optim.lr_scheduler_type", "cosine", None),
+    ("optim.lr_warmup_steps_ratio", "0.1", "optim.lr_warmup_steps"),
+    ("trainer.total_epochs", "4", "trainer.total_training_steps"),
+)
 
 
 @dataclass(frozen=True)
@@ -80,11 +88,15 @@ _OF_VALUES = {"data.truncation": {"error": "data.over_length=error", "right": "d
 
 @dataclass(frozen=True)
 class Item:
-    """One override of the command line: `<prefix><key>=<value>`, prefix "", "+", "++" or "~"; value as written."""
+    """One override of the command line: `<prefix><key>=<value>`, prefix "", "+", "++" or "~".
+
+    value: as Hydra gets it; written: as it stands in a shell script, where it comes from one.
+    """
 
     prefix: str
     key: str
     value: str | None
+    written: str | None = None
 
     def __str__(self) -> str:
         return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
@@ -142,12 +154,16 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
             found.notices.append(f"{item.key} (verl ≤ 0.6) is read as {new}")
             item = replace(item, key=new)
         found.items.append(item)
+    if "recipe" not in given and any(map(renamed, given)):
+        missing = [f"{key}={value}" for key, value, other in DEFAULTS if not {key, other} & to_be_given]
+        if missing:
+            found.notices.append(f"not given, and another default in verl ≤ 0.6: {' '.join(missing)}")
     return replace(found, notices=list(dict.fromkeys(found.notices)))
 
 
 def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
     """Say what became of an override whose key has no other name today, or that it cannot be had."""
-    said, value = f"{item.key}={item.value}", (item.value or "").strip("'\"")
+    said, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
     if entry.by in given:
         found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")
     elif today := _OF_VALUES.get(item.key, {}).get(value):

@@ -38,6 +38,7 @@ USER_ERROR = 2
 TRAINING_FAILED = 3
 _TORCHRUN_NOTICES = 5.0  # seconds until torchrun ends the ranks of a node where one has failed, and more
 _STORE_ANSWERS = 5.0  # seconds
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILURE = "verl_ext/failure"  # in the store of the ranks
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
@@ -259,14 +260,21 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _default_to_one_rank() -> None:
-    """What torchrun would have set, for ``python -m``."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(single, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """What torchrun would have set, for ``python -m``; ends with a line where a scheduler has set a part of it."""
+    if missing := [name for name in _OF_TORCHRUN if name not in os.environ]:
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if ranks != "1":
+            print(
+                f"error: ranks must be started by torchrun (launch/node.sh); got WORLD_SIZE={ranks} without "
+                f"{', '.join(missing)}",
+                file=sys.stderr,
+            )
+            raise SystemExit(USER_ERROR)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(single, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def _silence_upstream() -> None:
