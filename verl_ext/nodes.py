@@ -29,16 +29,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def content(path: str) -> str:
-    """What a file or folder holds, for comparison with another node's copy: number of files, bytes and a digest.
+def content(path: str, endings: tuple[str, ...] = ("",)) -> str:
+    """What a file or folder holds, for comparison with another copy: number of files, bytes and a digest.
 
     The digest is of names below `path`, sizes and the first and last 64 KiB of each file; a copy that is cut short,
-    older or of other data has another one. Hidden files and what `datasets` caches beside its files do not count.
+    older or of other data has another one. Hidden files and what `datasets` caches beside its files, and files whose
+    names have none of the `endings`, do not count.
     """
     if not os.path.exists(path):
         return "nothing"
     digest, count, total = hashlib.sha256(), 0, 0
-    for file in _files(Path(path)):
+    for file in _files(Path(path), endings):
         size = file.stat().st_size
         count, total = count + 1, total + size
         digest.update(f"{'' if file == Path(path) else file.relative_to(path)}\0{size}\0".encode())
@@ -49,14 +50,14 @@ def content(path: str) -> str:
     return f"{count} file{'s' * (count != 1)} of {total:,} bytes ({digest.hexdigest()[:8]})"
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _files(path: Path, endings: tuple[str, ...]) -> Iterator[Path]:
     if path.is_file():
         yield path
         return
     for folder, below, names in os.walk(path):
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(names):
-            if not name.startswith((".", "cache-", "tmp")) and not name.endswith(".lock"):
+            if name.endswith(endings) and not name.startswith((".", "cache-", "tmp")) and not name.endswith(".lock"):
                 yield Path(folder, name)
 
 

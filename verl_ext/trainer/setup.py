@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ _OF_THE_STEPS = {
     "trainer": ("seed",),
 }
 _SCHEDULE = "the length of the learning rate's schedule (trainer.total_training_steps)"
-_BASE = "the content of model.path"
+_BASE = "the weights in model.path"
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # a card or a template that is edited there stops no resume
 _OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
 # Keys of a model's config.json that say nothing of its shape.
 _NOT_OF_THE_SHAPE = (
@@ -92,7 +93,7 @@ class Run:
         model_config: what its config.json says of its shape.
         checkpoint: what it goes on from, None where it begins anew.
         files: that are trained on; content: their digest, None where nothing is trained.
-        base: what model.path holds, of which adapters are, and which another run of the same shape has not.
+        base: digest of the weights in model.path, which those of another model of the same shape do not have.
         extends: the packs are those of the run that it resumes, and more.
     """
 
@@ -295,23 +296,23 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
             facts |= {
                 f"the content of {dataset.key}, folder {n}": content(p) for n, p in enumerate(dataset.folders, start=1)
             }
-        facts[_BASE] = _content_of_model(config.values)
+        facts["the content of model.path"] = content(_model_folder(config))
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
 
 
 def _base(config: RunConfig) -> str:
-    """What model.path holds, read by rank 0; collective."""
+    """The digest of the weights in model.path, read by rank 0; collective."""
     found = ""
     with user_errors_end_the_run():
         if dist.get_rank() == 0:
-            found = _content_of_model(config.values)
+            found = content(_model_folder(config), _WEIGHTS)
     return RunRanks().broadcast(found)
 
 
-def _content_of_model(values: Mapping[str, Any]) -> str:
-    return content(os.path.expanduser(str(values["model"]["path"])))
+def _model_folder(config: RunConfig) -> str:
+    return os.path.expanduser(str(config.values["model"]["path"]))
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
