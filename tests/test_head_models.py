@@ -7,6 +7,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.ranks import run_ranks
@@ -154,6 +155,24 @@ def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
     for more in ({"use_dora": True}, {"lora_bias": True}):
         base = AutoModelForCausalLM.from_pretrained(folder("llama"))
         assert head_use(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
+
+
+def test_a_head_inside_fsdp1_is_fused_and_an_adapter_that_fsdp1_wraps_is_not(folder):
+    """Where FSDP1 runs there is a GPU; its wrapper itself is enough here."""
+
+    def wrapped(module):
+        wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        torch.nn.Module.__init__(wrapper)
+        wrapper._fsdp_wrapped_module = module
+        return wrapper
+
+    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
+    assert head_use(wrapped(base)) == "fused"
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"]))
+    assert head_use(wrapped(model)) == "fused"
+    adapters = model.get_output_embeddings().lora_B
+    adapters["default"] = wrapped(adapters["default"])  # as verl's policy does with every layer that learns
+    assert head_use(wrapped(model)) == "targets"
 
 
 def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
