@@ -93,6 +93,4 @@ def _gradients(engine: Any) -> dict[str, torch.Tensor]:
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
             found = {name: p.grad / scale for name, p in module.named_parameters() if p.grad is not None}
         return {name.replace("_fsdp_wrapped_module.", ""): gradient.cpu() for name, gradient in found.items()}
-    return {
-        name: p.grad.full_tensor().cpu() / scale for name, p in module.named_parameters() if p.grad is not None
-    }
+    return {name: p.grad.full_tensor().cpu() / scale for name, p in module.named_parameters() if p.grad is not None}

@@ -116,7 +116,7 @@ TABLE = [
         {"model__lora_rank": 4, "model__target_modules": ".*(proj|embed_tokens)"},
         1,
         None,
-        "model.target_modules must leave out model.embed_tokens: verl 0.9.1's FSDP2 cannot shard an adapter there; got .*",
+        "model.target_modules must leave out model.embed_tokens: verl 0.9.1's FSDP2 cannot shard",
     ),
     ({"optim__clip_grad": 0}, 1, None, "optim.clip_grad must be above 0; got 0"),
     ({"optim__betas": [0.9]}, 1, None, "optim.betas must be two numbers from 0 to below 1; got [0.9]"),
@@ -348,7 +348,9 @@ def test_adapters_beside_the_embeddings_are_accepted(good):
 def test_an_adapter_folder_and_tied_embeddings_are_checked_as_the_options_are(good, tmp_path):
     LoraConfig(target_modules=["q_proj", "embed_tokens"]).save_pretrained(tmp_path)
     found = lines(changed(good, model__lora_rank=8, model__lora_adapter_path=str(tmp_path)))
-    assert found[0].startswith("model.lora_adapter_path: target_modules must leave out model.embed_tokens: verl 0.9.1's")
+    assert found[0].startswith(
+        "model.lora_adapter_path: target_modules must leave out model.embed_tokens: verl 0.9.1's"
+    )
     tied = Qwen3Config(**HEADS, tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"leave out lm_head: tied weights are exported as one"):
         check_run(changed(good, model__lora_rank=4, model__target_modules=["lm_head"]), 1, hf_config=tied)

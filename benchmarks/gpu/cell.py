@@ -140,8 +140,8 @@ def _busy(train: Any) -> tuple[float, float]:
 class Spans:
     """Time on the GPU's stream by kind: each moment is of the innermost part that is open.
 
-    A checkpointed layer is computed again inside the backward pass of its last part, up to the last tensor that is kept:
-    parts open inside others there, and the last one is not closed by itself.
+    A checkpointed layer is computed again inside the backward pass of its last part, up to the last tensor that is
+    kept: parts open inside others there, and the last one is not closed by itself.
     """
 
     def __init__(self) -> None:
