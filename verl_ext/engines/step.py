@@ -84,11 +84,12 @@ class StepEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: Any) -> Any:
         """verl's, whose FSDP2 is given adapters on the head: what verl puts in FSDPModule's place for classes of abc's,
         as PEFT's layers are, has another memory layout than those, and Python refuses it."""
-        before, fsdp_utils.fully_shard_module = fsdp_utils.fully_shard_module, None
+        verls: Any = fsdp_utils
+        before, verls.fully_shard_module = verls.fully_shard_module, None
         try:
             return super()._build_fsdp_module(module)
         finally:
-            fsdp_utils.fully_shard_module = before
+            verls.fully_shard_module = before
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.
