@@ -5,10 +5,7 @@ Every cell is a process of its own, so that its peak is its own. README.md says 
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from transformers import LlamaConfig, LlamaModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.cells import in_own_process, measured, parsed
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 
 # case: (gradient checkpointing, tiled MLP, checkpoints on the host)
@@ -63,28 +61,16 @@ def measure(case: str, tokens: int, hidden: int, intermediate: int, layers: int,
     model = build(case, hidden, intermediate, layers, tile)
     step(model, 8)  # first calls, and memory of the gradients
     model.zero_grad(set_to_none=False)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.process_time()
-    loss = step(model, tokens)
-    seconds = time.process_time() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with measured() as figures:
+        loss = step(model, tokens)
     norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
     return {
         "case": case,
         "tokens": tokens,
-        "seconds": seconds,
-        "peak_mib": (peak - before) / 1024,
+        **figures,
         "loss": loss,
         "gradient": torch.stack(norms).norm().item(),
     }
-
-
-def in_own_process(*cell: Any) -> dict[str, Any]:
-    """:func:`measure` in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--cell", json.dumps(cell)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{cell} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def check_equal(cells: list[dict[str, Any]]) -> None:
@@ -118,14 +104,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tile", type=int, default=256, help="tokens of a tile")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--output", help="JSON file")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.cell:
-        print(json.dumps(measure(*json.loads(arguments.cell))))
-        return
+    arguments = parsed(parser, measure)
     sizes = (arguments.hidden, arguments.intermediate, arguments.layers, arguments.tile)
-    cells = [in_own_process(case, tokens, *sizes) for tokens in arguments.tokens for case in arguments.cases]
+    cells = [in_own_process(__file__, case, tokens, *sizes) for tokens in arguments.tokens for case in arguments.cases]
+    if failed := next((cell["failed"] for cell in cells if "failed" in cell), None):
+        raise RuntimeError(f"a cell failed: {failed}")
     check_equal(cells)
     print(table(cells))
     if arguments.output:

@@ -5,10 +5,7 @@ Every cell is a process of its own, so that its peak is its own. README.md says 
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.cells import in_own_process, measured, parsed
 from verl_ext.losses import head_terms, token_nll
 
 Loss = Callable[..., torch.Tensor]
@@ -74,30 +72,18 @@ def measure(head: str, tokens: int, share: float, hidden_size: int, vocabulary: 
     coefficients = (torch.rand(tokens) < share).float()
     few = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
     HEADS[head](*few, torch.arange(8), torch.ones(8)).backward()  # imports, first calls
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.process_time()
-    loss = HEADS[head](hidden, weight, labels, coefficients)
-    loss.backward()
-    seconds = time.process_time() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with measured() as figures:
+        loss = HEADS[head](hidden, weight, labels, coefficients)
+        loss.backward()
     assert weight.grad is not None
     return {
         "head": head,
         "tokens": tokens,
         "targets": share,
-        "seconds": seconds,
-        "peak_mib": (peak - before) / 1024,
+        **figures,
         "loss": loss.item(),
         "gradient": weight.grad.norm().item(),
     }
-
-
-def in_own_process(*cell: Any) -> dict[str, Any]:
-    """:func:`measure` in a process of its own; its figures, or why there are none."""
-    done = subprocess.run([sys.executable, __file__, "--cell", json.dumps(cell)], capture_output=True, text=True)
-    if done.returncode:
-        return {"head": cell[0], "tokens": cell[1], "targets": cell[2], "failed": done.stderr.strip().splitlines()[-1:]}
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -108,7 +94,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     for cell in cells:
         row = f"{cell['tokens']:>7,} {cell['targets']:>8.0%}  {cell['head']:<8}"
         if "failed" in cell:
-            lines.append(f"{row}  not run: {' '.join(cell['failed'])}")
+            lines.append(f"{row}  not run: {cell['failed']}")
             continue
         same = [
             c for c in cells if (c["tokens"], c["targets"]) == (cell["tokens"], cell["targets"]) and "failed" not in c
@@ -140,16 +126,11 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", help="JSON file")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.cell:
-        print(json.dumps(measure(*json.loads(arguments.cell))))
-        return
+    arguments = parsed(parser, measure)
     heads = [head for head in arguments.heads if head != "trl" or find_spec("trl")]
     sizes = (arguments.hidden, arguments.vocabulary, arguments.threads)
     cells = [
-        in_own_process(head, tokens, share, *sizes)
+        {"head": head, "tokens": tokens, "targets": share, **in_own_process(__file__, head, tokens, share, *sizes)}
         for tokens in arguments.tokens
         for share in arguments.targets
         for head in heads

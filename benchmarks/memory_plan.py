@@ -1,13 +1,16 @@
 """Peak memory predicted on fake tensors against the resident memory of real ranks. README.md says how to read it."""
+# ruff: noqa: E402 - upstream warns while it is imported
 
 import argparse
 import json
+import logging
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it, with pages of warnings
+warnings.simplefilter("ignore")  # upstream's, of every rank
+logging.disable(logging.INFO)
 
+from benchmarks.quiet import no_progress_bars, quiet
 from verl_ext.config import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
@@ -99,7 +107,8 @@ def measure(job: Job) -> float:
     torch.set_num_threads(1)
     idle = MemoryTracker("cpu", fake=False)  # never entered: counts nothing
     with process_group():
-        engine = build_engine(job)
+        with quiet():
+            engine = build_engine(job)
         fill_optimizer(engine, idle)
         take_steps(engine, job, idle)  # buffers and threads that last
         before = _resident("VmRSS")
@@ -157,6 +166,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    no_progress_bars()
     if arguments.rank:
         print(measure(pickle.load(sys.stdin.buffer)))
         return

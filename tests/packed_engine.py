@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
+from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.config import compose
@@ -73,7 +74,8 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
 
     normaliser = batch.normaliser.clone()
     all_reduce(normaliser)
-    sums = StepSums.zeros(batch.categories, "cpu")
+    device: Any = get_device_id()
+    sums = StepSums.zeros(batch.categories, device)
     sums.add_counts(batch.counts)
     with engine.train_mode():
         engine.optimizer_zero_grad()
@@ -85,10 +87,10 @@ def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumu
 
 
 def _gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole gradients by Hugging Face's names, unscaled; copies, as the optimizer step clips in place."""
+    """Whole gradients by Hugging Face's names, unscaled, on the host; copies, as the optimizer step clips in place."""
     module, scale = engine.module, engine.scaler.get_scale() if engine.scaler is not None else 1.0
     if isinstance(module, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
             found = {name: p.grad / scale for name, p in module.named_parameters() if p.grad is not None}
-        return {name.replace("_fsdp_wrapped_module.", ""): gradient for name, gradient in found.items()}
-    return {name: p.grad.full_tensor() / scale for name, p in module.named_parameters() if p.grad is not None}
+        return {name.replace("_fsdp_wrapped_module.", ""): gradient.cpu() for name, gradient in found.items()}
+    return {name: p.grad.full_tensor().cpu() / scale for name, p in module.named_parameters() if p.grad is not None}

@@ -76,7 +76,7 @@ class Reference:
     """Forward passes of single documents, kept, so that every loss mode differentiates the same graph."""
 
     def __init__(self, model: PreTrainedModel, documents: Iterable[Document]) -> None:
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.nll = {id(document): _nll(model, document) for document in documents}
 
     def step(

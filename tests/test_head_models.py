@@ -7,6 +7,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.ranks import run_ranks
@@ -60,16 +62,37 @@ DOCUMENTS = documents()
 PACKS = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[2], DOCUMENTS[3]], [DOCUMENTS[4], DOCUMENTS[5]]]
 
 
-def train(model: str, heads: list[str], dtype: str = "fp32"):
+HEADS = ("fused", "targets", "plain")
+HALF = "qwen3_tied"  # the model that is also run in half precision
+TARGETS = ["q_proj", "lm_head"]  # of the adapters that are trained on LLaMA
+
+
+def train(runs: dict[tuple[str, str], str]):
+    """By run, (name, precision or "lora"), of the model in a folder: what its head allows, and a step by each head."""
+    return {run: train_one(model, run[1]) for run, model in runs.items()}
+
+
+def train_one(model: str, kind: str):
     from tests.packed_engine import build_worker, train_step
 
-    precision = f"engine.mixed_precision={{param_dtype:{dtype},reduce_dtype:fp32,buffer_dtype:fp32}}"
-    engine = build_worker(model, sequence_parallel=2, overrides=(precision,)).engine
+    dtype = "fp32" if kind == "lora" else kind
+    overrides = [f"engine.mixed_precision={{param_dtype:{dtype},reduce_dtype:fp32,buffer_dtype:fp32}}"]
+    if kind == "lora":
+        overrides += ["model.lora_rank=4", "model.lora_alpha=8", f"model.target_modules=[{','.join(TARGETS)}]"]
+    engine = build_worker(model, sequence_parallel=2, overrides=overrides).engine
     if engine.scaler is not None:  # gradients of so few targets are large
         engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 1024.0})
+    for name, parameter in engine.module.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(distribute_tensor(adapter(parameter), parameter.device_mesh, parameter.placements))
     collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
     packs = [pack_row(pack) for pack in PACKS]
-    return engine.head_use, [train_step(engine, packs, collate, len(packs), head) for head in heads]
+    return engine.head_use, [train_step(engine, packs, collate, len(packs), head) for head in HEADS]
+
+
+def adapter(parameter: torch.Tensor) -> torch.Tensor:
+    """The value that a parameter of an adapter is given, whole: B begins at 0, where A has no gradient."""
+    return 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +110,34 @@ def folder(tmp_path_factory):
     return of
 
 
+@pytest.fixture(scope="module")
+def trained(folder):
+    """What rank 0 of two gave by run; the ranks start once."""
+    runs = [*((name, "fp32") for name in MODELS), (HALF, "bf16"), (HALF, "fp16"), ("llama", "lora")]
+    return run_ranks(train, 2, {run: str(folder(run[0])) for run in runs})[0]
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel_ranks(name, folder):
-    model = folder(name)
-    expected = Reference(load_eager(str(model)), DOCUMENTS).step(PACKS, "token", {})
-    heads = ["fused", "targets", "plain"]
-    use, steps = run_ranks(train, 2, str(model), heads)[0]
+def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel_ranks(name, folder, trained):
+    use, steps = trained[name, "fp32"]
     assert use == MODELS[name][2]
-    for head, step in zip(heads, steps, strict=True):
+    assert_all_equal(steps, Reference(load_eager(str(folder(name))), DOCUMENTS).step(PACKS, "token", {}))
+
+
+def test_a_step_with_an_adapter_on_the_head_equals_plain_hugging_face(folder, trained):
+    model = get_peft_model(
+        load_eager(str(folder("llama"))), LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, lora_dropout=0.0)
+    ).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(adapter(parameter))
+    use, steps = trained["llama", "lora"]
+    assert use == "fused"
+    assert_all_equal(steps, Reference(model, DOCUMENTS).step(PACKS, "token", {}))
+
+
+def assert_all_equal(steps, expected):
+    for head, step in zip(HEADS, steps, strict=True):
         assert step.report["train/loss"] == pytest.approx(expected.loss, rel=TOLERANCE), head
         assert step.gradients.keys() == expected.gradients.keys()
         for parameter, gradient in expected.gradients.items():
@@ -103,12 +146,13 @@ def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_in_half_precision_a_step_is_no_further_from_plain_hugging_face_than_that_of_plain_logits(dtype, folder):
-    model = folder("qwen3_tied")
-    expected = Reference(load_eager(str(model)), DOCUMENTS).step(PACKS, "token", {})
+def test_in_half_precision_a_step_is_no_further_from_plain_hugging_face_than_that_of_plain_logits(
+    dtype, folder, trained
+):
+    expected = Reference(load_eager(str(folder(HALF))), DOCUMENTS).step(PACKS, "token", {})
     names = list(expected.gradients)
     truth = torch.cat([expected.gradients[name].flatten() for name in names])
-    _, steps = run_ranks(train, 2, str(model), ["fused", "targets", "plain"], dtype)[0]
+    _, steps = trained[HALF, dtype]
     vectors = [torch.cat([step.gradients[name].double().flatten() for name in names]) for step in steps]
     fused, targets, plain = (float((vector - truth).norm() / truth.norm()) for vector in vectors)
     assert max(fused, targets) <= 1.2 * plain
@@ -154,6 +198,24 @@ def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
     for more in ({"use_dora": True}, {"lora_bias": True}):
         base = AutoModelForCausalLM.from_pretrained(folder("llama"))
         assert head_use(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
+
+
+def test_a_head_inside_fsdp1_is_fused_and_an_adapter_that_fsdp1_wraps_is_not(folder):
+    """Where FSDP1 runs there is a GPU; its wrapper itself is enough here."""
+
+    def wrapped(module):
+        wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        torch.nn.Module.__init__(wrapper)
+        wrapper._fsdp_wrapped_module = module
+        return wrapper
+
+    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
+    assert head_use(wrapped(base)) == "fused"
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"]))
+    assert head_use(wrapped(model)) == "fused"
+    adapters = model.get_output_embeddings().lora_B
+    adapters["default"] = wrapped(adapters["default"])  # as verl's policy does with every layer that learns
+    assert head_use(wrapped(model)) == "targets"
 
 
 def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):

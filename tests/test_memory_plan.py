@@ -122,6 +122,10 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
             ["trainer.plan_only=true", "plan.gpu_memory=eighty"],
             "plan.gpu_memory must be a size such as 80GiB, 80GB or a number of bytes; got eighty",
         ),
+        (
+            ["trainer.plan_only=true", "plan.gpu_memory=4GiB"],
+            "plan.reserve must be at most plan.gpu_memory=4GiB; got 5GiB",
+        ),
         (["trainer.plan_only=true", "plan.world_size=0"], "plan.world_size must be at least 1; got 0"),
         (
             ["trainer.plan_only=true", "plan.gpu_memory=80GiB", "parallel=cpu"],

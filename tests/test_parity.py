@@ -57,7 +57,14 @@ CASES = [Case(mode, packing, k) for mode in MODES for packing in ("none", "packe
 CASES += [Case(mode, packing, 4) for mode in MODES for packing in ("padded", "labelled")]
 CASES += [Case("sequence", "packed", 2)]
 CASES += [Case("sequence", packing, 4, head) for packing in ("packed", "labelled") for head in ("targets", "plain")]
-FEW_CASES = [case for case in CASES if case.mode in ("token", "longwriter") and case.accumulation == 4]
+# Modes meet a layout in Z, accumulation and idle ranks, which data-parallel ranks alone run in every case; those with
+# sequence parallelism run each mode, packing, accumulation and head.
+MANY_CASES = [Case(mode, "packed", 4) for mode in MODES] + [Case("sequence", "packed", k) for k in (1, 2)]
+MANY_CASES += [Case("token", packing, 4) for packing in ("none", "padded", "labelled")]
+MANY_CASES += [Case("longwriter", "padded", 4), Case("longwriter", "none", 1)]
+MANY_CASES += [case for case in CASES if case.head != "fused"]
+FEW_CASES = [Case("token", packing, 4) for packing in ("none", "labelled")]
+FEW_CASES += [Case("longwriter", packing, 4) for packing in ("packed", "padded")]
 CONTEXT_CASES = [Case("token", packing, 4) for packing in ("packed", "labelled", "padded")]
 CONTEXT_CASES += [Case("sequence", "packed", 4, head) for head in ("targets", "plain")]
 # Gradients reduced after the last micro-batch alone, without what verl recomputes by default.
@@ -65,8 +72,8 @@ _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_grad
 LAYOUTS = {  # the fifth and sixth have more ranks than key/value heads, and packs shorter than it has ranks
     Layout(1, 1): CASES,
     Layout(2, 1): CASES,
-    Layout(2, 2): CASES,
-    Layout(4, 2, _LEAN): CASES,
+    Layout(2, 2): MANY_CASES,
+    Layout(4, 2, _LEAN): MANY_CASES,
     Layout(4, 4): FEW_CASES,
     Layout(3, 3): FEW_CASES,  # 4 query and 2 key/value heads become 6 and 6
     # Chunks of 1 to 6 tokens, shorter than most documents; on three ranks every pack but one is padded.

@@ -3,6 +3,7 @@
 The reference is plain Hugging Face: one forward of all documents, padded, whose ``aux_loss`` transformers computes.
 """
 
+import functools
 import itertools
 from math import ceil
 
@@ -34,21 +35,30 @@ MODELS = {
     ),
 }
 CASES = list(itertools.product(("packed", "padded", "labelled"), (1, 4)))
+FEW_CASES = [("packed", 4), ("padded", 4), ("labelled", 1)]  # each packing, each accumulation
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
-LAYOUTS = {  # ranks, of which so many are a Ulysses group: overrides
-    (1, 1): (),
-    (2, 1): ("model.activation_offload=true",),
-    (4, 2): ("parallel.context_parallel_size=2", *_LEAN),
+LAYOUTS = {  # ranks, of which so many are a Ulysses group: cases, overrides
+    (1, 1): (CASES, ()),
+    (2, 1): (CASES, ("model.activation_offload=true",)),
+    (4, 2): (FEW_CASES, ("parallel.context_parallel_size=2", *_LEAN)),
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def moe_model(request, tmp_path_factory):
-    config_class, fields = MODELS[request.param]
-    return str(write_tiny_model(tmp_path_factory.mktemp("moe"), 0, config_class, **MOE, **fields))
+@pytest.fixture(scope="module")
+def moe_models(tmp_path_factory):
+    """Folders of all models, by name."""
+    return {
+        name: str(write_tiny_model(tmp_path_factory.mktemp("moe"), 0, config_class, **MOE, **fields))
+        for name, (config_class, fields) in MODELS.items()
+    }
 
 
-def _train(model: str, sequence_parallel: int, overrides: tuple[str, ...]) -> dict:
+def _train(models: dict[str, str], layout: tuple[int, int]) -> dict:
+    """:func:`_train_one` of every model."""
+    return {name: _train_one(model, layout[1], *LAYOUTS[layout]) for name, model in models.items()}
+
+
+def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]], overrides: tuple[str, ...]) -> dict:
     """By case: the step's router loss, as its rank sees it, and on rank 0 the gradients of loss and router loss."""
     import torch.distributed as dist
 
@@ -63,7 +73,7 @@ def _train(model: str, sequence_parallel: int, overrides: tuple[str, ...]) -> di
     categories = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
     spec = LossSpec("token", category_weight_table({}, categories.names))
     answers = {}
-    for packing, accumulation in CASES:
+    for packing, accumulation in cases:
         packs = [
             pack_row([DOCUMENTS[i] for i in group], MAX_TOKENS if packing == "padded" else None)
             for group in GROUPS[packing]
@@ -103,19 +113,24 @@ def _reference(model: str, packing: str) -> tuple[float, dict[str, torch.Tensor]
     }
 
 
+@pytest.fixture(scope="module")
+def references(moe_models):
+    """:func:`_reference` by model and packing, computed once."""
+    return functools.cache(lambda name, packing: _reference(moe_models[name], packing))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(moe_model, layout):
-    ranks, sequence_parallel = layout
-    answers = run_ranks(_train, ranks, moe_model, sequence_parallel, LAYOUTS[layout])
-    for packing, accumulation in CASES:
-        value, gradients = _reference(moe_model, packing)
+def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(moe_models, references, layout):
+    answers = run_ranks(_train, layout[0], moe_models, layout)
+    for name, (packing, accumulation) in itertools.product(MODELS, LAYOUTS[layout][0]):
+        value, gradients = references(name, packing)
         for rank in answers:
-            assert rank[packing, accumulation][0] == pytest.approx(value, rel=1e-5)
-        found = answers[0][packing, accumulation][1]
+            assert rank[name][packing, accumulation][0] == pytest.approx(value, rel=1e-5)
+        found = answers[0][name][packing, accumulation][1]
         assert found.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            off = (found[name].double() - gradient).norm() / gradient.norm()
-            assert off < 1e-5, f"{name} is off by {off:.1e} with {packing} packs and {accumulation} micro-batches"
+        for parameter, gradient in gradients.items():
+            off = (found[parameter].double() - gradient).norm() / gradient.norm()
+            assert off < 1e-5, f"{name}: {parameter} is off by {off:.1e} with {packing} packs in {accumulation} parts"
 
 
 def _drawn(model: str) -> list[torch.Tensor]:

@@ -116,6 +116,7 @@ def test_a_lora_export_holds_the_merged_weights(data, tiny_model, tmp_path):
         f"data.val_dir={folder / 'val'}",
         "model=lora",
         "model.lora_rank=4",
+        "model.target_modules=[q_proj,down_proj,lm_head]",
         "checkpoint.save_contents=[model,hf_model]",
     )
     run_ranks(train_alone, 2, overrides)

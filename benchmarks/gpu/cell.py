@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,19 +138,37 @@ def _busy(train: Any) -> tuple[float, float]:
 
 
 class Spans:
-    """Time between marks on the GPU's stream, by kind."""
+    """Time on the GPU's stream by kind: each moment is of the innermost part that is open.
+
+    A checkpointed layer is computed again inside the backward pass of its last part, up to the last tensor that is
+    kept: parts open inside others there, and the last one is not closed by itself.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[int, Any] = {}
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._open: list[tuple[Any, str]] = []
+        self._marks: list[tuple[Any, str | None]] = []  # a moment, and the kind from then on
 
     def watch(self, module: torch.nn.Module, kind: str) -> None:
-        """Every forward and backward of the module from now on."""
-        key = id(module)
-        module.register_forward_pre_hook(lambda *_: self._begin(key))
-        module.register_forward_hook(lambda *_: self._end(key, kind))
-        module.register_full_backward_pre_hook(lambda *_: self._begin(-key))
-        module.register_full_backward_hook(lambda *_: self._end(-key, kind))
+        """Every forward and backward of the module from now on.
+
+        Tensors carry the marks of the backward pass: torch's own hooks of a module see no keyword arguments.
+        """
+
+        def before(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            self._begin((module, "forward"), kind)
+            if args:
+                return (_Mark.apply(args[0], lambda: self._end((module, "backward"))), *args[1:]), kwargs
+            hidden = _Mark.apply(kwargs["hidden_states"], lambda: self._end((module, "backward")))
+            return args, {**kwargs, "hidden_states": hidden}
+
+        def after(_: Any, __: tuple, output: Any) -> Any:
+            self._end((module, "forward"))
+            first, *others = output if isinstance(output, tuple) else (output,)
+            first = _Mark.apply(first, lambda: self._begin((module, "backward"), kind))
+            return (first, *others) if isinstance(output, tuple) else first
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
 
     @contextlib.contextmanager
     def around(self, owner: Any, method: str, kind: str) -> Iterator[None]:
@@ -157,11 +176,11 @@ class Spans:
         original = getattr(owner, method)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._begin(0)
+            self._begin(method, kind)
             try:
                 return original(*args, **kwargs)
             finally:
-                self._end(0, kind)
+                self._end(method)
 
         setattr(owner, method, marked)
         try:
@@ -170,25 +189,42 @@ class Spans:
             delattr(owner, method)
 
     def seconds(self, kind: str) -> float:
-        """Of all spans of the kind."""
+        """Of all moments of the kind."""
         setting.synchronize()
-        own = [(begin, end) for name, begin, end in self._spans if name == kind]
-        return sum(begin.elapsed_time(end) / 1e3 if torch.cuda.is_available() else end - begin for begin, end in own)
+        spans = [(begin, end) for (begin, name), (end, _) in pairwise(self._marks) if name == kind]
+        return sum(begin.elapsed_time(end) / 1e3 if torch.cuda.is_available() else end - begin for begin, end in spans)
 
-    def _begin(self, key: int) -> None:
-        self._open[key] = self._mark()
+    def _begin(self, key: Any, kind: str) -> None:
+        self._open.append((key, kind))
+        self._mark()
 
-    def _end(self, key: int, kind: str) -> None:
-        if key in self._open:
-            self._spans.append((kind, self._open.pop(key), self._mark()))
+    def _end(self, key: Any) -> None:
+        """Of the part, and of those that were left open inside it."""
+        if key in [opened for opened, _ in self._open]:
+            while self._open.pop()[0] != key:
+                pass
+            self._mark()
+
+    def _mark(self) -> None:
+        now: Any = time.perf_counter()
+        if torch.cuda.is_available():
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self._marks.append((now, self._open[-1][1] if self._open else None))
+
+
+class _Mark(torch.autograd.Function):
+    """A tensor as it is, whose gradient calls a function on its way back."""
 
     @staticmethod
-    def _mark() -> Any:
-        if not torch.cuda.is_available():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def forward(ctx: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return grad_outputs[0], None
 
 
 KINDS = {"prepare": prepare, "throughput": throughput, "longest": longest, "shares": shares}

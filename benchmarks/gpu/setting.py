@@ -102,6 +102,8 @@ def longest(train: Callable[[int], Any], first: int, limit: int = 2**22) -> dict
     found = {"longest": 0, "in_80_gb": 0, "tokens_per_second": 0.0}
     length, limit = first, limit if torch.cuda.is_available() else 4 * first
     while length <= limit:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what shorter documents left would count as this one's
         try:
             train(length)
             peak_memory()

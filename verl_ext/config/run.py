@@ -125,6 +125,9 @@ class PlanOptions(Options):
                 yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {show(value)}"
             elif name == "gpu_memory" and size is not None and size < _LEAST:
                 yield f"plan.gpu_memory must be at least 1GiB; got {show(value)}"
+        memory, reserve = num_bytes(self.gpu_memory), num_bytes(self.reserve)
+        if memory is not None and reserve is not None and reserve > memory >= _LEAST:
+            yield f"plan.reserve must be at most plan.gpu_memory={show(self.gpu_memory)}; got {show(self.reserve)}"
 
 
 def num_bytes(size: object) -> int | None:

@@ -186,11 +186,12 @@ def _heads(hf_config: Any) -> tuple[int, int] | None:
 
 
 def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Adapters on the input embeddings or the head, where they cannot be sharded or exported."""
+    """Adapters on the input embeddings, or on a head that shares their weights, which cannot be trained or exported."""
     model, adapter = config.model, config.model.lora_adapter_path
     tied = hf_config.get_text_config().tie_word_embeddings
     if not model.lora_rank or not (tied or config.engine.strategy == "fsdp2"):
         return []
+    refused = ["lm_head", "model.embed_tokens"] if tied else ["model.embed_tokens"]
     from peft import LoraConfig  # here: takes seconds, and only such a run needs it
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
@@ -202,7 +203,7 @@ def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         key = "model.target_modules"
         lora = LoraConfig(target_modules=plain["target_modules"], exclude_modules=plain["exclude_modules"])
-    named = [name for name in ("lm_head", "model.embed_tokens") if lora.target_modules and targets_module(lora, name)]
+    named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
     if not named:
         return []
     why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"

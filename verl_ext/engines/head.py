@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from verl_ext.attention import SequenceShards
@@ -143,6 +144,7 @@ def head_use(module: Any) -> str:
     fused needs a linear head, with LoRA adapters at most, whose logits the model gives as they are: a soft cap or a
     scale would change the terms. That is tried on the model's class without its layers.
     """
+    module = module.module if isinstance(module, FullyShardedDataParallel) else module
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return "plain"
@@ -150,9 +152,9 @@ def head_use(module: Any) -> str:
     base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
     is_linear = isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
     is_plain = head is base or (
-        hasattr(head, "lora_A")  # and neither DoRA nor a bias in the adapter
+        hasattr(head, "lora_A")  # and neither DoRA nor a bias in the adapter, nor FSDP1 around it
         and not getattr(head, "lora_variant", None)
-        and all(adapter.bias is None for adapter in head.lora_B.values())
+        and all(type(adapter) is nn.Linear and adapter.bias is None for adapter in head.lora_B.values())
     )
     return "fused" if is_linear and is_plain and _gives_logits_unchanged(type(model), model.config) else "targets"
 
@@ -164,8 +166,8 @@ class _LayersOutput(BaseModelOutputWithPastAndCrossAttentions):
 
 def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
     """Whether a model of this class returns the very tensor that its head gave."""
-    given = torch.zeros(1, 1, 2)
-    hidden: Any = torch.zeros(1, 1, hf_config.get_text_config().hidden_size)
+    given = torch.ones(1, 1, 2, device="cpu")  # also where the caller builds on meta
+    hidden: Any = torch.zeros(1, 1, hf_config.get_text_config().hidden_size, device="cpu")
 
     class Layers(nn.Module):
         def forward(self, *_: Any, **__: Any) -> _LayersOutput:
@@ -176,6 +178,7 @@ def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
             model = cls(copy.deepcopy(hf_config))
         model.get_output_embeddings().forward = lambda _: given
         setattr(model, cls.base_model_prefix, Layers())  # type: ignore[attr-defined]
-        return model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits is given
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    except Exception:  # of a class that reads more than hidden states
         return False
+    return logits is given and bool((given == 1).all())

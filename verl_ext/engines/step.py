@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
+from verl.utils import fsdp_utils
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -79,6 +80,16 @@ class StepEngine(FSDPEngineWithLMHead):
         module = super()._build_module()
         apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
         return module
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        """verl's, whose FSDP2 is given adapters on the head: what verl puts in FSDPModule's place for classes of abc's,
+        as PEFT's layers are, has another memory layout than those, and Python refuses it."""
+        verls: Any = fsdp_utils
+        before, verls.fully_shard_module = verls.fully_shard_module, None
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            verls.fully_shard_module = before
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.

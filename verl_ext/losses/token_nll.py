@@ -17,6 +17,9 @@ no second product with the weight. That is possible where the loss is Σ a_t·nl
 to one common factor that arrives with the backward pass. Liger's fused linear cross-entropy goes the same way; here
 d weight is summed in fp32, tokens without a target never enter, and coefficients differ by token.
 
+The scale of fp16 arrives with that factor, after gradients have been written in fp16. So coefficients are multiplied by
+a power of two beforehand which puts the largest at 2^7 to 2^8: those of 1/N for documents of N targets would underflow.
+
 Legend: N target tokens, H hidden size, V vocabulary, R rows of a block.
 """
 
@@ -70,6 +73,7 @@ def token_nll(
 
 
 BLOCK_BYTES = 256 * 2**20
+_ROWS = 4096  # of a gradient that are scaled at a time
 
 
 class _HeadTerms(torch.autograd.Function):
@@ -91,9 +95,10 @@ class _HeadTerms(torch.autograd.Function):
         ]
         bias_gradient = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=torch.float32)
         nll = torch.empty_like(coefficients)
+        enlarged = _enlargement(coefficients)
         for first in range(0, len(labels), rows):
             block = slice(first, first + rows)
-            label, coefficient = labels[block, None], coefficients[block, None]
+            label, coefficient = labels[block, None], coefficients[block, None] * enlarged
             probability = _logits(hidden, weights, bias, block)
             peak, target = probability.amax(-1, keepdim=True), probability.gather(1, label)
             total = probability.sub_(peak).exp_().sum(-1, keepdim=True)
@@ -110,7 +115,7 @@ class _HeadTerms(torch.autograd.Function):
                         _add_product(dw, slope.t(), x[block])
                 del slope
             del probability  # or the next block would be in memory beside it
-        ctx.gradients, ctx.bias_gradient = gradients, bias_gradient
+        ctx.gradients, ctx.bias_gradient, ctx.enlarged = gradients, bias_gradient, enlarged
         ctx.dtypes = [*(x.dtype for x in factors), None if bias is None else bias.dtype]
         ctx.mark_non_differentiable(nll)
         # Where nothing is learnt, an infinite nll must not become NaN by a product with 0.
@@ -119,11 +124,11 @@ class _HeadTerms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = grad_outputs[0][:1]  # the same for every term; none of no terms
-        scale = factor.sum()
+        scale = factor.sum() / ctx.enlarged
         gradients = [*ctx.gradients, ctx.bias_gradient]
         del ctx.gradients, ctx.bias_gradient  # of a weight's size: scaled in place
         *scaled, bias = (
-            None if x is None else x.mul_(scale).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)
+            None if x is None else _scale(x, scale).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
         return None, None, bias, None, None, *scaled
 
@@ -175,9 +180,22 @@ def _logits(
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total += left @ right; total is fp32."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif not total.is_cpu:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    if total.is_cpu or left.dtype == total.dtype:
+        total.addmm_(left.float(), right.float())
     else:
-        total += left @ right
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def _enlargement(coefficients: torch.Tensor) -> torch.Tensor:
+    """The power of two that brings the largest of fp32[N] to between 2^7 and 2^8; 2^8 where none is above 0."""
+    largest = torch.cat([coefficients.abs(), coefficients.new_zeros(1)]).amax()
+    return torch.exp2(8 - torch.where(largest > 0, largest, 1.0).log2().ceil())
+
+
+def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The gradient times fp32[], in place and in fp32: a product in half precision would round the factor."""
+    if gradient.dtype.itemsize >= 4:
+        return gradient.mul_(factor)
+    for part in gradient.split(_ROWS):
+        part.copy_(part.float() * factor)
+    return gradient

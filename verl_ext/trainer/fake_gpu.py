@@ -42,10 +42,17 @@ _IN_FP32 = (
 )
 
 
+class _Stream(torch.cpu.Stream):
+    """One whose events are some: FSDP over replicas asks for them."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or torch.cpu.Event()
+
+
 class _GPUModule(_DummyBackendModule):
     """What FSDP, autocast and checkpointing ask of ``torch.cuda``."""
 
-    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    Stream, Event = _Stream, torch.cpu.Event
     current_stream, stream = staticmethod(torch.cpu.current_stream), staticmethod(torch.cpu.stream)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:

@@ -253,7 +253,7 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     sp_rank = facts["sequence_parallel_rank"]
     who = "every rank" if sp_rank == 0 else f"rank {sp_rank} of those that share a pack, which holds the most targets"
     yield (
-        f"memory: a step of {facts['world_size']} ranks on a fake GPU; {who}; "
+        f"memory: a step of {facts['world_size']} rank{'s' * (facts['world_size'] > 1)} on a fake GPU; {who}; "
         f"a micro-batch of {facts['micro_batch_tokens']:,} tokens; GiB:"
     )
     width = max(map(len, facts["kinds"]))
