@@ -5,11 +5,14 @@ memory, one of them a write, that no event and no wait puts in order. Memory tha
 from then on, as PyTorch's caching allocator gives it out; page-locked memory waits for its copies by itself.
 """
 
+import contextlib
 import copy
+import io
 import weakref
 from collections import Counter
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,9 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.tiny_model import write_tiny_model
+from tests.ranks import run_ranks
+from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tiny_titans import tiny_titans
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import SMALL
+from verl_ext.config import compose
 from verl_ext.engines.activations import ActivationOptions, HostCheckpoints, apply_activation_options
+from verl_ext.trainer.setup import prepare
 
 SIZES = {"vocab_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
 GPT2 = {"vocab_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 32, "resid_pdrop": 0.3, "attn_pdrop": 0.3}
@@ -344,3 +352,23 @@ def test_what_a_hub_model_holds_after_its_forward_does_not_grow_with_its_layers(
     one = 256 * 32 * 4
     assert held(6, False) - held(2, False) == pytest.approx(4 * one, abs=one / 4)
     assert held(6, True) - held(2, True) == pytest.approx(0, abs=one / 4)
+
+
+def refusal(overrides: list[str]) -> str:
+    """What is said of a run before its model is loaded."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        prepare(compose([*SMALL, *overrides]))
+    return said.getvalue()
+
+
+def test_hidden_states_that_the_host_has_no_memory_for_are_refused_before_the_model_is_loaded(tiny_model, tmp_path):
+    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [20] * 4, VOCABULARY, 1))
+    options = [
+        *(f"data.train_dir={data}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path / 'run'}"),
+        *("model.activation_offload=true", f"data.max_tokens={2**52}"),
+    ]
+    (said,) = run_ranks(refusal, 1, options)
+    assert said.count("error: ") == 1
+    assert "model.activation_offload=true must find host memory for 2 layers × 4,503,599,627,370,496 tokens" in said
+    assert run_ranks(refusal, 1, [*options, "data.max_tokens=64"]) == [""]

@@ -1,5 +1,6 @@
 """A run on a Ray cluster of two nodes: the losses of torchrun's ranks, and what becomes of ranks that are killed."""
 
+import http.server
 import os
 import signal
 import subprocess
@@ -224,6 +225,18 @@ def test_an_address_where_no_cluster_listens_is_told_at_once(overrides, monkeypa
     said = capfd.readouterr().err
     assert said.startswith("error: RAY_ADDRESS must be host:port of the head of a Ray cluster")
     assert f"; got 127.0.0.1:{free_port}: " in said
+    assert said.count("\n") == 1
+
+
+def test_an_address_where_another_service_listens_is_told(overrides, monkeypatch, capfd):
+    monkeypatch.setattr("verl_ext.ray_cluster.ANSWERS_WITHIN", 1)
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as dashboard:
+        address = f"127.0.0.1:{dashboard.server_port}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert run(monkeypatch, [*overrides]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: RAY_ADDRESS must be host:port of the head of a Ray cluster")
+    assert said.endswith(f"; got {address}, where something else listens\n")
     assert said.count("\n") == 1
 
 

@@ -96,4 +96,17 @@ def _checked(address: str) -> str:
         if not address:
             return "local"
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
+    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+        _check_protocol(at, address)
     return address
+
+
+def _check_protocol(at: str, address: str) -> None:
+    """Raises `UsageError` where something else than Ray listens, as its dashboard does on port 8265."""
+    import grpc
+
+    with grpc.insecure_channel(at) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(ANSWERS_WITHIN)
+        except grpc.FutureTimeoutError:
+            raise UsageError(f"{_NEEDED}; got {address or at}, where something else listens") from None

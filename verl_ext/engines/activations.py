@@ -16,11 +16,13 @@ Legend: T tokens of a micro-batch on this rank, H hidden size, I intermediate si
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
@@ -65,6 +67,39 @@ def apply_activation_options(module: Any, options: ActivationOptions) -> None:
         keep_on_host = HostCheckpoints()
         for layer in checkpointed:
             layer._gradient_checkpointing_func = keep_on_host
+
+
+def check_host_memory(num_layers: int, hidden_size: int, dtype: torch.dtype, tokens: int, ranks: int) -> None:
+    """Refuse `model.activation_offload` where the hidden states of a step do not fit into the host's memory.
+
+    Args:
+        tokens: of a rank's micro-batch; ranks: of this node.
+
+    Raises ValueError.
+    """
+    needed, available = num_layers * hidden_size * dtype.itemsize * tokens * ranks, available_memory()
+    if needed > available:
+        raise ValueError(
+            f"model.activation_offload=true must find host memory for {num_layers} layers × {tokens:,} tokens × "
+            f"{hidden_size:,} numbers of each of the node's {ranks} ranks: {needed / 2**30:.1f} GiB; got "
+            f"{available / 2**30:.1f} GiB. Lower data.max_tokens, or share packs among more ranks"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that the processes of this node may still take: of the machine, and of their control groups."""
+    available = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # no control groups, or those of version 1
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        (name,) = (group.removeprefix("0::/") for group in groups if group.startswith("0::/"))
+        lowest = Path("/sys/fs/cgroup") / name
+        for group in (lowest, *lowest.parents[: len(Path(name).parts)]):
+            limit = (group / "memory.max").read_text().strip()  # the root of a machine has none
+            if limit != "max":
+                kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / "memory.current").read_text()) - int(kept["inactive_file"])
+                available = min(available, int(limit) - used)
+    return available
 
 
 class _Kept:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from omegaconf import DictConfig
+from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.attention import gpu_capability
 from verl_ext.config.check import check_categories, check_run
@@ -30,6 +31,7 @@ from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, RunLength
 from verl_ext.data.mixture import mixture_notices
+from verl_ext.engines.activations import check_host_memory
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
@@ -214,6 +216,8 @@ def prepare(composed: DictConfig) -> Run:
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     with user_errors_end_the_run():
         _check_nodes(config, output, datasets)
+        if config.values["model"]["activation_offload"] and not config.trainer.plan_only:
+            _check_host_memory(config, hf_config, train_set.max_tokens)
         files = DataFiles(train_set.data_files, train_set.key)
     for dataset in datasets:
         dataset.read_together(RunRanks())
@@ -300,6 +304,15 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
+
+
+def _check_host_memory(config: RunConfig, hf_config: Any, max_tokens: int) -> None:
+    """Whether this node has memory for what its ranks offload of their micro-batches."""
+    text, precision = hf_config.get_text_config(), config.values["engine"]["mixed_precision"]
+    tokens = config.data.micro_batch_size_per_gpu * max_tokens // sequence_parallel_size(config.values)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    dtype = PrecisionType.to_dtype(precision["param_dtype"])
+    check_host_memory(text.num_hidden_layers, text.hidden_size, dtype, tokens, ranks)
 
 
 def _base(config: RunConfig) -> str:
