@@ -99,7 +99,8 @@ def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: s
             f"data.max_tokens must hold at least one document of {key}; got {max_tokens}, the shortest document has "
             f"{lengths[over].min()} tokens and data.over_length=drop leaves none"
         )
-    pieces = -(-lengths // max_tokens)  # 0 for an empty row
+    budget = min(max_tokens, np.iinfo(lengths.dtype).max)  # no document is longer than a number of its type
+    pieces = -(-lengths // budget)  # 0 for an empty row
     if policy == "drop":
         pieces[pieces > 1] = 0
     elif policy == "truncate":
