@@ -1,7 +1,9 @@
 """What rank 0 prints and writes about the data: every document that is not trained on as it stands, and the steps."""
 
+import contextlib
+import io
 import json
-import subprocess
+import os
 import sys
 
 import numpy as np
@@ -10,11 +12,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
-from tests.test_command_line import environment
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import train_alone
 from verl_ext.data import SFTDataSet
+from verl_ext.fsdp_sft_trainer import train
 from verl_ext.packing import TOKENS
 from verl_ext.trainer.report import data_facts, report_lines, step_facts, write_report
 from verl_ext.trainer.step_plan import StepPlan
@@ -111,12 +112,19 @@ def test_the_report_is_json_that_replaces_an_older_one(folder, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
 
 
+def command(folder, overrides):
+    """What the command prints on its one rank."""
+    os.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train", *overrides])
+        train()
+    return printed.getvalue()
+
+
 def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_usable(folder, tiny_model, tmp_path):
     def run(*overrides):
-        command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer", *given, *overrides]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=True
-        ).stdout
+        return run_ranks(command, 1, tmp_path, [*given, *overrides])[0]
 
     given = (
         *(f"data.train_dir={folder}", "data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0"),
@@ -128,7 +136,7 @@ def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_us
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data_report.json"]
     report = json.loads((tmp_path / "run" / "data_report.json").read_text())
     assert list(report) == ["train", "steps"]
-    run_ranks(train_alone, 1, given)
+    assert "train/loss" in run()
     assert (tmp_path / "run" / "global_step_1").is_dir()
     assert "holds a run: its data_report.json is left as it is" in run("trainer.plan_only=true", "data.max_tokens=21")
     assert json.loads((tmp_path / "run" / "data_report.json").read_text()) == report

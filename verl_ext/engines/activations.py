@@ -77,7 +77,10 @@ def check_host_memory(num_layers: int, hidden_size: int, dtype: torch.dtype, tok
 
     Raises ValueError.
     """
-    needed, available = num_layers * hidden_size * dtype.itemsize * tokens * ranks, available_memory()
+    of_layer = hidden_size * dtype.itemsize * tokens
+    if torch.cuda.is_available():
+        of_layer = 1 << (of_layer - 1).bit_length()  # as PyTorch's allocator rounds what it page-locks
+    needed, available = num_layers * of_layer * ranks, available_memory()
     if needed > available:
         raise ValueError(
             f"model.activation_offload=true must find host memory for {num_layers} layers × {tokens:,} tokens × "
