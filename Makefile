@@ -5,7 +5,7 @@
 # make fuzz         damage what readers read, SECONDS of it (600)
 # make cluster      two hosts as network namespaces, slurm's own daemons, Ray: minutes, as root (what is missing is skipped)
 # make verl-versions  the datasets in verl 0.7.1 and 0.8.0, each in a .venv-verl-VERSION of its own
-# make lint         ruff, format check, type check of the public API, shellcheck of the launchers
+# make lint         ruff, format check, type check of the public API, line budgets, shellcheck of the launchers
 # make bench        the benchmarks of benchmarks/README.md
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
 #
@@ -60,6 +60,7 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.line_budgets
 	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
 
 bench: .venv/.installed-test
