@@ -1,4 +1,4 @@
-"""Hold the line budgets of `[tool.line-budgets]` in pyproject.toml: `python -m tests.line_budgets`, part of `make lint`.
+"""Hold the line budgets that pyproject.toml states: `python -m tests.line_budgets`, part of `make lint`.
 
 A room is a package of verl_ext, or the modules that lie beside the packages ("modules"). A change that needs more than
 its room's budget raises the number in a commit of its own, and says what the lines bought.
