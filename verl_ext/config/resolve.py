@@ -20,6 +20,7 @@ PATHS = (
     "data.train_dir",
     "data.val_dir",
     "data.custom_cls.path",
+    "loss.custom_cls.path",
     "model.path",
     "model.hf_config_path",
     "model.tokenizer_path",
@@ -39,7 +40,7 @@ def resolve_config(config: DictConfig) -> list[str]:
     notices = model_kind(config).resolve_attention(config) + resolve_dataset(config)
     try:
         family = dataset_class(config).Options
-    except (ValueError, ImportError, OSError, AttributeError):
+    except ValueError:
         return notices  # the checks report it
     data = plain(config.data)
     if config.trainer.eval_only and not data.get("train_dir"):  # nothing is trained on

@@ -151,14 +151,15 @@ def register() -> None:
 
 
 def _defaults(cls: type[Options]) -> dict[str, Any]:
-    return {name: entry.default for name, entry in options_of(cls).items()}
+    fields = options_of(cls).items()
+    return {name: _defaults(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
 
 
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
     keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
-    keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key in node}
+    keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key, _ in leaves(node)}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
     keys -= {f"model.{name}" for name in _DERIVED.split()}
     return frozenset({key for key in _with_nodes(keys) if not is_free_form(key)} | set(FREE_FORM))
