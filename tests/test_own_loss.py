@@ -111,7 +111,7 @@ def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_cod
     run_ranks(train_alone, 1, own)
     assert differences(tmp_path / "own", tmp_path / "run", 1) == []
     code.write_text(OWN.replace("-0.5", "-0.6"))
-    with pytest.raises(ValueError, match=r"loss\.mode is square_root \(\w{8}\), but .* with square_root \(\w{8}\)"):
+    with pytest.raises(AssertionError, match=r"loss\.mode is square_root \(\w{8}\), but .* with square_root \(\w{8}\)"):
         run_ranks(train_alone, 1, [*own, "trainer.total_epochs=2"])
 
 

@@ -12,6 +12,7 @@ from verl_ext.attention import has_flash_attn
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import PlanOptions, dataset_class, sequence_parallel_size
 from verl_ext.data import SFTDataSet
+from verl_ext.overrides import restore
 from verl_ext.values import choice_problem, plain, refuse, show
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -32,7 +33,11 @@ PATHS = (
 
 
 def resolve_config(config: DictConfig) -> list[str]:
-    """Sets what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place."""
+    """Sets what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place.
+
+    So are the letters of names that Hydra's grammar lacks.
+    """
+    restore(config)
     for key in PATHS:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and (value == "" or value.startswith("~")):

@@ -30,6 +30,7 @@ from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions, dataset
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions
+from verl_ext.overrides import restored
 from verl_ext.values import Options, leaves, nearest_key, nearest_name, options_of, show
 
 CONF = "verl_ext.conf"
@@ -71,7 +72,7 @@ def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
         with _without_hydra(), initialize_config_module(module, version_base=None):
             config = hydra_compose(primary, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_one_line(error)) from None
+        raise ValueError(restored(_one_line(error))) from None
     check_interpolations(config)
     return config
 
