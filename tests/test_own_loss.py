@@ -64,7 +64,7 @@ def _steps(model, file, sequence_parallel):
         groups = [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
         packs = [pack_row(group, MAX_TOKENS if packing == "padded" else None) for group in groups]
         for name, loss in losses.items():
-            answers[name, packing] = train_step(engine, packs, StepCollator(loss, NAMES), 4)
+            answers[name, packing] = train_step(engine, packs, StepCollator(loss, NAMES), 4, "fused")
     return answers
 
 

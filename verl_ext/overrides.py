@@ -33,12 +33,14 @@ def readable(words: Sequence[str], number: int) -> str:
     """
     word = words[number]
     _, equals, value = word.partition("=")
-    spelled = _NAME.sub(lambda name: _spelled(name[1][1:-1], r"[\s\S]"), _spelled(word, r"[^\x00-\x7f]"))
+    named = _NAME.sub(lambda name: _spelled(name[1][1:-1], r"[\s\S]"), word)
+    spelled = _spelled(named, r"[^\x00-\x7f]")
     candidates = [word, spelled]
     is_plain = equals and value[:1] not in ("[", "{", "'", '"') and "${" not in value
     if is_plain and not any(_unclosed(value)):  # such as ~/data or /part=1/x
         escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
-        candidates[1:] = [f"{spelled.partition('=')[0]}='{escaped}'"]
+        key = spelled.partition("=")[0]
+        candidates[1:] = [f"{key}={value}", f"{key}='{escaped}'"]
     for candidate in candidates:
         if parsed(candidate) is not None:
             return candidate

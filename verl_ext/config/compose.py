@@ -57,6 +57,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         overrides += [str(known)] if known else []
         notices += [notice] if notice else []
+    overrides += _chosen_by_recipe(items, folders)
     if mistakes:
         raise ValueError(restored("\n".join(mistakes)))
     if any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
@@ -83,6 +84,17 @@ def _data_choice(items: Sequence[Item], folders: Sequence[Path]) -> str:
     if recipe is None or recipe not in schema.options("recipe", folders):
         return "packed"
     return schema.recipe_choice(recipe, "data", folders) or "packed"
+
+
+def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[str]:
+    """Choices that a recipe makes of the user's own plain files, which Hydra alone would take without the defaults."""
+    given = {item.key: item.value for item in items if not item.prefix.startswith("~")}
+    found = []
+    for group in sorted({*schema.groups()} - given.keys()) if folders and given.get("recipe") else ():
+        choice = schema.recipe_choice(str(given["recipe"]), group, folders)
+        if choice in schema.options(group, folders) and (path := schema.choice_path(group, choice, folders)) != choice:
+            found.append(f"{group}={path}")
+    return found
 
 
 def _config_folders(flags: Sequence[str]) -> list[Path]:
