@@ -272,3 +272,31 @@ def test_a_class_that_lacks_a_member_and_a_mixture_are_refused():
         Half("x", config={"max_tokens": 8})
     with pytest.raises(ValueError, match=r"^data\.mixture must be null"):
         Own("x", config={"max_tokens": 8, "documents": [ROW], "mixture": {"sources": {}}})
+
+
+@pytest.mark.parametrize(
+    ("custom", "line"),
+    [
+        ({"path": "FILE"}, r"data\.custom_cls\.name is required with data\.custom_cls\.path; got null"),
+        ({"name": "Documents"}, r"data\.custom_cls\.path is required with data\.custom_cls\.name; got null"),
+        ({"path": "FILE", "name": "Documants"}, r"data\.custom_cls\.name must be .* Documants \(nearest: Documents\)"),
+        ({"path": "FILE", "name": "json"}, r"data\.custom_cls\.name must name a subclass of .*PackDataset; got json"),
+        ({"path": "no/such.py", "name": "X"}, r"data\.custom_cls\.path must be an existing file .* got no/such\.py"),
+        ({"path": "BROKEN", "name": "X"}, r"data\.custom_cls\.path must be Python .* ZeroDivisionError in line 2: .*"),
+    ],
+)
+def test_a_class_that_is_not_there_is_one_line(custom, line, tmp_path, tiny_model):
+    (tmp_path / "documents.py").write_text(DOCUMENTS)
+    (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    files = {"FILE": tmp_path / "documents.py", "BROKEN": tmp_path / "broken.py"}
+    keys = [f"data.custom_cls.{key}={files.get(value, value)}" for key, value in custom.items()]
+    config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys])
+    with pytest.raises(ValueError, match=rf"^{line}$"):
+        check_run(config, world_size=1)
+
+
+def test_a_class_that_is_not_there_leaves_nothing_behind(of_documents, tmp_path):
+    own, _ = of_documents
+    with pytest.raises(AssertionError, match=r"data\.custom_cls\.name must be a name in"):
+        run_ranks(train_alone, 1, [*own, "data.custom_cls.name=Documants"])
+    assert not (tmp_path / "own").exists()

@@ -256,7 +256,7 @@ def _check_value(key: str, value: Any, known: Mapping[str, Option], maps: Mappin
     if _is_dict(field) and not isinstance(value, dict):
         given = f"[{','.join(map(show, value))}]" if isinstance(value, list) else show(value)
         pair = given  # the shell makes sources=a:x of sources={a:x,b:y} without quotes
-        if not re.fullmatch(r"[^:/\\[]+:[^:]+", given):
+        if not re.fullmatch(r"[^:/\\[]+:(?!//)[^:]+", given):
             first = value[0] if isinstance(value, list) and value else value
             pair = f"{Path(show(first)).name.partition('.')[0] or 'name'}:{given}"
         raise UsageError(f"{key} must map {maps.get(key, 'names to values')}, e.g. '{key}={{{pair}}}'; got {given}")

@@ -84,7 +84,8 @@ class DocumentDataset(SFTDataSet):
                 f"data.custom_cls.name must be a class with {', '.join(_MEMBERS)}; {cls.__name__} lacks "
                 f"{', '.join(lacking)}"
             )
-        self.options = DocumentOptions.read(config or {}, **options)
+        options_class: Any = cls.Options
+        self.options = options_class.read(config or {}, **options)
         self.paths = tuple(map(absolute_path, named_paths(key, DocumentOptions.reads, parquet_files=parquet_files)))
         self.config, self.tokenizer = config, tokenizer
         self._data = _Rows(self, key)

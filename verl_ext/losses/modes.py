@@ -123,7 +123,8 @@ class CustomLoss(Options):
     @property
     def fingerprint(self) -> str:
         """The name and a digest of the code that it stands in."""
-        source = inspect.getsource(inspect.getmodule(custom_object(self.prefix, self.path, self.name)))
+        module = inspect.getmodule(custom_object(self.prefix, self.path, self.name))
+        source = inspect.getsource(module) if module else ""
         return f"{self.name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
 
 
