@@ -122,11 +122,12 @@ def _coefficients(
 ) -> tuple[list[tuple[Document, list[float]]], float]:
     """a_t of every document, and Z."""
     terms = []
-    sum_of_a = packs_with_target = 0.0
+    sum_of_a = packs_with_target = documents_with_target = 0.0
     for pack in packs:
         in_pack = sum(document.targets for document in pack)
         packs_with_target += in_pack > 0  # a pack without a target has no token mean to average
         for document in pack:
+            documents_with_target += document.targets > 0
             coefficients = [0.0] * len(document.input_ids)
             for t in range(1, len(coefficients)):
                 if document.loss_mask[t]:
@@ -136,9 +137,11 @@ def _coefficients(
                         "sqrt": 1 / sqrt(document.targets),
                         "pack": 1 / in_pack,
                         "longwriter": len(pack) / (documents_per_pack * in_pack),
+                        "own": document.targets**-0.75 * len(document.input_ids),  # of tests/test_own_loss.py
                     }[mode]
                     weight = category_weights.get(document.category_ids[t], 1.0)
                     coefficients[t] = document.loss_weight[t] * weight * g
             sum_of_a += sum(coefficients)
             terms.append((document, coefficients))
-    return terms, packs_with_target if mode in ("pack", "longwriter") else sum_of_a
+    counts = {"pack": packs_with_target, "longwriter": packs_with_target, "own": documents_with_target}
+    return terms, counts.get(mode, sum_of_a)

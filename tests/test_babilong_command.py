@@ -109,7 +109,7 @@ REFUSED = [
     ("background=missing", "background must be a folder of .txt files that exists; got missing"),
     ("sampels=3", "unknown key sampels; nearest: samples"),
     ("model=3", "model must be given by its keys, model.path, model.tokenizer_path, "),
-    ("samples", "an override must be key=value"),
+    ("samples", "an override is written key=value"),
 ]
 
 

@@ -85,7 +85,7 @@ def test_values_may_refer_to_others_and_be_taken_back() -> None:
         ),
         (
             ["name=a", "taste"],
-            "an override must be key=value, with quotes around a value that holds spaces or '='",
+            "an override is written key=value; got taste: if it belongs to the word before it, write quotes",
         ),
         (["name=a", "guests=${ovn.degrees}"], "guests: Interpolation key 'ovn.degrees' not found"),
         (["name=a", "~layers.a"], "~layers.a must name a key that was given"),

@@ -1,8 +1,12 @@
 """The command line: old names translated, needless plus signs dropped, every typo one line with the nearest name."""
 
-import pytest
+import subprocess
+import sys
 
-from verl_ext.config import compose, compose_run
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext.config import compose, compose_run, schema
 from verl_ext.config.compose import prepare_overrides
 
 # The seed's training script, its shell variables filled in.
@@ -294,7 +298,7 @@ def test_recipes_and_choices_of_a_config_folder_of_the_users_own_are_known(tmp_p
         assert overrides[len(flags) :] == [
             "recipe=mine/config",
             "recipe=own",
-            "parallel=ours",
+            "parallel=ours.on_defaults",
             "recipe=quickstart/config",
         ]
     with pytest.raises(ValueError, match=r"unknown choice recipe=mnie; nearest: mine; available: .*glm_long/.* mine, "):
@@ -309,3 +313,67 @@ def test_several_runs_in_one_command_are_refused():
 def test_a_primary_config_of_the_users_own_finds_ours(tmp_path):
     overrides, _ = prepare_overrides(["-cn", "team", "--config-dir", str(tmp_path)])
     assert overrides[-1] == "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
+
+
+# A plain file of differences as a user writes it: (group, its lines, key, value, another key that the default has).
+PLAIN = [
+    ("loss", "mode: sequence\ncategory_weights: {code: 2}\n", {"loss.mode": "sequence", "loss.head_block_mib": 256}),
+    ("data", "max_tokens: 333\n", {"data.max_tokens": 333, "data.strategy": "best_fit"}),
+    ("model", "lora_rank: 4\n", {"model.lora_rank": 4, "model.use_remove_padding": True}),
+    ("parallel", "engine:\n  fsdp_size: 2\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
+    ("parallel", "# @package _global_\nengine: {fsdp_size: 2}\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
+    ("recipe", "optim:\n  lr: 3e-4\n", {"optim.lr": 3e-4, "loss.head_block_mib": 256}),
+    ("recipe", "defaults:\n  - override /loss: sqrt\noptim: {lr: 3e-4}\n", {"optim.lr": 3e-4, "loss.mode": "sqrt"}),
+    ("engine", "fsdp_size: 2\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
+    ("optim", "lr: 7e-4\n", {"optim.lr": 7e-4, "optim.clip_grad": 1.0}),
+    ("loss", "defaults:\n  - sqrt\ndocuments_per_pack: 9\n", {"loss.mode": "sqrt", "loss.documents_per_pack": 9}),
+]
+
+
+def composed_with(folder, words):
+    """The config that the trainer has of words under --config-dir; flags are for Hydra's own command line."""
+    overrides, _ = prepare_overrides([f"--config-dir={folder}", *words])
+    paths = f"hydra.searchpath=[pkg://verl.trainer.config,file://{folder}]"
+    config = schema.composed(schema.CONF, "sft", [*overrides[1:], paths])
+    schema.check_keys(config)
+    return config
+
+
+@pytest.mark.parametrize(("group", "text", "expected"), PLAIN)
+def test_a_plain_file_of_a_config_folder_is_differences_from_the_default(group, text, expected, tmp_path):
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "mine.yaml").write_text(text)
+    config = composed_with(tmp_path, [f"{group}=mine"])
+    assert {key: OmegaConf.select(config, key) for key in expected} == expected
+
+
+def test_a_recipe_of_a_config_folder_chooses_plain_files_of_it(tmp_path):
+    for path, text in {
+        "loss/mine.yaml": "mode: sequence",
+        "data/mine.yaml": "max_tokens: 333",
+        "recipe/mine/config.yaml": "defaults: [{override /loss: mine}, {override /data: mine}]\noptim: {lr: 3e-4}",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    config = composed_with(tmp_path, ["recipe=mine"])
+    assert (config.loss.mode, config.loss.head_block_mib, config.data.max_tokens) == ("sequence", 256, 333)
+    assert composed_with(tmp_path, ["recipe=mine", "loss=pack"]).loss.mode == "pack"
+
+
+def test_the_trainers_command_takes_a_plain_file_of_a_config_folder(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss/mine.yaml").write_text("mode: sequence\ncategory_weights: {code: 2}\n")
+    words = ["--config-dir", str(tmp_path), "loss=mine", "--cfg", "job", "--package", "loss"]
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_ext.fsdp_sft_trainer", *words], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    printed = OmegaConf.create(done.stdout.partition("# @package")[2].partition("\n")[2])
+    assert (printed.mode, printed.category_weights, printed.head) == ("sequence", {"code": 2}, "fused")
+
+
+def test_a_plain_file_with_a_key_that_does_not_exist_is_one_line(tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss/mine.yaml").write_text("moed: sequence\n")
+    with pytest.raises(ValueError, match=r"^unknown key loss\.moed; nearest: loss\.mode$"):
+        composed_with(tmp_path, ["loss=mine"])

@@ -82,8 +82,14 @@ def commands(page: str) -> list[Command]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A folder with what the pages name: train.jsonl, code.json, web.jsonl, books/, MODEL and data/train."""
+    """A folder with what the pages name: train.jsonl, code.json, web.jsonl, books/, MODEL and data/train.
+
+    So are the files that pages show, blocks of code that begin with `# NAME.py`.
+    """
     folder = tmp_path_factory.mktemp("inputs")
+    for block in (block for page in PAGES for block in blocks(page, "python")):
+        if name := re.match(r"# (\w+\.py)\n", block):
+            (folder / name[1]).write_text(block, encoding="utf-8")
     sums = [{"question": f"What is {i} + {j}?", "answer": f"It is {i + j}."} for i in range(8) for j in range(5)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, sums)))
     code = [{"instruction": f"Print {i}.", "input": "", "output": f"print({i})"} for i in range(30)]

@@ -1,13 +1,22 @@
-"""A dataset class of the user's, a PackDataset that has no options of its own, in the trainer."""
+"""Dataset classes of the user's in the trainer: a PackDataset without options, and documents from three members."""
 
 import json
+from functools import cached_property
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.ranks import run_ranks
-from tests.training import metrics, train_alone
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import differences, metrics, stopped_at, train_alone
 from verl_ext.config import compose
 from verl_ext.config.check import check_run
+from verl_ext.data import CategoryTable, DocumentDataset, SFTDataSet
+from verl_ext.data.dataset import ONE_RANK
+from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
 
 OWN = """
 import json
@@ -79,3 +88,215 @@ def test_a_dataset_class_without_options_needs_data(overrides):
     config = compose([*overrides, "data.train_dir=null", "trainer.device=cpu"])
     with pytest.raises(ValueError, match=r"^data\.train_dir is required: what the dataset class reads; got null$"):
         check_run(config, world_size=1)
+
+
+DOCUMENTS = """
+import json
+from functools import cached_property
+
+from verl_ext.data import CategoryTable, DocumentDataset
+
+
+class Documents(DocumentDataset):
+    categories = CategoryTable((1, 2, 7), ("one", "two", "of no document"))
+
+    @cached_property
+    def documents(self):
+        with open(self.paths[0]) as file:
+            return json.load(file)
+
+    @property
+    def lengths(self):
+        return [len(document["input_ids"]) for document in self.documents]
+
+    def row(self, document):
+        return self.documents[document]
+"""
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return random_documents(np.random.default_rng(3), [9, 40, 3, 64, 100, 17, 23, 31, 8, 12, 50, 28], 100, 2)
+
+
+@pytest.fixture
+def of_documents(tmp_path, tiny_model, documents):
+    """(overrides of a run on a file of documents, of one on the tokenized folder of the same documents)."""
+    rows = [{name: np.asarray(values).tolist() for name, values in document.items()} for document in documents]
+    (tmp_path / "documents.json").write_text(json.dumps(rows))
+    (tmp_path / "documents.py").write_text(DOCUMENTS)
+    names = {1: "one", 2: "two", 7: "of no document"}
+    folder = write_tokenized(tmp_path / "folder", documents, names, loss_weight=True)
+    usual = [f"model.path={tiny_model}", "data.over_length=split", "trainer.total_epochs=2", "trainer.save_freq=1"]
+    usual += ["loss=sequence", "loss.category_weights={one: 2}", "trainer.test_freq=2"]
+    file, runs = tmp_path / "documents.json", "trainer.default_local_dir=" + str(tmp_path)
+    own = [f"data.custom_cls.path={tmp_path / 'documents.py'}", "data.custom_cls.name=Documents"]
+    return (
+        [
+            *usual,
+            *own,
+            f"data.train_dir={file}",
+            f"data.val_dir={file}",
+            f"trainer.default_local_dir={tmp_path / 'own'}",
+        ],
+        [*usual, f"data.train_dir={folder}", f"data.val_dir={folder}", f"{runs}/run"],
+    )
+
+
+def test_documents_of_ones_own_train_validate_and_resume_as_a_tokenized_folder_of_them(of_documents, tmp_path):
+    own, folder = of_documents
+    for overrides in (folder, own):
+        run_ranks(train_alone, 2, overrides)
+    assert metrics(tmp_path / "own")[4, "val/two_loss"] > 0
+    assert differences(tmp_path / "own", tmp_path / "run", 4) == []
+    stopped = stopped_at(tmp_path / "own", tmp_path / "stopped", 2)
+    run_ranks(train_alone, 1, [*own, f"trainer.default_local_dir={stopped}", "trainer.total_training_steps=4"])
+    found, whole = metrics(stopped), metrics(tmp_path / "run")
+    for key in ((step, name) for step in (3, 4) for name in ("train/loss", "train/one_loss", "val/loss")):
+        assert key not in whole or found[key] == pytest.approx(whole[key], rel=1e-5)
+
+
+def test_a_resume_on_changed_documents_is_refused(of_documents, tmp_path):
+    own, _ = of_documents
+    run_ranks(train_alone, 1, own)
+    rows = json.loads((tmp_path / "documents.json").read_text())
+    rows[3]["input_ids"][5] += 1
+    (tmp_path / "documents.json").write_text(json.dumps(rows))
+    with pytest.raises(AssertionError, match=r"ValueError: the content of the files in data\.train_dir"):
+        run_ranks(train_alone, 1, [*own, "trainer.total_epochs=3"])
+
+
+class Own(DocumentDataset):
+    """Documents that stand in its config."""
+
+    categories = CategoryTable((1, 2), ("one", "two"))
+
+    @cached_property
+    def lengths(self):
+        return np.array([len(document["input_ids"]) for document in self.config["documents"]])
+
+    def row(self, document):
+        return self.config["documents"][document]
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda lengths: max(lengths) > 1),
+    over_length=st.sampled_from(OVER_LENGTH_POLICIES[1:]),
+    strategy=st.sampled_from(list(STRATEGIES)),
+    pads=st.booleans(),
+    weighted=st.booleans(),
+    first=st.integers(-1, 9),
+)
+def test_packs_and_reports_are_those_of_the_tokenized_folder(
+    tmp_path_factory, lengths, over_length, strategy, pads, weighted, first
+):
+    documents = random_documents(np.random.default_rng(len(lengths)), lengths, 100, 2)
+    if not weighted:
+        documents = [{name: document[name] for name in document if name != "loss_weight"} for document in documents]
+    folder = write_tokenized(tmp_path_factory.mktemp("folder"), documents, {1: "one", 2: "two"}, loss_weight=weighted)
+    node = {"max_tokens": 16, "over_length": over_length, "strategy": strategy, "max_samples": first}
+    node |= {"pad_mode": "right" if pads else "no_padding"}
+    limit = node.pop("max_samples")
+    try:
+        wanted = SFTDataSet(parquet_files=folder, config=node, max_samples=limit)
+        targets = wanted.pack_targets()
+    except ValueError as error:  # nothing left, or no target: the same refusal
+        with pytest.raises(ValueError, match=str(error).split(";")[0].replace("(", ".").replace(")", ".")):
+            Own("x", config={**node, "documents": documents}, max_samples=limit).pack_targets()
+        return
+    found = Own("x", config={**node, "documents": documents}, max_samples=limit)
+    assert found.pack_targets().tolist() == targets.tolist()
+    assert found.changed_documents() == wanted.changed_documents()
+    assert (found.digest, found.token_range) == (wanted.digest, wanted.token_range)
+    assert len(found) == len(wanted)
+    for pack, other in zip((found[n] for n in range(len(found))), (wanted[n] for n in range(len(wanted))), strict=True):
+        assert pack.keys() == other.keys()
+        assert all(torch.equal(pack[name], other[name]) and pack[name].dtype == other[name].dtype for name in pack)
+    places = [place for n in range(len(found)) for place in found.documents_of(n)]
+    assert [place[1:] for place in places] == [p[1:] for n in range(len(wanted)) for p in wanted.documents_of(n)]
+
+
+def test_a_number_in_a_row_stands_for_all_of_its_tokens():
+    rows = [
+        {"input_ids": [5, 6, 7], "loss_mask": 1, "category_ids": 2},
+        {"input_ids": [8], "loss_mask": 0, "category_ids": 1},
+    ]
+    dataset = Own("x", config={"max_tokens": 8, "documents": rows})
+    pack = {name: values.tolist() for name, values in dataset[0].items()}
+    assert pack["loss_mask"] == [0, 1, 1, 0]
+    assert pack["category_ids"] == [0, 2, 2, 0]
+
+
+ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "category_ids": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"input_ids": [5, 6]}, r"input_ids of 3 numbers in row 1, as lengths says, .* got int64 of shape \(2,\)"),
+        ({"input_ids": [5.5, 6, 7]}, r"input_ids of 3 numbers in row 1.* got float64"),
+        ({"loss_mask": [0, 2, 1]}, "loss_mask 0 or 1; got 2 in row 1"),
+        ({"category_ids": 3}, r"category_ids of the table \(1, 2\); got 3"),
+        ({"category_ids": -3}, "category_ids at least 0; got -3 in row 1"),
+        ({"loss_weight": 1}, "rows of input_ids, loss_mask, category_ids; got .*loss_weight in row 1"),
+        ({"loss_mask": None}, "rows of input_ids, loss_mask, category_ids; got input_ids, category_ids in row 1"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_one_line_with_its_number(change, line):
+    row = {name: values for name, values in {**ROW, **change}.items() if values is not None}
+
+    class Changed(Own):
+        lengths = (3, 3)
+
+    dataset = Changed("x", config={"max_tokens": 8, "documents": [ROW, row]})
+    with pytest.raises(ValueError, match=rf"^data\.train_dir must have {line}[^\n]*$"):
+        dataset.read_together(ONE_RANK)
+
+
+@pytest.mark.parametrize("lengths", [[], [3.0], [[3]], [-1, 3]])
+def test_lengths_that_are_no_whole_numbers_are_refused(lengths):
+    class Changed(Own):
+        pass
+
+    Changed.lengths = lengths
+    with pytest.raises(ValueError, match=r"^data\.train_dir must have lengths, .*; got [^\n]*$"):
+        Changed("x", config={"max_tokens": 8, "documents": [ROW]})
+
+
+def test_a_class_that_lacks_a_member_and_a_mixture_are_refused():
+    class Half(DocumentDataset):
+        lengths = (3,)
+
+    with pytest.raises(ValueError, match=r"^data\.custom_cls\.name .*; Half lacks row, categories$"):
+        Half("x", config={"max_tokens": 8})
+    with pytest.raises(ValueError, match=r"^data\.mixture must be null"):
+        Own("x", config={"max_tokens": 8, "documents": [ROW], "mixture": {"sources": {}}})
+
+
+@pytest.mark.parametrize(
+    ("custom", "line"),
+    [
+        ({"path": "FILE"}, r"data\.custom_cls\.name is required with data\.custom_cls\.path; got null"),
+        ({"name": "Documents"}, r"data\.custom_cls\.path is required with data\.custom_cls\.name; got null"),
+        ({"path": "FILE", "name": "Documants"}, r"data\.custom_cls\.name must be .* Documants \(nearest: Documents\)"),
+        ({"path": "FILE", "name": "json"}, r"data\.custom_cls\.name must name a subclass of .*PackDataset; got json"),
+        ({"path": "no/such.py", "name": "X"}, r"data\.custom_cls\.path must be an existing file .* got no/such\.py"),
+        ({"path": "BROKEN", "name": "X"}, r"data\.custom_cls\.path must be Python .* ZeroDivisionError in line 2: .*"),
+    ],
+)
+def test_a_class_that_is_not_there_is_one_line(custom, line, tmp_path, tiny_model):
+    (tmp_path / "documents.py").write_text(DOCUMENTS)
+    (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    files = {"FILE": tmp_path / "documents.py", "BROKEN": tmp_path / "broken.py"}
+    keys = [f"data.custom_cls.{key}={files.get(value, value)}" for key, value in custom.items()]
+    config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys])
+    with pytest.raises(ValueError, match=rf"^{line}$"):
+        check_run(config, world_size=1)
+
+
+def test_a_class_that_is_not_there_leaves_nothing_behind(of_documents, tmp_path):
+    own, _ = of_documents
+    with pytest.raises(AssertionError, match=r"data\.custom_cls\.name must be a name in"):
+        run_ranks(train_alone, 1, [*own, "data.custom_cls.name=Documants"])
+    assert not (tmp_path / "own").exists()

@@ -471,7 +471,7 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
         (["sample.a=half"], "sample.a must be a fraction"),
         (["media=keep"], "media must be one of error, drop; got keep"),
         (["preview=-1"], "preview must be at least 0; got -1"),
-        (["nonsense"], "an override must be key=value"),
+        (["nonsense"], "an override is written key=value"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_key(

@@ -19,7 +19,6 @@ import operator
 import os
 import types
 import typing
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -283,27 +282,6 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def repeated_keys(override: str) -> list[str]:
-    """The keys that a dict of a Hydra override has twice, as in sources={a:one.txt,a:two.txt}: Hydra keeps the last."""
-    from antlr4 import CommonTokenStream, InputStream  # here: not every program that checks values has overrides
-    from hydra.core.override_parser.overrides_parser import create_functions
-    from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
-    from hydra.grammar.gen.OverrideLexer import OverrideLexer
-    from hydra.grammar.gen.OverrideParser import OverrideParser
-
-    repeated: list[str] = []
-
-    class DictKeys(HydraOverrideVisitor):
-        def visitDictContainer(self, ctx: Any) -> dict[str, Any]:
-            counts = Counter(str(self.visitDictKey(pair.dictKey())) for pair in ctx.dictKeyValuePair())
-            repeated.extend(key for key, count in counts.items() if count > 1)
-            return super().visitDictContainer(ctx)
-
-    parser = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(override))))
-    DictKeys(create_functions()).visit(parser.override())
-    return repeated
 
 
 def show(value: object) -> str:

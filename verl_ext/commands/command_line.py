@@ -17,6 +17,7 @@ A field annotated `dict` or `Any` is open: the keys below it are the user's own,
 """
 
 import inspect
+import re
 import shutil
 import signal
 import sys
@@ -26,13 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_origin
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.files import REPORT, output_problems
+from verl_ext.overrides import parsed, readable, repeated_keys, restored
 from verl_ext.redaction import redacted_text
 from verl_ext.text.sources import local_path
 from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
@@ -46,7 +46,6 @@ from verl_ext.values import (
     nearest_key,
     option,
     options_of,
-    repeated_keys,
     show,
 )
 
@@ -148,9 +147,9 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> Opt
     known = known_options(options_class)
     config = OmegaConf.create(_defaults(options_class))
     try:
-        for text in arguments:
-            override = _parsed(text)
-            key, value = override.key_or_group, override.value()
+        for number in range(len(arguments)):
+            override = _parsed(arguments, number)
+            key, value = restored(override.key_or_group), restored(override.value())
             if override.is_delete():
                 _delete(config, key)
                 continue
@@ -223,17 +222,18 @@ def _defaults(options_class: type[Options]) -> dict[str, Any]:
     return {field.name: _defaults(field.type) if _is_node(field) else field.default for field in fields}
 
 
-def _parsed(text: str) -> Override:
+def _parsed(words: Sequence[str], number: int) -> Override:
     try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        hint = "key=value, with quotes around a value that holds spaces or '='"
-        raise UsageError(f"an override must be {hint}; got {text!r}") from error
-    key = override.key_or_group
+        text = readable(words, number)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    override = parsed(text)
+    assert override is not None, "it is readable"
+    key = restored(override.key_or_group)
     if override.package:
         raise UsageError(f"unknown key {key}@{override.package}")
     if override.is_sweep_override():
-        _, _, values = text.partition("=")
+        _, _, values = words[number].partition("=")
         raise UsageError(f"{key} takes one value; got {values}: write {key}=[{values}] for a list")
     if repeated := repeated_keys(text):
         names = ", ".join(repeated)
@@ -254,8 +254,12 @@ def _check_value(key: str, value: Any, known: Mapping[str, Option], maps: Mappin
         keys = ", ".join(other for other in known if other.startswith(f"{key}."))
         raise UsageError(f"{key} must be given by its keys, {keys}; got {show(value)}")
     if _is_dict(field) and not isinstance(value, dict):
-        words, name = maps.get(key, "names to values"), Path(show(value)).name.partition(".")[0] or "name"
-        raise UsageError(f"{key} must map {words}, e.g. '{key}={{{name}:{value}}}'; got {show(value)}")
+        given = f"[{','.join(map(show, value))}]" if isinstance(value, list) else show(value)
+        pair = given  # the shell makes sources=a:x of sources={a:x,b:y} without quotes
+        if not re.fullmatch(r"[^:/\\[]+:(?!//)[^:]+", given):
+            first = value[0] if isinstance(value, list) and value else value
+            pair = f"{Path(show(first)).name.partition('.')[0] or 'name'}:{given}"
+        raise UsageError(f"{key} must map {maps.get(key, 'names to values')}, e.g. '{key}={{{pair}}}'; got {given}")
     if value is None and (problem := field.problem(key, None)):
         raise UsageError(problem)
 

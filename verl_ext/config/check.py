@@ -101,13 +101,9 @@ def check_run(
 
 def data_problems(config: DictConfig) -> list[str | None]:
     """What the dataset family refuses: its options, those of other families, paths that do not exist."""
-    custom, data = config.data.custom_cls, plain(config.data)
-    if custom.path and not str(custom.path).startswith("pkg://") and not os.path.isfile(custom.path):
-        return [f"data.custom_cls.path must be an existing file or pkg://module; got {custom.path}"]
-    if custom.path and not custom.name:
-        return ["data.custom_cls.name is required with data.custom_cls.path; got null"]
-    problems: list[str | None] = [*foreign_option_problems(config)]
+    data, problems = plain(config.data), list[str | None]()
     try:
+        problems += foreign_option_problems(config)
         family = dataset_class(config).Options.read(data)
     except ValueError as error:
         return [*problems, *str(error).splitlines()]

@@ -5,15 +5,13 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from verl_ext.config import schema
 from verl_ext.config.legacy import Item, translate
 from verl_ext.config.resolve import resolve_config
-from verl_ext.values import leaves, repeated_keys, show
+from verl_ext.overrides import parsed, readable, repeated_keys, restored
+from verl_ext.values import leaves, show
 
 PRIMARY = "sft"
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
@@ -43,10 +41,10 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     flags, words = _split_flags(argv)
     if any(flag in ("-m", "--multirun") for flag in flags):
         raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
-    parsed, folders = [_parse(word) for word in words], _config_folders(flags)
-    classes = [(item.value or "").strip("'\"") for item in parsed if item.key == "data.custom_cls.name"]
+    given, folders = [_item(readable(words, number)) for number in range(len(words))], _config_folders(flags)
+    classes = [(item.value or "").strip("'\"") for item in given if item.key == "data.custom_cls.name"]
     own_class = any(map(schema.names_own_class, classes))
-    translation = translate(parsed, own_class, packed=_data_choice(parsed, folders) == "packed")
+    translation = translate(given, own_class, packed=_data_choice(given, folders) == "packed")
     items, notices = translation.items, translation.notices
     overrides: list[str] = []
     mistakes = [f"{item.key} must have each name once; got {name} twice" for item in items for name in _repeated(item)]
@@ -59,11 +57,12 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         overrides += [str(known)] if known else []
         notices += [notice] if notice else []
+    overrides += _chosen_by_recipe(items, folders)
     if mistakes:
-        raise ValueError("\n".join(mistakes))
+        raise ValueError(restored("\n".join(mistakes)))
     if any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
         overrides.append(SEARCH_PATH)  # which Hydra reads from the primary config alone, and that is not ours then
-    return [*flags, *overrides], list(dict.fromkeys(notices))
+    return [*flags, *overrides], list(dict.fromkeys(map(restored, notices)))
 
 
 def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -87,20 +86,29 @@ def _data_choice(items: Sequence[Item], folders: Sequence[Path]) -> str:
     return schema.recipe_choice(recipe, "data", folders) or "packed"
 
 
+def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[str]:
+    """Choices that a recipe makes of the user's own plain files, which Hydra alone would take without the defaults."""
+    given = {item.key: item.value for item in items if not item.prefix.startswith("~")}
+    found = []
+    for group in sorted({*schema.groups()} - given.keys()) if folders and given.get("recipe") else ():
+        choice = schema.recipe_choice(str(given["recipe"]), group, folders)
+        if choice in schema.options(group, folders) and (path := schema.choice_path(group, choice, folders)) != choice:
+            found.append(f"{group}={path}")
+    return found
+
+
 def _config_folders(flags: Sequence[str]) -> list[Path]:
     """The folders that Hydra's --config-dir adds, with recipes and group choices of the user's own."""
     written = [tuple(flag.split("=", 1)) for flag in flags if "=" in flag] + list(pairwise(flags))
     return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
 
-def _parse(word: str) -> Item:
-    readable = word if "=" not in word or _parsed(word) else _quoted(word)
-    override = _parsed(readable)
-    if override is None:
-        raise ValueError(f"an override is written key=value; got {word}")
-    key, equals, value = readable.partition("=")
+def _item(word: str) -> Item:
+    override = parsed(word)
+    assert override is not None, "it is readable"
+    key, equals, value = word.partition("=")
     if override.is_sweep_override():
-        raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
+        raise ValueError(restored(f"{key} takes one value; got {value}: write {key}=[{value}] for a list"))
     name = key.lstrip("+~")
     return Item(key[: len(key) - len(name)], name, value if equals else None)
 
@@ -110,26 +118,10 @@ def _repeated(item: Item) -> list[str]:
     return repeated_keys(str(item)) if item.value and "{" in item.value else []
 
 
-def _parsed(word: str) -> Override | None:
-    try:
-        return OverridesParser.create().parse_override(word)
-    except HydraException:
-        return None
-
-
-def _quoted(word: str) -> str:
-    """A plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, as a quoted string."""
-    key, _, value = word.partition("=")
-    if value[:1] in ("[", "{", "'", '"') or "${" in value:
-        return word
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
-    return f"{key}='{escaped}'"
-
-
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
     """The override as Hydra takes it (None: it is left out), and a notice when a needless plus was dropped."""
-    parsed = None if item.value is None else _parsed(str(item))
-    value = parsed.value() if parsed else None
+    override = None if item.value is None else parsed(str(item))
+    value = override.value() if override else None
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)
     unknown = [key for key, _ in leaves({item.key: value}) if not is_choice and not schema.is_known(key)]

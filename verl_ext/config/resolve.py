@@ -12,6 +12,7 @@ from verl_ext.attention import has_flash_attn
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import PlanOptions, dataset_class, sequence_parallel_size
 from verl_ext.data import SFTDataSet
+from verl_ext.overrides import restore
 from verl_ext.values import choice_problem, plain, refuse, show
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -20,6 +21,7 @@ PATHS = (
     "data.train_dir",
     "data.val_dir",
     "data.custom_cls.path",
+    "loss.custom_cls.path",
     "model.path",
     "model.hf_config_path",
     "model.tokenizer_path",
@@ -31,7 +33,11 @@ PATHS = (
 
 
 def resolve_config(config: DictConfig) -> list[str]:
-    """Sets what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place."""
+    """Sets what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place.
+
+    So are the letters of names that Hydra's grammar lacks.
+    """
+    restore(config)
     for key in PATHS:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and (value == "" or value.startswith("~")):
@@ -39,7 +45,7 @@ def resolve_config(config: DictConfig) -> list[str]:
     notices = model_kind(config).resolve_attention(config) + resolve_dataset(config)
     try:
         family = dataset_class(config).Options
-    except (ValueError, ImportError, OSError, AttributeError):
+    except ValueError:
         return notices  # the checks report it
     data = plain(config.data)
     if config.trainer.eval_only and not data.get("train_dir"):  # nothing is trained on

@@ -5,7 +5,6 @@
 No DictConfig leaves this package, but for what verl builds its own dataclasses from.
 """
 
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
+from verl_ext.custom import custom_object
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.losses import LossOptions
@@ -43,8 +43,8 @@ class TrainerOptions(Options):
     total_epochs: int = option(1, "passes over the training data", least=1)
     total_training_steps: int | None = option(None, "steps of the run; null: those of total_epochs", least=1)
     seed: int = option(1, "seed of dropout and of new adapters", least=0)
-    save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; -1: only at the end")
-    test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; -1: only at the end")
+    save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
+    test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     max_ckpt_to_keep: int | None = option(None, "how many checkpoints to keep; null: all", least=1)
     resume_mode: str = option(
         "auto", "auto: from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
@@ -211,25 +211,18 @@ def dataset_class(config: DictConfig) -> type[PackDataset]:
     """`SFTDataSet`, or the `PackDataset` that `data.custom_cls.path` and `data.custom_cls.name` name.
 
     Raises:
-        ValueError: the class is no `PackDataset`, whose packs and categories the trainer asks for.
+        ValueError: there is no such class, or it is no `PackDataset`, whose packs and categories the trainer asks for.
     """
     custom = config.data.custom_cls
-    if not custom.get("path"):
+    if not (custom.get("path") or custom.get("name")):
         return SFTDataSet
-    named = _imported(custom.path, custom.name)
+    named = custom_object("data.custom_cls", custom.get("path"), custom.get("name"))
     if not (isinstance(named, type) and issubclass(named, PackDataset)):
         raise ValueError(
             "data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got "
             f"{custom.name} of {custom.path}"
         )
     return named
-
-
-@functools.cache  # a file is executed once: its class stays the same class
-def _imported(path: str, name: str) -> Any:
-    from verl.utils.import_utils import load_extern_object
-
-    return load_extern_object(path, name)
 
 
 def _interval_problem(interval: object) -> str | None:

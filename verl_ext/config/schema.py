@@ -7,6 +7,7 @@ Below a free-form node anything goes: it is handed to transformers, an optimizer
 """
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -30,6 +31,7 @@ from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions, dataset
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions
+from verl_ext.overrides import restored
 from verl_ext.values import Options, leaves, nearest_key, nearest_name, options_of, show
 
 CONF = "verl_ext.conf"
@@ -58,6 +60,7 @@ MIXED_PRECISION = tuple(f"engine.mixed_precision.{name}_dtype" for name in ("par
 _DERIVED = (
     "architectures generation_config hf_config local_hf_config_path local_path local_tokenizer_path processor tokenizer"
 )
+_GLOBAL_GROUPS = ("parallel", "recipe")  # whose files have keys of the whole config
 # Groups of verl's whose other choices are engines that packs do not run on.
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
@@ -71,7 +74,7 @@ def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
         with _without_hydra(), initialize_config_module(module, version_base=None):
             config = hydra_compose(primary, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_one_line(error)) from None
+        raise ValueError(restored(_one_line(error))) from None
     check_interpolations(config)
     return config
 
@@ -151,14 +154,15 @@ def register() -> None:
 
 
 def _defaults(cls: type[Options]) -> dict[str, Any]:
-    return {name: entry.default for name, entry in options_of(cls).items()}
+    fields = options_of(cls).items()
+    return {name: _defaults(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
 
 
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
     keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
-    keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key in node}
+    keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key, _ in leaves(node)}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
     keys -= {f"model.{name}" for name in _DERIVED.split()}
     return frozenset({key for key in _with_nodes(keys) if not is_free_form(key)} | set(FREE_FORM))
@@ -232,12 +236,11 @@ def groups() -> tuple[str, ...]:
 
 def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
     """The choices of a group; a recipe is named by its folder, or folder and file. folders: a user's config folders."""
-    if group in _UPSTREAM_GROUPS:
-        return list(_UPSTREAM_GROUPS[group])
     entries = {entry.name: entry for root in _roots(group, folders) if root.is_dir() for entry in root.iterdir()}
     if group == "recipe":
         return sorted(choice for entry in entries.values() if entry.is_dir() for choice in _recipes(entry))
-    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+    own = sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+    return [*_UPSTREAM_GROUPS.get(group, ()), *own]
 
 
 def _recipes(folder: Any) -> Iterator[str]:
@@ -248,22 +251,56 @@ def _recipes(folder: Any) -> Iterator[str]:
 
 
 def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
-    """What Hydra calls a choice: `NAME/config` for a recipe; raises ValueError listing the choices."""
+    """What Hydra calls a choice: `NAME/config` for a recipe, and see :func:`_on_defaults`.
+
+    Raises ValueError, which lists the choices, for one that there is not.
+    """
     available = options(group, folders)
     if choice in available:
-        return f"{choice}/config" if group == "recipe" and "/" not in choice else choice
+        return _on_defaults(group, f"{choice}/config" if group == "recipe" and "/" not in choice else choice, folders)
     if group == "recipe" and any(root.joinpath(f"{choice}.yaml").is_file() for root in _roots(group, folders)):
-        return choice
+        return _on_defaults(group, choice, folders)
     close = nearest_name(choice, available)
     hint = f"nearest: {close}; " if close else ""
     raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
 
 
+def _on_defaults(group: str, path: str, folders: Sequence[Path]) -> str:
+    """The choice `path` where it is ours or has a defaults list; of a user's plain file, a choice made of the group's
+    default and its differences. Those of a recipe and of `parallel` are of the whole config, with a header or without.
+    """
+    files_of_it = [folder / group / f"{path}.yaml" for folder in folders]
+    text = next((file.read_text(encoding="utf-8") for file in files_of_it if file.is_file()), None)
+    is_ours = files(CONF).joinpath(group, f"{path}.yaml").is_file() or path in _UPSTREAM_GROUPS.get(group, ())
+    if text is None or is_ours:
+        return path
+    base = [] if re.search(r"^defaults\s*:", text, re.MULTILINE) else [default_choices()[group]]
+    is_global = group in _GLOBAL_GROUPS and not re.search(r"^#\s*@package", text, re.MULTILINE)
+    entries = [*filter(None, base), f"{path}@_global_" if is_global else path]
+    if entries == [path]:
+        return path
+    name = f"{path.replace('/', '.')}.on_defaults"
+    package = "_global_" if group in _GLOBAL_GROUPS else None
+    ConfigStore.instance().store(group=group, name=name, node={"defaults": entries}, package=package)
+    return name
+
+
+@functools.cache
+def default_choices() -> dict[str, str | None]:
+    """What each group has where nothing is chosen, as conf/ says."""
+    chosen: dict[str, str | None] = {group: choices[0] for group, choices in _UPSTREAM_GROUPS.items()}
+    for name in ("base.yaml", "sft.yaml"):
+        entries = OmegaConf.create(files(CONF).joinpath(name).read_text(encoding="utf-8")).defaults
+        for entry in (entry for entry in entries if isinstance(entry, DictConfig)):
+            chosen |= {str(group).removeprefix("override "): choice for group, choice in entry.items()}
+    return chosen
+
+
 def recipe_choice(recipe: str, group: str, folders: Sequence[Path] = ()) -> str | None:
     """What a recipe, or the recipe that it begins with, chooses of another group; None when both leave it alone."""
     chosen = None
-    for root in _roots("recipe", folders):
-        file = root.joinpath(f"{recipe if '/' in recipe else f'{recipe}/config'}.yaml")
+    names = (recipe, f"{recipe}/config")
+    for file in (root.joinpath(f"{name}.yaml") for root in _roots("recipe", folders) for name in names):
         for entry in OmegaConf.create(file.read_text(encoding="utf-8")).get("defaults", []) if file.is_file() else ():
             if isinstance(entry, str) and entry.startswith("/recipe/"):
                 chosen = recipe_choice(entry.removeprefix("/recipe/"), group, folders) or chosen

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from verl_ext.data.babilong import BABILongDataset
     from verl_ext.data.categories import CategoryTable
     from verl_ext.data.dataset import PackDataset
+    from verl_ext.data.documents import DocumentDataset
     from verl_ext.data.multidoc import MultiDocDataset
     from verl_ext.data.pretrain import PreTrainDataset
     from verl_ext.data.scan import check_vocabulary
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "BABILongDataset": "data.babilong",
     "CategoryTable": "data.categories",
+    "DocumentDataset": "data.documents",
     "MultiDocDataset": "data.multidoc",
     "PackDataset": "data.dataset",
     "PreTrainDataset": "data.pretrain",

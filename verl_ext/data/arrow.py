@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryNumbers
 from verl_ext.data.dataset import DataFile
+from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import STATE, Shard, read_state
 from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
 from verl_ext.values import first_line
@@ -204,6 +205,15 @@ VALUE_KINDS = {
 }
 
 
+def fitting(first: int, lengths: NDArray[np.integer], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, from `first` on, of these lengths; each has at most `max_tokens` tokens or one row."""
+    offsets, row = offsets_of(lengths), 0
+    while row < len(lengths):
+        until = max(int(np.searchsorted(offsets, offsets[row] + max_tokens, side="right")) - 1, row + 1)
+        yield first + row, first + until
+        row = until
+
+
 class DocumentColumns(NamedTuple):
     """Numbers of each document, integer[N]; -1 in the rows of folders that do not have them."""
 
@@ -296,6 +306,18 @@ class TokenizedData:
             columns.append(np.concatenate(parts))
         return DocumentColumns(*columns)
 
+    def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        """Rows first..last-1, all in one chunk, one after the other by column."""
+        return {name: column.block(first, last)[1] for name, column in self.columns.items()}
+
+    def gather(
+        self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: dict[str, NDArray[Any]]
+    ) -> None:
+        """Write tokens start..start+length of each row to the arrays of `out`, by column, one after the other."""
+        pieces = self.columns["input_ids"].pieces(row, start, length)
+        for name, values in out.items():
+            self.columns[name].gather(pieces, values)
+
     def text(self, name: str, row: int) -> str:
         """A row of a column of texts, of the first folder."""
         return self._tables[0].column(name)[row].as_py()
@@ -310,13 +332,7 @@ class TokenizedData:
         edges = np.concatenate([[first, last], *(column.first_row for column in self.columns.values())])
         edges = np.unique(edges[(edges >= first) & (edges <= last)])
         for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            offsets, _ = self.columns["input_ids"].block(begin, end)
-            row = 0
-            while row < end - begin:
-                fits = int(np.searchsorted(offsets, offsets[row] + max_tokens, side="right")) - 1
-                until = max(fits, row + 1)
-                yield begin + row, begin + until
-                row = until
+            yield from fitting(begin, self.lengths[begin:end], max_tokens)
 
     def _chunks(self, name: str) -> list[pa.Array]:
         return [chunk for table in self._tables for chunk in table.column(name).chunks]

@@ -27,6 +27,7 @@ from verl_ext.data.dataset import ONE_RANK, Ranks
 from verl_ext.data.left_out import OverLengthCount
 from verl_ext.files import CATEGORIES, default_root, whole_file
 from verl_ext.packing import Spans
+from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import read_state
 
 BLOCK_TOKENS = 1 << 22
@@ -203,8 +204,7 @@ class _Part:
 
     def _read_block(self, begin: int, end: int, rows: NDArray[np.int64]) -> int:
         """Documents `rows` of the dataset's rows begin..end-1; how many tokens they have."""
-        offsets, _ = self.data.columns["input_ids"].block(begin, end)
-        values = {name: column.block(begin, end)[1] for name, column in self.data.columns.items()}
+        offsets, values = offsets_of(self.data.lengths[begin:end]), self.data.block(begin, end)
         length = np.diff(offsets) if len(rows) == end - begin else np.diff(offsets)[rows - begin]
         ends = np.cumsum(length)
         starts, tokens = ends - length, int(ends[-1])

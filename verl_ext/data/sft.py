@@ -198,12 +198,11 @@ class SFTDataSet(PackDataset):
         length = self.spans.length[documents].astype(np.int64)
         tokens = int(length.sum())
         size = self.max_tokens if self._pads else tokens
-        columns = self._data.columns
-        pieces = columns["input_ids"].pieces(self.spans.row[documents], self.spans.start[documents], length)
-        kinds = {name: np.float32 if name == "loss_weight" else np.int64 for name in columns}
+        kinds = {name: np.float32 if name == "loss_weight" else np.int64 for name in self._data.columns}
         out: dict[str, NDArray[Any]] = {name: np.empty(size, kind) for name, kind in kinds.items()}
+        of_pack = {name: values[:tokens] for name, values in out.items()}
+        self._data.gather(self.spans.row[documents], self.spans.start[documents], length, of_pack)
         for name, values in out.items():
-            columns[name].gather(pieces, values[:tokens])
             values[tokens:] = self._padding_value if name == "input_ids" else 0
         out["loss_mask"][np.cumsum(length) - length] = 0
         out["category_ids"] *= out["loss_mask"]

@@ -1,4 +1,4 @@
-"""The five loss modes: one coefficient a target token, one normaliser a step.
+"""The loss modes: one coefficient a target token, one normaliser a step.
 
     L = Σ_t a_t·ℓ_t / Z        a_t = loss_mask_t · loss_weight_t · c[category_t] · g
 
@@ -16,20 +16,147 @@ mean, so it is no term of the mean over packs. With every weight 1, `sequence` i
 (https://arxiv.org/abs/2408.07055).
 
 Everything here comes from data alone, so Z is known before the first forward pass. Pure numpy.
-A new mode is its name in MODES and its branch in `pack_coefficients`.
+A mode is a function of one pack and its line in MODES; `loss.custom_cls` names one of the user's own.
 """
 
+import functools
+import hashlib
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
-from verl_ext.values import Options, check_choice, option, show
+from verl_ext.custom import custom_object
+from verl_ext.values import Options, check_choice, first_line, option, show
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
-MODES = ("token", "sequence", "sqrt", "pack", "longwriter")
+
+
+class PackCoefficients(NamedTuple):
+    """One pack's share of the loss: float64[T], a_t of the token *at* t before normalising, and its term of Z."""
+
+    coefficients: NDArray[np.float64]
+    normaliser: float
+
+
+# (mask, weights, lengths) of a pack without its padding: mask float64[T], 1 where the token at t is a target; weights
+# float64[T], loss_mask · loss_weight · c; lengths int64[D], tokens of each document, T together. Gives float64[T], 0
+# where mask is 0, and the pack's term of Z.
+Mode = Callable[..., tuple[NDArray[np.float64], float]]
+
+
+def token(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> PackCoefficients:
+    """Weigh all target tokens alike."""
+    return PackCoefficients(weights, weights.sum())
+
+
+def sequence(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], power: float = 1.0) -> PackCoefficients:
+    """Divide each document's weights by the number of its target tokens to a power."""
+    of_document = np.add.reduceat(mask, np.cumsum(lengths) - lengths)
+    weights = weights * np.repeat(np.maximum(of_document, 1.0) ** -power, lengths)
+    return PackCoefficients(weights, weights.sum())
+
+
+def pack(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> PackCoefficients:
+    """Divide a pack's weights by the number of its target tokens; Z counts packs with a target."""
+    return PackCoefficients(weights / max(mask.sum(), 1.0), float(mask.any()))
+
+
+def longwriter(
+    mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], documents_per_pack: int = 30
+) -> PackCoefficients:
+    """As `pack`, times the pack's documents over `documents_per_pack`."""
+    coefficients, normaliser = pack(mask, weights, lengths)
+    return PackCoefficients(coefficients * (len(lengths) / documents_per_pack), normaliser)
+
+
+MODES: dict[str, Mode] = {
+    "token": token,
+    "sequence": sequence,
+    "sqrt": functools.partial(sequence, power=0.5),
+    "pack": pack,
+    "longwriter": longwriter,
+}
+
+
+@dataclass(frozen=True)
+class CustomLoss(Options):
+    """A loss mode of the user's own, by file and name."""
+
+    prefix: ClassVar[str] = "loss.custom_cls"
+
+    path: str | None = option(None, "a Python file, or pkg://module, with a loss mode of one's own; see docs/loss.md")
+    name: str | None = option(None, "the function in it: (mask, weights, lengths) -> (coefficients, its term of Z)")
+
+    def problems(self) -> Iterable[str | None]:
+        try:
+            self.checked()
+        except ValueError as error:
+            yield str(error)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether one is named."""
+        return bool(self.path or self.name)
+
+    def checked(self) -> Mode | None:
+        """The function, whose answers are checked; None where none is named.
+
+        Raises:
+            ValueError: there is none of that name, or it cannot be used with a pack that is tried.
+        """
+        if not self.is_given:
+            return None
+        function = custom_object(self.prefix, self.path, self.name)
+        if not callable(function):
+            raise ValueError(f"{self.prefix}.name must name a function; got {self.name} of {self.path}")
+        mode = functools.partial(_checked, function, f"{self.prefix}.name={self.name}")
+        lengths = np.array([4, 3, 1, 2])
+        for mask in (np.array([0, 1, 1, 0, 0, 0, 1, 0, 0, 1.0]), np.zeros(10)):
+            mode(mask, 2.0 * mask, lengths)
+        return mode
+
+    @property
+    def fingerprint(self) -> str:
+        """The name and a digest of the code that it stands in."""
+        module = inspect.getmodule(custom_object(self.prefix, self.path, self.name))
+        source = inspect.getsource(module) if module else ""
+        return f"{self.name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
+
+
+def _checked(
+    function: Mode, name: str, mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]
+) -> PackCoefficients:
+    """What a function of the user's gives for a pack; ValueError for what is no loss."""
+
+    def refuse(requirement: str, got: object) -> NoReturn:
+        raise ValueError(f"{name} must {requirement}; got {got} for documents of {_listed(lengths)} tokens")
+
+    try:
+        coefficients, normaliser = function(mask.copy(), weights.copy(), lengths.copy())
+        values, term = np.asarray(coefficients, np.float64), float(normaliser)
+    except Exception as error:
+        refuse(
+            "give (coefficients, its term of Z) for (mask, weights, lengths)",
+            f"{type(error).__name__}: {first_line(error)}",
+        )
+    if values.shape != mask.shape:
+        refuse(f"give a coefficient for each of the {len(mask)} tokens", f"shape {values.shape}")
+    wrong = ~(np.isfinite(values) & (values >= 0)) | ((mask == 0) & (values != 0))
+    if wrong.any():
+        at = int(wrong.argmax())
+        refuse("give coefficients that are finite, at least 0, and 0 where mask is 0", f"{values[at]} at token {at}")
+    if not (math.isfinite(term) and term >= 0 and (term > 0 or not values.any())):
+        refuse("give a term of Z that is finite, and above 0 where a coefficient is", f"{term}")
+    return PackCoefficients(values, term)
+
+
+def _listed(lengths: NDArray[Any]) -> str:
+    return ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
 
 
 @dataclass(frozen=True)
@@ -49,6 +176,7 @@ class LossOptions(Options):
         choices=HEADS,
     )
     head_block_mib: int = option(256, "MiB of logits that head=fused holds at a time", least=1)
+    custom_cls: CustomLoss = option(CustomLoss, "a mode of one's own")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +185,8 @@ class LossOptions(Options):
             object.__setattr__(self, "category_weights", named)
 
     def problems(self) -> Iterable[str | None]:
+        if self.custom_cls.is_given and self.mode != "token":
+            yield f"loss.mode must be token, its default, with loss.custom_cls; got {self.mode}"
         weights = self.category_weights
         if weights is None:
             return
@@ -77,26 +207,39 @@ class LossOptions(Options):
 
     def spec(self, names: Sequence[str]) -> "LossSpec":
         """The loss over data whose categories have these names."""
-        return LossSpec(self.mode, category_weight_table(self.category_weights, names), self.documents_per_pack)
+        mode = self.custom_cls.checked() or self.mode
+        return LossSpec(mode, category_weight_table(self.category_weights, names), self.documents_per_pack)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What makes two runs' losses the same, by key; of a mode of one's own, its code."""
+        mode = self.custom_cls.fingerprint if self.custom_cls.is_given else self.mode
+        of_both = {name: getattr(self, name) for name in ("category_weights", "documents_per_pack")}
+        return {f"loss.{name}": value for name, value in {"mode": mode, **of_both}.items()}
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The loss with categories as dense indices: category_weights float64[C + 1], index 0 is "no category"."""
+    """The loss with categories as dense indices: category_weights float64[C + 1], index 0 is "no category".
 
-    mode: str = "token"
+    mode: a name of MODES or a function as they are.
+    """
+
+    mode: str | Mode = "token"
     category_weights: np.ndarray = field(default_factory=lambda: np.ones(1))
     documents_per_pack: int = 30
 
     def __post_init__(self) -> None:
-        check_choice("loss.mode", self.mode, MODES)
+        if not callable(self.mode):
+            check_choice("loss.mode", self.mode, MODES)
 
-
-class PackCoefficients(NamedTuple):
-    """One pack's share of the loss: float64[T], a_t of the token *at* t before normalising, and its term of Z."""
-
-    coefficients: np.ndarray
-    normaliser: float
+    @functools.cached_property
+    def function(self) -> Mode:
+        """The mode, given the constants that it has arguments for."""
+        mode = self.mode if callable(self.mode) else MODES[self.mode]
+        if "documents_per_pack" not in inspect.signature(mode).parameters:
+            return mode
+        return functools.partial(mode, documents_per_pack=self.documents_per_pack)
 
 
 def category_weight_table(weights: Mapping[str, float] | None, names: Sequence[str]) -> np.ndarray:
@@ -126,19 +269,11 @@ def pack_coefficients(
     weights = targets * spec.category_weights[category_index]
     if loss_weight is not None:
         weights = weights * loss_weight
-    if spec.mode == "token":
-        return PackCoefficients(weights, weights.sum())
-    if spec.mode in ("sequence", "sqrt"):
-        in_document = np.add.reduceat(targets, offsets[:-1])
-        share = np.maximum(in_document, 1.0) ** (-1.0 if spec.mode == "sequence" else -0.5)
-        weights = weights * np.repeat(share, np.diff(offsets))
-        return PackCoefficients(weights, weights.sum())
-    in_pack = targets.sum()
-    weights = weights / max(in_pack, 1.0)
-    if spec.mode == "longwriter":
-        count = len(offsets) - 1 if documents is None else documents
-        weights = weights * (count / spec.documents_per_pack)
-    return PackCoefficients(weights, float(in_pack > 0))
+    real = offsets if documents is None else offsets[: documents + 1]
+    found, normaliser = spec.function(targets[: real[-1]], weights[: real[-1]], np.diff(real))
+    coefficients = np.zeros(len(targets))
+    coefficients[: real[-1]] = found
+    return PackCoefficients(coefficients, normaliser)
 
 
 def shift_left(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -52,7 +52,6 @@ _OF_THE_PLAN = (
 
 # Keys of other nodes that decide what a step does with them.
 _OF_THE_STEPS = {
-    "loss": ("mode", "category_weights", "documents_per_pack"),
     "model": ("lora_rank", "lora_alpha", "target_modules"),
     "optim": (
         *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
@@ -154,6 +153,7 @@ class Run:
         return {
             **{f"data.{key}": values["data"][key] for key in _OF_THE_PLAN if key in values["data"]},
             **{f"{node}.{key}": values[node][key] for node, keys in _OF_THE_STEPS.items() for key in keys},
+            **self.config.loss.fingerprint,
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
             DIGEST: self.train_set.digest,
@@ -294,6 +294,9 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
         facts |= {key: show(value) for key, value in leaves(config.values)} | versions()
+        facts |= {
+            key: show(value) for key, value in config.loss.fingerprint.items()
+        }  # of a mode of one's own, its code
         resumed = Path(output.checkpoint or "no checkpoint").name
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in datasets:

@@ -1,0 +1,113 @@
+"""Names of any script on a command line, and the line that says what is wrong with a word."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from tests.ranks import run_ranks
+from tests.training import metrics, train_alone
+from verl_ext.__main__ import main
+from verl_ext.commands.command_line import OutputOptions, read_options
+from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.config import compose
+from verl_ext.values import UsageError, option
+
+
+@dataclass(frozen=True)
+class Named(OutputOptions):
+    """Options with names of the user's own."""
+
+    sources: dict[str, Any] = option({}, "name: file")
+
+
+# What Hydra's grammar has no meaning for, and no name that it would read as a number, a flag or null.
+_LETTERS = st.characters(codec="utf-8", categories=["Lu", "Ll", "Lo", "Lm", "Mn", "So"])
+_NAMES = st.text(_LETTERS, min_size=1, max_size=6).map(lambda name: f"n{name}")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.dictionaries(_NAMES, st.text(_LETTERS, min_size=1).map(lambda text: f"v{text}"), min_size=1, max_size=4))
+@example({"数学": "数.jsonl", "ä": "a b.jsonl"})
+def test_names_and_values_of_any_script_arrive_as_they_were_given(words):
+    unquoted = ",".join(f"{name}:{value}" for name, value in words.items())
+    quoted = ", ".join(f'"{name}": "{value}"' for name, value in words.items())
+    for written in (unquoted, quoted):
+        assert read_options(Named, ["output_dir=x", f"sources={{{written}}}"]).sources == words
+    one_by_one = [f"sources.{name}={value}" for name, value in words.items()]
+    assert read_options(Named, ["output_dir=x", *one_by_one]).sources == words
+
+
+@settings(deadline=None, max_examples=3, phases=[Phase.generate])  # composing takes a second
+@given(st.dictionaries(_NAMES, st.integers(0, 9), min_size=1, max_size=4))
+def test_the_trainer_composes_names_of_any_script(weights):
+    written = ",".join(f"{name}:{weight}" for name, weight in weights.items())
+    assert compose([f"loss.category_weights={{{written}}}"]).loss.category_weights == weights
+    assert compose([f"loss.category_weights.{n}={w}" for n, w in weights.items()]).loss.category_weights == weights
+
+
+def test_categories_of_any_script_are_tokenized_indexed_and_trained_on(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"数学.jsonl": "one and two is three", "g.jsonl": "a short text"}.items():
+        lines = [json.dumps({"text": f"{text} {number}"}) for number in range(6)]
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    sources = 'sources={数学:数学.jsonl,ä:"g.jsonl"}'
+    for command in ("tokenize", "index"):
+        options = [sources, f"output_dir={command}", f"model.path={tiny_model}", "num_workers=1"]
+        assert main([command, *options]) == 0
+    assert json.loads((tmp_path / "tokenize/categories.json").read_text()) == {"1": "数学", "2": "ä"}
+    assert (tmp_path / "index/数学.idx").is_file()
+    keys = [f"data.train_dir={tmp_path}/tokenize", "loss.category_weights={数学:2}", f"model.path={tiny_model}"]
+    run_ranks(train_alone, 1, [*keys, f"trainer.default_local_dir={tmp_path}/run"])
+    assert metrics(tmp_path / "run")[1, "train/数学_loss"] > 0
+
+
+MISTAKES = [
+    (["sources={a:x.jsonl"], "lacks } at its end"),
+    (["sources=[x.jsonl"], "lacks ] at its end"),
+    (["sources={a:[x.jsonl}"], "has a } without its {"),
+    (["sources=a:x.jsonl}"], "has a } without its {"),
+    (["sources={a:", "x.jsonl,", "b:y.jsonl}"], "a space outside of quotes ends it, write 'sources={a: x.jsonl, b:y."),
+    (["output_dir=my", "folder"], "write quotes around both: 'output_dir=my folder'"),
+    (["sources={a:'x.jsonl}"], "its ' is not closed"),
+    (["sources={a:x(1.jsonl}"], "quotes around a name or a value"),
+    (["output dir=x"], "its key holds a space"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), MISTAKES)
+def test_a_missing_bracket_or_quote_is_named_on_every_command_line(words, line):
+    with pytest.raises(UsageError) as raised:
+        read_options(TokenizeOptions, words)
+    of_trainer = [word.replace("sources", "data.mixture").replace("output_dir", "data.train_dir") for word in words]
+    with pytest.raises(ValueError, match=r"\S") as composed:
+        compose(of_trainer)
+    for error in (raised, composed):
+        text = str(error.value).replace("data.mixture", "sources").replace("data.train_dir", "output_dir")
+        assert line in text
+        assert text.startswith("an override is written key=value; got ")
+        assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "pair"),
+    [
+        ("g.jsonl", "g:g.jsonl"),
+        ("[g.jsonl]", "g:[g.jsonl]"),
+        ("[d/g.jsonl,h.jsonl]", "g:[d/g.jsonl,h.jsonl]"),
+        ("gsm8k:g.jsonl", "gsm8k:g.jsonl"),  # what a shell makes of braces without quotes
+        ("https://host/g.jsonl", "g:https://host/g.jsonl"),
+    ],
+)
+def test_the_example_for_files_without_a_category_can_be_pasted(value, pair):
+    with pytest.raises(UsageError) as raised:
+        read_options(TokenizeOptions, [f"sources={value}"])
+    written = f"sources={{{pair}}}"
+    assert f"e.g. '{written}'; got {value}" in str(raised.value)
+    name, _, files = pair.partition(":")
+    assert read_options(Named, ["output_dir=x", written]).sources == {
+        name: files if files[0] != "[" else files[1:-1].split(",")
+    }

@@ -1,0 +1,175 @@
+"""A loss mode of the user's own: exact on every layout as the built-in ones are, and refused in one line."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.reference import Reference, load_eager, pack_row
+from tests.test_parity import CATEGORIES, CATEGORY_WEIGHTS, DOCUMENTS, GROUPS, MAX_TOKENS, TOLERANCE
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import differences, train_alone
+from verl_ext.config import compose
+from verl_ext.config.check import check_run
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossOptions, LossSpec, category_weight_table
+from verl_ext.trainer.batch import StepCollator
+
+OWN = '''
+import numpy as np
+
+
+def per_document(values, lengths):
+    return np.array([part.sum() for part in np.split(values, np.cumsum(lengths)[:-1])])
+
+
+def square_root(mask, weights, lengths):
+    """loss=sqrt, written another way."""
+    targets = np.maximum(per_document(mask, lengths), 1)
+    coefficients = weights * np.repeat(targets**-0.5, lengths)
+    return coefficients, coefficients.sum()
+
+
+def own(mask, weights, lengths):
+    """N_doc ** -3/4 times the document's tokens, over the number of documents with a target."""
+    targets = per_document(mask, lengths)
+    share = np.maximum(targets, 1) ** -0.75 * lengths
+    return weights * np.repeat(share, lengths), (targets > 0).sum()
+'''
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]  # ranks, of which share a sequence
+NAMES = CategoryTable(tuple(CATEGORIES), tuple(CATEGORIES.values()))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def _steps(model, file, sequence_parallel):
+    """On every rank: a step of each loss for each packing, by both."""
+    from tests.packed_engine import build_worker, train_step
+
+    engine = build_worker(model, sequence_parallel).engine
+    own = {
+        name: LossOptions.read({"custom_cls": {"path": file, "name": name}, "category_weights": CATEGORY_WEIGHTS}).spec(
+            NAMES.names
+        )
+        for name in ("square_root", "own")
+    }
+    losses = {"sqrt": LossSpec("sqrt", category_weight_table(CATEGORY_WEIGHTS, NAMES.names)), **own}
+    answers = {}
+    for packing in ("none", "packed", "padded"):
+        groups = [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
+        packs = [pack_row(group, MAX_TOKENS if packing == "padded" else None) for group in groups]
+        for name, loss in losses.items():
+            answers[name, packing] = train_step(engine, packs, StepCollator(loss, NAMES), 4, "fused")
+    return answers
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_model, file):
+    return {layout: run_ranks(_steps, layout[0], str(tiny_model), str(file), layout[1])[0] for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("packing", ["none", "packed", "padded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_function_that_repeats_a_built_in_mode_gives_its_loss_and_gradients(steps, layout, packing):
+    found, wanted = steps[layout]["square_root", packing], steps[layout]["sqrt", packing]
+    assert found.report == pytest.approx(wanted.report, rel=1e-12)
+    assert found.gradients.keys() == wanted.gradients.keys()
+    assert all(torch.equal(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    reference = Reference(load_eager(str(tiny_model)), DOCUMENTS)
+    weights = {c: CATEGORY_WEIGHTS[name] for c, name in CATEGORIES.items() if name in CATEGORY_WEIGHTS}
+    return reference.step([[document] for document in DOCUMENTS], "own", weights)  # no pack has a part in it
+
+
+@pytest.mark.parametrize("packing", ["none", "packed", "padded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_function_unlike_the_built_in_modes_equals_plain_hugging_face(steps, expected, layout, packing):
+    found = steps[layout]["own", packing]
+    assert found.report["train/loss"] == pytest.approx(expected.loss, rel=TOLERANCE)
+    for name, gradient in expected.gradients.items():
+        deviation = (found.gradients[name].double() - gradient).norm() / gradient.norm()
+        assert deviation < TOLERANCE, name
+
+
+def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_code(tmp_path, tiny_model, file):
+    documents = random_documents(np.random.default_rng(3), [9, 40, 3, 64, 17, 23, 31, 8], 100, 2)
+    folder = write_tokenized(tmp_path / "data", documents, {1: "one", 2: "two"})
+    usual = [f"data.train_dir={folder}", f"data.val_dir={folder}", f"model.path={tiny_model}"]
+    code = tmp_path / "mine.py"
+    code.write_text(file.read_text())
+    own = [*usual, f"loss.custom_cls.path={code}", "loss.custom_cls.name=square_root"]
+    own += [f"trainer.default_local_dir={tmp_path / 'own'}"]
+    run_ranks(train_alone, 1, [*usual, "loss=sqrt", f"trainer.default_local_dir={tmp_path / 'run'}"])
+    run_ranks(train_alone, 1, own)
+    assert differences(tmp_path / "own", tmp_path / "run", 1) == []
+    code.write_text(OWN.replace("-0.5", "-0.6"))
+    with pytest.raises(AssertionError, match=r"loss\.mode is square_root \(\w{8}\), but .* with square_root \(\w{8}\)"):
+        run_ranks(train_alone, 1, [*own, "trainer.total_epochs=2"])
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "line"),
+    [
+        ("", "own", r"loss\.custom_cls\.name must be a name in .*; got own$"),
+        ("def owns(): pass", "own", r"loss\.custom_cls\.name must be a name in .*; got own \(nearest: owns\)"),
+        ("own = 3", "own", r"loss\.custom_cls\.name must name a function; got own"),
+        ("def own(:", "own", r"loss\.custom_cls\.path must be Python .* SyntaxError in line 1"),
+        ("import np_", "own", r"loss\.custom_cls\.path must be Python .* ModuleNotFoundError in line 1: .*np_"),
+        ("def own(mask): return mask, 1", "own", r"\(mask, weights, lengths\); got TypeError: "),
+        ("def own(m, w, l): return w", "own", r"give \(coefficients, its term of Z\)"),
+        ("def own(m, w, l): return w[1:], 1", "own", r"a coefficient for each of the 10 tokens; got shape \(9,\)"),
+        ("def own(m, w, l): return -w, 1", "own", r"at least 0, .*; got -2\.0 at token 1"),
+        ("def own(m, w, l): return w / 0.0, 1", "own", r"finite, .*; got nan at token 0"),
+        ("def own(m, w, l): return w + 1, 1", "own", r"0 where mask is 0; got 1\.0 at token 0"),
+        ("def own(m, w, l): return w, 0", "own", r"term of Z that is finite, and above 0 .*; got 0\.0"),
+        ("def own(m, w, l): return w, float('nan')", "own", r"term of Z that is finite, .*; got nan"),
+        ("def own(m, w, l): return w / m.sum(), 1", "own", r"finite, .* for documents of 4, 3, 1, 2 tokens"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, name, line, tmp_path, tiny_model):
+    (tmp_path / "own.py").write_text(code)
+    keys = [f"loss.custom_cls.path={tmp_path / 'own.py'}", f"loss.custom_cls.name={name}", "trainer.device=cpu"]
+    with pytest.raises(ValueError, match=r"^loss\.custom_cls\.[^\n]*$") as raised:
+        check_run(compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]), world_size=1)
+    assert raised.match(line)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (
+            ["loss.custom_cls.path=no/such.py", "loss.custom_cls.name=x"],
+            r"loss\.custom_cls\.path must be .*; got no/su",
+        ),
+        (["loss.custom_cls.name=x"], r"loss\.custom_cls\.path is required with loss\.custom_cls\.name; got null"),
+        (["loss.custom_cls.path=pkg://numpy"], r"loss\.custom_cls\.name is required with .*\.path; got null"),
+        (["loss.custom_cls.path=pkg://numpi", "loss.custom_cls.name=x"], r"loss\.custom_cls\.path must .* 'numpi'"),
+        (
+            ["loss=sqrt", "loss.custom_cls.path=FILE", "loss.custom_cls.name=own"],
+            r"loss\.mode must be token.* got sqrt",
+        ),
+    ],
+)
+def test_a_function_that_is_not_named_rightly_is_one_line(keys, line, tmp_path, tiny_model, file):
+    keys = [key.replace("FILE", str(file)) for key in keys]
+    with pytest.raises(ValueError, match=rf"^{line}[^\n]*$"):
+        check_run(
+            compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys]),
+            world_size=1,
+        )
+
+
+def test_a_pack_that_the_function_cannot_do_is_one_line_as_well(tmp_path):
+    (tmp_path / "own.py").write_text("def own(m, w, l): return w / (l.max() < 9), 1")
+    spec = LossOptions.read({"custom_cls": {"path": str(tmp_path / "own.py"), "name": "own"}}).spec(["a", "b"])
+    pack = pack_row([DOCUMENTS[0]])
+    with pytest.raises(ValueError, match=r"^loss\.custom_cls\.name=own .* for documents of 24 tokens$"):
+        StepCollator(spec, CategoryTable((7, 9), ("a", "b")))([pack])

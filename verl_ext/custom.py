@@ -1,0 +1,58 @@
+"""A class or function of the user's own, named by file and name: `data.custom_cls`, `loss.custom_cls`."""
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from verl_ext.values import first_line, nearest_name, show
+
+_PACKAGE = "pkg://"
+
+
+def custom_object(node: str, path: str | None, name: str | None) -> Any:
+    """The object that the keys `node`.path and `node`.name name.
+
+    path: a Python file, or pkg://module for one that is installed. A file is executed once in a process.
+
+    Raises:
+        ValueError: one of the two is missing, or there is no such file or name, or the file raises an error.
+    """
+    for key, value, other in (("path", path, "name"), ("name", name, "path")):
+        if not value:
+            raise ValueError(f"{node}.{key} is required with {node}.{other}; got {show(value)}")
+    module = _module(f"{node}.path", str(path))
+    if not hasattr(module, str(name)):
+        nearest = nearest_name(str(name), [known for known in vars(module) if not known.startswith("_")])
+        hint = f" (nearest: {nearest})" if nearest else ""
+        raise ValueError(f"{node}.name must be a name in {path}; got {name}{hint}")
+    return getattr(module, str(name))
+
+
+@functools.cache
+def _module(key: str, path: str) -> ModuleType:
+    file = path.removeprefix("file://")
+    if not path.startswith(_PACKAGE) and not os.path.isfile(file):
+        raise ValueError(f"{key} must be an existing file or {_PACKAGE}module; got {path}")
+    try:
+        if path.startswith(_PACKAGE):
+            return importlib.import_module(path.removeprefix(_PACKAGE).replace("/", "."))
+        name = f"verl_ext_custom_{abs(hash(os.path.abspath(file)))}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError("its name must end in .py")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and pickle look
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        at = f" in line {line}" if line else ""
+        raise ValueError(
+            f"{key} must be Python code that can be imported; got {path}, {type(error).__name__}{at}: "
+            f"{first_line(error)}"
+        ) from error

@@ -1,0 +1,180 @@
+"""DocumentDataset: the base of a dataset of one's own, whose class says what its documents are.
+
+    class Poems(DocumentDataset):
+        categories = CategoryTable((1, 2), ("haiku", "sonnet"))
+
+        @cached_property
+        def lengths(self):
+            return [len(ids) for ids in read(self.paths)]
+
+        def row(self, document):
+            return {"input_ids": …, "loss_mask": 1, "category_ids": 2}
+
+Packing, over-length documents, padding, reports and the checks of the data are those of a tokenized folder.
+"""
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from verl_ext.data.arrow import TokenizedData, fitting
+from verl_ext.data.dataset import DataFile, DatasetOptions, Ranks, named_paths
+from verl_ext.data.scan import scan_documents
+from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.packing.plan import index_type
+from verl_ext.text.sources import absolute_path
+from verl_ext.values import option, show
+
+_MEMBERS = ("lengths", "row", "categories")
+_KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_weight": "iuf"}
+
+
+@dataclass(frozen=True)
+class DocumentOptions(SFTOptions):
+    """How the documents of a dataset of one's own become packs."""
+
+    reads: ClassVar[str] = DatasetOptions.reads
+    mixture: Any = option(None, "must be null: a mixture draws from tokenized folders")
+
+    def problems(self) -> Iterable[str | None]:
+        if self.mixture is not None:
+            yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
+
+    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
+        return ()  # what a path names is the class's own affair
+
+
+class DocumentDataset(SFTDataSet):
+    """Documents of one's own as packs; a subclass has `lengths`, `row` and `categories`, and nothing else.
+
+    lengths: integer[D], tokens of each document. categories: the numbers that rows have, with their names. Both may be
+    class attributes, properties, or set before the constructor of this class is called.
+    paths: what data.train_dir or data.val_dir names, absolute; config: the data node, a user's own keys included;
+    tokenizer: the model's where the class says `needs_tokenizer = True`.
+    """
+
+    Options: ClassVar[type[DatasetOptions]] = DocumentOptions
+    lengths: ArrayLike
+
+    def __init__(
+        self,
+        parquet_files: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        config: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_samples: int = -1,
+        key: str = "data.train_dir",
+        **options: Any,
+    ) -> None:
+        """verl's arguments; `parquet_files` are the paths, `options` those of the packing by name.
+
+        Raises:
+            ValueError: an option, a path or `lengths` that cannot be used, or a class that lacks one of the three.
+        """
+        cls = type(self)
+        own = {name for name in _MEMBERS if getattr(cls, name, None) is not getattr(DocumentDataset, name, None)}
+        if lacking := [name for name in _MEMBERS if name not in own | vars(self).keys()]:
+            raise ValueError(
+                f"data.custom_cls.name must be a class with {', '.join(_MEMBERS)}; {cls.__name__} lacks "
+                f"{', '.join(lacking)}"
+            )
+        options_class: Any = cls.Options
+        self.options = options_class.read(config or {}, **options)
+        self.paths = tuple(map(absolute_path, named_paths(key, DocumentOptions.reads, parquet_files=parquet_files)))
+        self.config, self.tokenizer = config, tokenizer
+        self._data = _Rows(self, key)
+        self._plan_packs(getattr(tokenizer, "pad_token_id", None) or 0, key, max_samples)
+
+    @abstractmethod
+    def row(self, document: int) -> Mapping[str, ArrayLike]:
+        """One document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
+
+        Each has as many values as `lengths` says, or is one number for all tokens. The first token is never a target.
+        """
+
+    def read_together(self, ranks: Ranks) -> None:
+        """Read every document once, each rank its share, for what only the tokens show; collective."""
+        self.scan = scan_documents(self._data, self.spans, self.over_length, ranks)
+        with ranks.guard():
+            if unknown := set(self.scan.category_ids) - set(self.categories.ids):
+                table = ", ".join(map(str, self.categories.ids))
+                raise ValueError(f"{self.key} must have category_ids of the table ({table}); got {min(unknown)}")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return self.paths
+
+    @property
+    def data_files(self) -> tuple[DataFile, ...]:
+        """The paths that are files; a class that reads other files names them here, so that their changes are seen."""
+        return tuple(DataFile(path) for path in self.paths if os.path.isfile(path))
+
+    @cached_property
+    def category_names(self) -> dict[int, str]:
+        return dict(zip(self.categories.ids, self.categories.names, strict=True))
+
+
+class _Rows(TokenizedData):
+    """The documents of a DocumentDataset, read row by row; columns: the names that the rows have."""
+
+    files = ()
+    document_columns = None
+
+    def __init__(self, dataset: DocumentDataset, key: str) -> None:
+        self._dataset, self.key = dataset, key
+        self.folders = (",".join(dataset.paths),)  # which of them a document lies in is not known
+        lengths = np.asarray(dataset.lengths)
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not len(lengths) or lengths.min() < 0:
+            raise ValueError(
+                f"{key} must have lengths, one whole number of at least 0 for each document; got {lengths.dtype} of "
+                f"shape {lengths.shape}" + (f", the least {lengths.min()}" if lengths.size else "")
+            )
+        self.lengths = lengths.astype(index_type(int(lengths.max())), copy=False)
+        self.columns = dict.fromkeys(self._row(0))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def first_rows(self) -> NDArray[np.int64]:
+        return np.array([0, len(self)])
+
+    def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
+        return fitting(first, self.lengths[first:last], max_tokens)
+
+    def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        rows = [self._row(document) for document in range(first, last)]
+        return {name: np.concatenate([row[name] for row in rows]) for name in self.columns}
+
+    def gather(
+        self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64], out: dict[str, NDArray[Any]]
+    ) -> None:
+        at = 0
+        for document, begin, tokens in zip(row.tolist(), start.tolist(), length.tolist(), strict=True):
+            for name, values in self._row(document).items():
+                out[name][at : at + tokens] = values[begin : begin + tokens]
+            at += tokens
+
+    def _row(self, document: int) -> dict[str, NDArray[Any]]:
+        """A document's columns, each as long as the document; ValueError for a row that is none."""
+        given, tokens = self._dataset.row(document), int(self.lengths[document])
+        wanted = self.columns if document else _KINDS.keys() - ({"loss_weight"} - given.keys())
+        if given.keys() != set(wanted):
+            raise ValueError(
+                f"{self.key} must have rows of {', '.join(wanted)}; got {', '.join(given)} in row {document}"
+            )
+        row = {}
+        for name, values in given.items():
+            array = np.asarray(values)
+            if array.dtype.kind not in _KINDS[name] or array.shape not in ((), (tokens,)):
+                raise ValueError(
+                    f"{self.key} must have {name} of {tokens} numbers in row {document}, as lengths says, or one for "
+                    f"all; got {array.dtype} of shape {array.shape}"
+                )
+            row[name] = np.broadcast_to(array, tokens)
+        return row
