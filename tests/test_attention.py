@@ -304,7 +304,7 @@ def test_ulysses_gives_what_documents_give_alone_with_no_exchange_but_its_own(ra
             for own, alone in zip(seen.log_probs.split(lengths), expected, strict=True):
                 torch.testing.assert_close(own[:-1], alone, rtol=1e-5, atol=1e-5)
             assert seen.layouts == 1
-            # Four a layer (query, key, value, output), and one gather of log-probabilities after the last.
-            in_layers = ["all_to_all"] * 4 * SHAPE["num_hidden_layers"]
+            # Two a layer (queries, keys and values; output), and one gather of log-probabilities after the last.
+            in_layers = ["all_to_all_single"] * 2 * SHAPE["num_hidden_layers"]
             assert seen.collectives[: len(in_layers)] == (in_layers if ranks > 1 else [])
             assert len(seen.collectives) == (len(in_layers) + 1 if ranks > 1 else 0)

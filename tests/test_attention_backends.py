@@ -79,8 +79,8 @@ def test_under_autocast_queries_keys_and_values_have_its_type():
         assert {x.dtype for x in in_autocast_dtype(*mixed)} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("takes_grouped_heads", [True, False])
-def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes(monkeypatch, takes_grouped_heads):
+@pytest.mark.parametrize("is_told_of_grouped_heads", [True, False])
+def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes(monkeypatch, is_told_of_grouped_heads):
     """The kernel itself needs CUDA: what it is given is checked here."""
     import torch.nn.attention.varlen as module
 
@@ -88,17 +88,17 @@ def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes
 
     def plain(query, key, value, *lengths, scale, window_size):
         given.update(heads=(query.size(1), key.size(1)), sizes=(query.size(2), value.size(2)), window=window_size)
-        return value
+        return value.repeat_interleave(2, dim=1)
 
-    def grouped(query, key, value, *lengths, scale, window_size, enable_gqa=False):
+    def told(query, key, value, *lengths, scale, window_size, enable_gqa=False):
         assert enable_gqa
-        return plain(query, key, value, *lengths, scale=scale, window_size=window_size).repeat_interleave(2, dim=1)
+        return plain(query, key, value, *lengths, scale=scale, window_size=window_size)
 
-    monkeypatch.setattr(module, "varlen_attn", grouped if takes_grouped_heads else plain)
+    monkeypatch.setattr(module, "varlen_attn", told if is_told_of_grouped_heads else plain)
     query, key, value = torch.rand(6, 4, 16), torch.rand(6, 2, 16), torch.rand(6, 2, 8)
     layout = document_layout(torch.tensor([0, 1, 2, 0, 1, 2]))
     output = varlen(query, key, value, layout, KernelOptions(window=3))
-    assert given == {"heads": (4, 2 if takes_grouped_heads else 4), "sizes": (16, 16), "window": (2, 0)}
+    assert given == {"heads": (4, 2), "sizes": (16, 16), "window": (2, 0)}
     assert torch.equal(output, value.repeat_interleave(2, dim=1))
 
 

@@ -1,11 +1,15 @@
 """Heads that ranks do not divide: padded, split over ranks and joined again, attention is that of all heads."""
 
+from itertools import product
+
+import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import Qwen2Config
 
-from verl_ext.attention import HeadPadding
+from tests.collectives import recorded_all_to_alls
+from tests.ranks import run_ranks
+from verl_ext.attention import DocumentLayout, HeadPadding
+from verl_ext.attention.packed import packed_attention
 from verl_ext.config import compose
 from verl_ext.config.model import PackedModel
 
@@ -18,23 +22,92 @@ def attention(query, key, value):
     ).transpose(1, 2)
 
 
-@given(group=st.integers(1, 8), kv_heads=st.integers(1, 8), ranks=st.integers(1, 9))
-def test_split_over_ranks_it_is_the_attention_of_all_heads(group, kv_heads, ranks):
-    generator = torch.Generator().manual_seed(group * 100 + kv_heads * 10 + ranks)
-    query = torch.randn(1, 5, group * kv_heads, 4, generator=generator)
-    key, value = (torch.randn(1, 5, kv_heads, 4, generator=generator) for _ in range(2))
-    padding = HeadPadding.of(group * kv_heads, kv_heads, ranks)
-    parts = [x.chunk(ranks, dim=2) for x in (padding.query(query), padding.key_value(key), padding.key_value(value))]
-    assert all(len({part.size(2) for part in x}) == 1 and len(x) == ranks for x in parts)
-    joined = torch.cat([attention(*of_rank) for of_rank in zip(*parts, strict=True)], dim=2)
-    assert joined.size(2) == query.size(2) + padding.zero_heads
-    torch.testing.assert_close(padding.output(joined), attention(query, key, value))
+def test_split_over_ranks_it_is_the_attention_of_all_heads_and_has_its_gradients():
+    for group, kv_heads, ranks in product(range(1, 7), range(1, 8), range(1, 9)):
+        heads = group * kv_heads
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((heads, 4), (kv_heads, 4), (kv_heads, 3), (heads, 3))
+        *inputs, weights = (torch.randn(1, 5, *s, generator=generator, dtype=torch.float64) for s in shapes)
+        query, key, value = (x.requires_grad_() for x in inputs)
+        expected = attention(query, key, value)
+        gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+        padding = HeadPadding.of(heads, kv_heads, ranks)
+        whole = padding.query(query), padding.key_value(key), padding.key_value(value)
+        assert [x.size(2) for x in whole] == [padding.heads, padding.kv_heads, padding.kv_heads]
+        assert padding.heads == -(-heads // ranks) * ranks == heads + padding.zero_heads
+        joined = [attention(*of_rank) for of_rank in zip(*(x.chunk(ranks, dim=2) for x in whole), strict=True)]
+        assert {part.size(2) for part in joined} == {padding.heads // ranks}
+        output = padding.output(torch.cat(joined, dim=2))
+        found = torch.autograd.grad((output * weights).sum(), inputs)
+        torch.testing.assert_close((output, *found), (expected, *gradients))
 
 
-def test_heads_that_ranks_divide_are_not_padded():
-    for heads, kv_heads, ranks in ((32, 8, 8), (32, 8, 16), (28, 4, 4), (12, 2, 4), (7, 7, 1)):
-        assert HeadPadding.of(heads, kv_heads, ranks).zero_heads == 0
-    assert HeadPadding.of(28, 4, 8).zero_heads == 4
+@pytest.mark.parametrize(
+    ("given", "padded"),
+    [
+        ((25, 25, 8), (32, 32)), ((40, 40, 16), (48, 48)), ((20, 20, 8), (24, 24)),  # multi-head: the next multiple
+        ((28, 4, 8), (32, 8)), ((28, 4, 16), (32, 16)), ((14, 2, 4), (16, 4)),  # key/value heads repeated
+        ((25, 5, 8), (32, 16)),  # both: five parts of two, of which the last is half empty, and one of zero heads
+        ((32, 8, 8), (32, 8)), ((32, 8, 16), (32, 16)), ((28, 4, 4), (28, 4)), ((12, 2, 4), (12, 4)),
+        ((7, 7, 1), (7, 7)),
+    ],
+)  # fmt: skip
+def test_the_fewest_heads_are_computed_and_then_the_fewest_keys_travel(given, padded):
+    padding = HeadPadding.of(*given)
+    assert (padding.heads, padding.kv_heads) == padded
+
+
+# Query heads, key/value heads, head size of queries and keys, of values.
+SHAPES = ((8, 4, 4, 4), (7, 7, 4, 6), (6, 2, 8, 3), (4, 1, 2, 2), (3, 3, 5, 5))
+
+
+def _on_ranks() -> list:
+    """By shape: this rank's output and gradients, and the bytes of its collectives forward and backward."""
+    import torch.distributed as dist
+    from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+
+    set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    answers = []
+    for shape in SHAPES:
+        *inputs, weights = (x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()] for x in _tensors(*shape))
+        inputs = [x.transpose(1, 2).requires_grad_() for x in inputs]
+        layout = DocumentLayout.of([8, 4], "cpu")
+        with recorded_all_to_alls() as sent:
+            output, _ = packed_attention(torch.nn.Module(), *inputs, document_layout=layout)
+            forward = len(sent)
+            gradients = torch.autograd.grad((output * weights).sum(), inputs)
+        gradients = [x.transpose(1, 2) for x in gradients]
+        answers.append(([output.detach(), *gradients], sent[:forward], sent[forward:]))
+    return answers
+
+
+def _tensors(heads: int, kv_heads: int, size: int, value_size: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values ``[1, 12, heads, E]`` and weights of the output."""
+    generator = torch.Generator().manual_seed(heads)
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size))
+    return tuple(torch.randn(1, 12, *shape, generator=generator) for shape in shapes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_layer_sends_queries_keys_and_values_at_once_and_its_output_back(ranks):
+    by_rank = run_ranks(_on_ranks, ranks)
+    for shape, *answers in zip(SHAPES, *by_rank, strict=True):
+        *inputs, weights = _tensors(*shape)
+        inputs = [x.requires_grad_() for x in inputs]
+        expected = torch.cat(
+            [attention(*parts) for parts in zip(*(x.split([8, 4], dim=1) for x in inputs), strict=True)], dim=1
+        )
+        gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+        for index, want in enumerate([expected, *gradients]):
+            found = torch.cat([tensors[index] for tensors, _, _ in answers], dim=1)
+            torch.testing.assert_close(found, want)
+        heads, kv_heads, size, value_size = shape
+        padding = HeadPadding.of(heads, kv_heads, ranks)
+        numbers = padding.heads * size + padding.kv_heads * (size + value_size), padding.heads * value_size
+        to_heads, to_tokens = (12 // ranks * count * 4 for count in numbers)  # bytes, the rank's own share included
+        for _, forward, backward in answers:
+            assert forward == [to_heads, to_tokens]
+            assert backward == [to_tokens, to_heads]
 
 
 def test_what_the_padding_costs_is_said_once():

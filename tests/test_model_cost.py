@@ -40,6 +40,12 @@ def test_sequence_parallelism_adds_its_communication_to_every_token():
     assert alone.quadratic == shared.quadratic == wide.quadratic
 
 
+def test_zero_heads_of_sequence_parallelism_cost_what_they_compute():
+    config = LlamaConfig(hidden_size=100, num_attention_heads=25, intermediate_size=10**6, vocab_size=2)
+    alone, shared = (cost_model("flops", config, ranks).linear for ranks in (1, 8))
+    assert shared / alone == pytest.approx(25 / 32, rel=0.01)  # in units of one layer's attention
+
+
 def test_a_token_costs_the_experts_that_it_visits():
     dense = Qwen3Config(**SIZES, **HEADS, intermediate_size=160)
     sparse = Qwen3MoeConfig(
@@ -58,7 +64,7 @@ def test_sliding_window_layers_cost_their_window():
 
 
 def test_a_window_without_layer_types_is_that_of_every_layer():
-    cost = cost_model("flops", MistralConfig(**SIZES, sliding_window=16), 1)
+    cost = cost_model("flops", MistralConfig(**SIZES, **HEADS, sliding_window=16), 1)
     assert (cost.quadratic, cost.windowed, cost.window) == (0, 3, 16)
 
 

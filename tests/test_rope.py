@@ -10,6 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import verl_ext.attention.packed  # noqa: F401  registers the attention with transformers
 from tests.ranks import run_ranks
+from tests.test_device_copies import Copies
 from verl_ext.attention import PACKED_ATTENTION, document_layout
 from verl_ext.attention.rope import choose_rope_by_document
 
@@ -213,6 +214,23 @@ def test_a_scale_that_depends_on_the_length_is_the_documents_own():
         ).logits[0]
         alone = [eager(input_ids=ids[None], use_cache=False).logits[0] for ids in _ids(0).split(PACKS[0])]
     torch.testing.assert_close(logits, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "phi3", "gemma3_dynamic", "gemma3_longrope"])
+def test_frequencies_are_chosen_without_reading_the_device_or_waiting_for_it(name):
+    """The device is torch's ``meta``, which holds no values: whatever would read one raises."""
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).model
+    choose_rope_by_document(model)
+    rotary, positions = model.rotary_emb, torch.cat([torch.arange(n) for n in PACKS[0]])
+    rotary.set_layout(model, (), {"document_layout": document_layout(positions)})
+    arguments = ("full_attention",) if name.startswith("gemma3") else ()
+    expected = rotary(torch.empty(0), positions[None], *arguments)
+    rotary, x, positions = rotary.to("meta"), torch.empty(0, device="meta"), positions.to("meta")
+    with Copies() as seen:
+        found = rotary(x, positions[None], *arguments)
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    assert {x.device.type for x in found} == {"meta"}
+    assert all(seen.non_blocking)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])

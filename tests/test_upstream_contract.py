@@ -20,8 +20,6 @@ ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 CALLABLES = {
     # attention
     "transformers:AttentionInterface.register": ("key", "value"),
-    "verl.utils.ulysses:gather_seq_scatter_heads": ("x", "seq_dim", "head_dim", "group"),
-    "verl.utils.ulysses:gather_heads_scatter_seq": ("x", "head_dim", "seq_dim", "group"),
     "verl.utils.ulysses:gather_outputs_and_unpad": ("x", "gather_dim"),
     "verl.utils.ulysses:get_ulysses_sequence_parallel_group": (),
     "verl.utils.ulysses:get_ulysses_sequence_parallel_world_size": ("group",),

@@ -12,7 +12,7 @@ group 1       │·······│ q k   │ q k   │              A's from gro
 
 Who needs what follows from the documents alone, so that nothing is asked for. Gradients of keys and values return the
 same way and are added where they came from. The keys that a rank knows lie in one tensor in the pack's order, and the
-attention reads them there: one kernel call for both chunks where their keys lie apart, else one for each.
+attention reads them there: one kernel call for both chunks if their keys lie apart, else one for each.
 
 Legend: T tokens of a pack with padding, L tokens of a chunk, H query and K key/value heads of a rank inside attention,
 E head size.
@@ -74,6 +74,15 @@ class KeyExchange:
     received: tuple[slice, ...]
     calls: tuple[KernelCall, ...]
     is_silent: bool
+
+    def __post_init__(self) -> None:
+        end = 0
+        for call in self.calls:
+            assert call.queries.start == end, "calls follow each other"
+            assert call.layout.offsets[-1] == _size(call.queries)
+            assert call.layout.keys.offsets[-1] == _size(call.keys)
+            end = call.queries.stop
+        assert end == sum(map(_size, self.own)), "each query is in one call"
 
     @classmethod
     def of(cls, offsets: Sequence[int], shards: SequenceShards, window: int | None, device: Any) -> "KeyExchange":
@@ -186,13 +195,17 @@ class ContextLayout(DocumentLayout):
         value: torch.Tensor,
         options: KernelOptions,
     ) -> torch.Tensor:
-        """``[2·L, H, E]`` for this rank's queries, keys and values ``[2·L, heads, E]``, by one of the kernels."""
+        """``[2·L, H, E]`` of a kernel for this rank's queries, keys and values ``[2·L, heads, ·]``."""
         exchange = self.exchange(options.window)
-        if exchange.is_silent:
-            return kernel(query, key, value, exchange.calls[0].layout, options)
-        seen = iter(_Gather.apply(key, value, exchange, self.groups.across))
-        outputs = [kernel(query[call.queries], next(seen), next(seen), call.layout, options) for call in exchange.calls]
-        return torch.cat(outputs)
+        if exchange.is_silent:  # its own rows are all that it knows
+            seen = [x[call.keys] for call in exchange.calls for x in (key, value)]
+        else:
+            seen = [*_Gather.apply(key, value, exchange, self.groups.across)]
+        outputs = [
+            call.layout.attend(kernel, query[call.queries], keys, values, options)
+            for call, keys, values in zip(exchange.calls, seen[::2], seen[1::2], strict=True)
+        ]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class _Gather(torch.autograd.Function):
@@ -209,7 +222,7 @@ class _Gather(torch.autograd.Function):
         known = own.new_empty(exchange.known, *own.shape[1:])
         for place, part in zip(exchange.own, own.chunk(2), strict=True):
             known[place] = part
-        for place, part in zip(exchange.received, received.split(_sizes(exchange.received)), strict=True):
+        for place, part in zip(exchange.received, received.split([*map(_size, exchange.received)]), strict=True):
             known[place] = part
         return tuple(part for call in exchange.calls for part in known[call.keys].split(ctx.sizes, dim=-1))
 
@@ -225,7 +238,7 @@ class _Gather(torch.autograd.Function):
         returned = _all_to_all(rows, known, exchange.receive_sizes, exchange.send_sizes, ctx.across)
         # A group's share is rounded once, the sum over groups is not rounded in between.
         total = torch.cat([known[place] for place in exchange.own]).to(torch.promote_types(known.dtype, torch.float32))
-        for place, part in zip(exchange.send, returned.split(_sizes(exchange.send)), strict=True):
+        for place, part in zip(exchange.send, returned.split([*map(_size, exchange.send)]), strict=True):
             total[place] += part
         key, value = total.to(known.dtype).split(ctx.sizes, dim=-1)
         return key, value, None, None
@@ -240,5 +253,5 @@ def _all_to_all(
     return received
 
 
-def _sizes(places: Sequence[slice]) -> list[int]:
-    return [place.stop - place.start for place in places]
+def _size(place: slice) -> int:
+    return place.stop - place.start

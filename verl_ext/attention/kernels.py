@@ -15,10 +15,10 @@ attention), E head size.
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -107,17 +107,19 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     assert not options.dropout, "choose_backend refuses it"
-    groups = query.size(1) // key.size(1)
-    grouped: dict[str, Any] = {}
-    if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters:
-        grouped = {"enable_gqa": True}
-    elif groups > 1:  # an early varlen_attn wants as many key/value heads as query heads
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    # An early varlen_attn (torch 2.11) takes grouped heads without being told, as its kernel does.
+    is_told = query.size(1) > key.size(1) and "enable_gqa" in _parameters(varlen_attn)
+    grouped: dict[str, Any] = {"enable_gqa": True} if is_told else {}
     padded, lengths = _flash_arguments(query, value, layout)
     window = options.flash_window
     output = varlen_attn(query, key, padded, *lengths, scale=options.scale, window_size=window, **grouped)
     assert isinstance(output, torch.Tensor)
     return output[..., : value.size(-1)]
+
+
+@lru_cache
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
+    return signature(function).parameters
 
 
 def flash_attn(

@@ -14,7 +14,7 @@ One group holds the pack as it is, a slice a rank.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -63,6 +63,23 @@ class DocumentLayout:
     def keys(self) -> "DocumentLayout":
         """Where each document's keys lie, of which its queries are the last."""
         return self.longer_keys or self
+
+    def attend(
+        self,
+        kernel: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: Any,
+    ) -> torch.Tensor:
+        """``[T, H, E]`` of a kernel for ``query[T, H, ·]``, ``key[S, K, ·]`` and ``value[S, K, E]``.
+
+        Documents must cover all rows: a flash kernel leaves the others as they were in memory.
+        """
+        assert (len(query), len(key), len(value)) == (self.offsets[-1], *[self.keys.offsets[-1]] * 2)
+        output = kernel(query, key, value, self, options)
+        assert output.shape == (*query.shape[:2], value.size(-1))
+        return output
 
     def padded(self, pad: int) -> "DocumentLayout":
         """Append ``pad`` tokens as one last pseudo-document, as ranks need that do not divide T."""

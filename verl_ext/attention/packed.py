@@ -3,28 +3,18 @@
 Registered through transformers' ``AttentionInterface``, so that no model is patched. The engine passes a
 :class:`DocumentLayout` to the model's forward, whose keyword arguments reach every attention layer.
 
-```
-                    ranks hold T/n tokens of all H heads
-   q, k, v  ──all-to-all──►  T tokens of H/n heads  ──kernel──►  ──all-to-all──►  T/n tokens of H heads
-```
-
-DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509. With a :class:`ContextLayout` the exchange is inside a group of
-ranks, and before the kernel keys and values travel between groups (context.py).
+Ranks of Ulysses exchange heads around the kernel (heads.py). With a :class:`ContextLayout` they do so inside a group
+of ranks, and before the kernel keys and values travel between groups (context.py).
 """
 
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
-from verl.utils.ulysses import (
-    gather_heads_scatter_seq,
-    gather_seq_scatter_heads,
-    get_ulysses_sequence_parallel_group,
-    get_ulysses_sequence_parallel_world_size,
-)
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
 
 from verl_ext.attention.context import ContextLayout
-from verl_ext.attention.heads import HeadPadding
+from verl_ext.attention.heads import HeadPadding, join_heads, split_heads
 from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
@@ -74,10 +64,10 @@ def packed_attention(
     group: Any = shared.groups.inside if shared else get_ulysses_sequence_parallel_group()
     ranks = get_ulysses_sequence_parallel_world_size(group)
     padding = HeadPadding.of(query.size(2), key.size(2), ranks)
-    if ranks > 1:  # [B, T/n, heads, E] to [B, T, heads/n, E]
-        query, key, value = padding.query(query), padding.key_value(key), padding.key_value(value)
-        heads = (query, key, value)
-        query, key, value = (gather_seq_scatter_heads(x, seq_dim=1, head_dim=2, group=group) for x in heads)
+    query, key, value = padding.query(query), padding.key_value(key), padding.key_value(value)
+    query, key, value = in_autocast_dtype(query, key, value)
+    if ranks > 1:
+        query, key, value = split_heads((query, key, value), group)  # [B, T, heads/n, E]
     if document_layout is None:
         if _layout_required:
             raise ValueError(
@@ -85,20 +75,15 @@ def packed_attention(
             )
         document_layout = _rows_layout(query, key, attention_mask)
     rows, length = query.shape[:2]
-    query, key, value = in_autocast_dtype(query, key, value)
     capability = gpu_capability(query.device.index) if query.is_cuda else None
     limit = flash_limit(query.dtype, query.size(-1), capability)
     kernel = KERNELS[choose_backend(_requested, query.device.type, limit, dropout)]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    options = KernelOptions(scaling, sliding_window, dropout)
-    if shared is None:
-        output = kernel(query, key, value, document_layout, options)
-    else:
-        output = shared.attend(kernel, query, key, value, options)
+    output = document_layout.attend(kernel, query, key, value, KernelOptions(scaling, sliding_window, dropout))
     output = output.unflatten(0, (rows, length))
     if ranks > 1:
-        output = padding.output(gather_heads_scatter_seq(output, head_dim=2, seq_dim=1, group=group))
-    return output.contiguous(), None
+        output = join_heads(output, group)
+    return padding.output(output).contiguous(), None
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:

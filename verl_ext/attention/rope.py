@@ -9,12 +9,13 @@ Legend: T tokens of a micro-batch with padding, n the sequence-parallel size.
 """
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces
+from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pinned
 
 
 def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:
@@ -71,11 +72,17 @@ def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) ->
 
 
 class DocumentRope(torch.nn.Module):
-    """Calls ``rotary``, a rotary embedding of transformers, once for each run of documents that share frequencies."""
+    """A rotary embedding of transformers, called once for each run of documents that share frequencies.
 
-    def __init__(self, rotary: torch.nn.Module, shards: SequenceShards) -> None:
+    transformers chooses them by reading the largest position, for which the host would wait on a GPU: they are chosen
+    on the host instead, by a rotary embedding that stays there.
+    """
+
+    def __init__(self, rotary: Any, shards: SequenceShards) -> None:
         super().__init__()
         self.rotary: Any = rotary
+        with torch.device("cpu"):
+            self.on_host = (type(rotary)(rotary.config),)  # in a tuple: no module that moves with this one
         self.shards = shards
         self.layout: DocumentLayout | None = None
 
@@ -84,25 +91,23 @@ class DocumentRope(torch.nn.Module):
         self.layout = kwargs.get("document_layout")
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        """What ``rotary`` gives for ``position_ids[1, T/n]``: a tensor or a tuple of them, each ``[1, T/n, …]``."""
+        """The embedding of ``position_ids[1, T/n]``: a tensor or a tuple of them, each ``[1, T/n, …]``."""
         kwargs = {} if layer_type is None else {"layer_type": layer_type}
         limit = same_frequencies_up_to(self.rotary.config, layer_type)
         if self.layout is None or limit is None:
-            return self._rotary_copy()(x, position_ids, **kwargs)
+            return _copied(self.rotary)(x, position_ids, **kwargs)
         parts = []
         for start, end, length in self._runs(self.layout, limit):
-            # The last position of a document of that length, appended, makes transformers choose for all of it.
+            rotary = _copied(self.on_host[0])
+            rotary(torch.empty(0), torch.tensor([[length - 1]]), **kwargs)  # chooses, and keeps what it chose
+            for name, buffer in rotary._buffers.items():
+                rotary._buffers[name] = pinned(buffer, x.device).to(x.device, non_blocking=True)
+            # The last position of a document of that length is for a rotary embedding that chooses by itself (PhiMoE).
             positions = torch.nn.functional.pad(position_ids[:, start:end], (0, 1), value=length - 1)
-            parts.append(self._rotary_copy()(x, positions, **kwargs))
+            parts.append(inspect.unwrap(type(rotary).forward)(rotary, x, positions, **kwargs))
         if isinstance(parts[0], torch.Tensor):
             return torch.cat([part[:, :-1] for part in parts], dim=1)
         return tuple(torch.cat([part[:, :-1] for part in column], dim=1) for column in zip(*parts, strict=True))
-
-    def _rotary_copy(self) -> Any:
-        """A copy that shares the tensors: transformers keeps the frequencies that it chose in the module."""
-        rotary = copy.copy(self.rotary)
-        rotary._buffers = dict(self.rotary._buffers)
-        return rotary
 
     def _runs(self, layout: DocumentLayout, limit: int) -> Iterator[tuple[int, int, int]]:
         """Start and end within this rank's tokens, and the length that chooses the frequencies between them."""
@@ -116,3 +121,10 @@ class DocumentRope(torch.nn.Module):
                     begin, chosen = end, length
                 end += last - first
         yield begin, end, chosen
+
+
+def _copied(rotary: Any) -> Any:
+    """A copy that shares the tensors: transformers keeps the frequencies that it chose in the module."""
+    copied = copy.copy(rotary)
+    copied._buffers = dict(rotary._buffers)
+    return copied

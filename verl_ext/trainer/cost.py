@@ -12,6 +12,7 @@ row, so the ratio holds for a training step. The unit is 2·heads·d operations:
 
 from typing import Any
 
+from verl_ext.attention import HeadPadding
 from verl_ext.config.support import windowed_layers
 from verl_ext.packing import TOKENS, CostModel
 
@@ -22,9 +23,9 @@ _OPERATIONS_PER_ELEMENT = 2000
 def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
     """The model of `data.cost`: `tokens`, or `flops` from a Hugging Face config.
 
-    Ulysses divides a pack's tokens and the heads of its attention by its number of ranks, which leaves their ratio; to
-    every token's cost it adds four all-to-alls a layer, with key/value heads repeated up to that number. Keys and
-    values that travel between groups of ranks are those of long documents, whose attention costs far more.
+    Ulysses divides a pack's tokens and the heads of its attention by its number of ranks, which leaves their ratio but
+    for zero heads; to every token's cost it adds the exchange of queries, keys, values and outputs. Keys and values
+    that travel between groups of ranks are those of long documents, whose attention costs far more.
     """
     if kind == "tokens":
         return TOKENS
@@ -33,11 +34,12 @@ def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head = getattr(text, "head_dim", None) or hidden // heads
     projections = 2 * hidden * head * (2 * heads + 2 * kv_heads)
-    moved = 0.0 if ranks == 1 else head * (2 * heads + 2 * max(kv_heads, ranks)) * (ranks - 1) / ranks
+    padded = HeadPadding.of(heads, kv_heads, ranks)
+    moved = head * (2 * padded.heads + 2 * padded.kv_heads) * (ranks - 1) / ranks
     per_token = layers * (projections + _mlp(text, hidden) + _OPERATIONS_PER_ELEMENT * moved)
     per_token += 2 * hidden * text.vocab_size
     windowed, window = windowed_layers(text)
-    return CostModel(round(per_token / (2 * heads * head)), layers - windowed, windowed, window)
+    return CostModel(round(per_token / (2 * padded.heads * head)), layers - windowed, windowed, window)
 
 
 def _mlp(text: Any, hidden: int) -> float:
