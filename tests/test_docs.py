@@ -117,12 +117,20 @@ def run_data_command(command: Command) -> None:
     if name == "migrate":
         assert main([name, *words]) == 0
         return
+    if name == "train":  # two steps without the GPUs that a page may have in mind
+        small = ["parallel=cpu", "nproc=1", "data.cache_dir=cache", "trainer.total_training_steps=2"]
+        kept = [word for word in words if word.partition("=")[0] not in ("parallel", "nproc")]
+        subprocess.run([sys.executable, "-m", "verl_ext", name, *kept, *small], check=True, timeout=400)
+        return
     given = dict(word.split("=", 1) for word in words)
     smaller = {key: SMALLER[key] for key in given if command.is_marked and key in SMALLER}
     assert main([name, *(f"{key}={value}" for key, value in {**given, **smaller, "overwrite": "true"}.items())]) == 0
 
 
 def run_module(command: Command) -> None:
+    if "-m" not in command.words:
+        check_script(command)
+        return
     if command.module == "verl.trainer.sft_trainer":
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
             config = hydra.compose("sft_trainer_engine", overrides=command.overrides)
@@ -159,6 +167,14 @@ def train(folder: str, overrides: list[str]) -> None:
 def mentions_metric(name: str) -> bool:
     general = re.sub(r"/(gsm8k|code)_", "/<category>_", name)
     return f"`{general}`" in PAGES["docs/training.md"]
+
+
+def check_script(command: Command) -> None:
+    """Whether the script has the options, and the trainer the overrides."""
+    script = ROOT / command.words[command.words.index(command.program) + 1]
+    help_text = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(word in help_text for word in command.words if word.startswith("--")), command.words
+    assert compose(["model.path=MODEL", *command.overrides]).model.path
 
 
 def check_launcher(command: Command) -> None:

@@ -80,7 +80,9 @@ def run(words: Sequence[str]) -> str:
     ranks = options.nproc or _num_gpus() or 1
     if not all(each.are_tokenized for each in texts.values()):
         categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
-        _check(ranks, categories, [*(f"{key}=." for key in texts), *overrides])  # the folders are not there yet
+        check_overrides(
+            ranks, categories, [*(f"{key}=." for key in texts), *overrides]
+        )  # the folders are not there yet
     for each in texts.values():
         each.tokenize()
     line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
@@ -163,7 +165,8 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _check(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
+def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise UsageError for what the trainer refuses without reading data; `check` finds that in another process."""
     print("checking the trainer's options", file=sys.stderr, flush=True)
     line = [
         sys.executable,
