@@ -4,6 +4,7 @@ A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs
 composed, its data commands run with smaller values. A command that nothing here handles is a failure.
 """
 
+import functools
 import json
 import os
 import re
@@ -171,10 +172,14 @@ def mentions_metric(name: str) -> bool:
 
 def check_script(command: Command) -> None:
     """Whether the script has the options, and the trainer the overrides."""
-    script = ROOT / command.words[command.words.index(command.program) + 1]
-    help_text = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
-    assert all(word in help_text for word in command.words if word.startswith("--")), command.words
+    known = help_of(ROOT / command.words[command.words.index(command.program) + 1])
+    assert all(word in known for word in command.words if word.startswith("--")), command.words
     assert compose(["model.path=MODEL", *command.overrides]).model.path
+
+
+@functools.cache
+def help_of(script: Path) -> str:
+    return subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
 
 
 def check_launcher(command: Command) -> None:
