@@ -80,16 +80,15 @@ def run(words: Sequence[str]) -> str:
     ranks = options.nproc or _num_gpus() or 1
     if not all(each.are_tokenized for each in texts.values()):
         categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
-        check_overrides(
-            ranks, categories, [*(f"{key}=." for key in texts), *overrides]
-        )  # the folders are not there yet
+        not_yet = [f"{key}=." for key in texts]  # a folder that exists, for one that does not exist yet
+        check_overrides(ranks, categories, [*not_yet, *overrides])
     for each in texts.values():
         each.tokenize()
     line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
     line += ["-m", "verl_ext.fsdp_sft_trainer", *(f"{key}={each.folder}" for key, each in texts.items()), *overrides]
     print("The same in single commands:", flush=True)
-    for words in (*(each.command for each in texts.values()), line):
-        print(f"  {shlex.join(words)}", flush=True)
+    for command_line in (*(each.command for each in texts.values()), line):
+        print(f"  {shlex.join(command_line)}", flush=True)
     if code := run_torchrun(line[1:]):
         raise SystemExit(code)
     return ""
