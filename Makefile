@@ -11,12 +11,14 @@
 #
 # Each target creates .venv and installs what it needs, once; pyproject.toml's changes install again.
 # Another Python: make test PYTHON=python3.11
+# Another torch: make test TORCH=2.11.0, in a .venv-torch-2.11.0 of its own; so do lint, test-gpu and the others
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
-BIN := $(CURDIR)/.venv/bin
+VENV := .venv$(TORCH:%=-torch-%)
+BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
 .PHONY: help quickstart test test-gpu test-chaos fuzz cluster verl-versions lint bench clean distclean
@@ -24,28 +26,28 @@ export PATH := $(BIN):$(PATH)
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
-quickstart: .venv/.installed-test
+quickstart: $(VENV)/.installed-test
 	recipes/quickstart/run.sh quickstart_run
 
 # One thread a process: the tests and the ranks that they start share the cores. OMP_NUM_THREADS=4 make test passes too.
 test: export OMP_NUM_THREADS ?= 1
-test: .venv/.installed-test
+test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-test-gpu: .venv/.installed-test
+test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 test-chaos: export OMP_NUM_THREADS ?= 1
-test-chaos: .venv/.installed-test
+test-chaos: $(VENV)/.installed-test
 	$(BIN)/python -m tests.chaos.kills --kills 50 --seconds 1800
 
 fuzz: export OMP_NUM_THREADS ?= 1
 fuzz: SECONDS ?= 600
-fuzz: .venv/.installed-test
+fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz_readers --seconds $(SECONDS)
 
 cluster: export OMP_NUM_THREADS ?= 1
-cluster: .venv/.installed-test
+cluster: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
 
 VERLS := 0.7.1 0.8.0
@@ -55,7 +57,7 @@ verl-versions: $(VERLS:%=.venv-verl-%/.installed)
 	set -e; for version in $(VERLS); do \
 		.venv-verl-$$version/bin/python -m pytest --noconftest --disable-warnings tests/test_drop_in.py $(PYTEST_ARGS); done
 
-lint: .venv/.installed-dev
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -63,7 +65,7 @@ lint: .venv/.installed-dev
 	$(BIN)/python -m tests.line_budgets
 	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
 
-bench: .venv/.installed-test
+bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/train_throughput.py
@@ -78,34 +80,34 @@ bench: .venv/.installed-test
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-verl-*
+	rm -rf .venv .venv-verl-* .venv-torch-*
 
-.venv/bin/python:
+$(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
 		echo "PYTHON must be a Python 3.10 to 3.12; got '$(PYTHON)' ($$($(PYTHON) --version 2>&1))." \
 		     "Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 
 # What these versions of verl were released beside: they need numpy 1 and a transformers with Qwen2-VL's older names,
 # which this package's own requirements exclude (--no-deps), and its datasets do not need.
-.venv-verl-%/.installed: pyproject.toml | .venv/bin/python
+.venv-verl-%/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl $* into .venv-verl-$*: once, a few minutes"
-	.venv/bin/python -m venv .venv-verl-$*
+	$(BIN)/python -m venv .venv-verl-$*
 	.venv-verl-$*/bin/python -m pip install --quiet 'verl==$*' 'torch>=2.11,<2.14' 'transformers>=4.56,<5' \
 		'datasets>=4,<5' 'pyarrow>=19,<23' pytest rich orjson uvicorn fastapi cachetools
 	.venv-verl-$*/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
 # The stamps say which extras are in .venv; an install that was cut short leaves none.
-.venv/.installed-test: pyproject.toml | .venv/bin/python
-	@echo "Installing verl-ext[test] into .venv: once, a few minutes"
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing verl-ext[test] into $(VENV): once, a few minutes"
+	$(BIN)/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[test]'
 	@touch $@
 
-.venv/.installed-dev: pyproject.toml | .venv/bin/python
-	@echo "Installing verl-ext[dev] into .venv: once, a few minutes"
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	@touch $@ .venv/.installed-test
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing verl-ext[dev] into $(VENV): once, a few minutes"
+	$(BIN)/python -m pip install --quiet $(TORCH:%='torch==%') -e '.[dev]'
+	@touch $@ $(VENV)/.installed-test

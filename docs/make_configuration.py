@@ -11,6 +11,7 @@ from verl_ext.commands.index import IndexOptions
 from verl_ext.commands.init_model.command import InitModelOptions
 from verl_ext.commands.preflight import PreflightOptions
 from verl_ext.commands.tokenize import TokenizeOptions
+from verl_ext.commands.train import TrainOptions
 from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.data.dataset import DataOptions
@@ -20,6 +21,7 @@ from verl_ext.values import Option, Options, options_of, show
 
 PAGE = Path(__file__).parent / "configuration.md"
 COMMANDS = {
+    "train": TrainOptions,
     "tokenize": TokenizeOptions,
     "index": IndexOptions,
     "babilong": BabilongOptions,

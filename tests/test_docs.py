@@ -4,6 +4,7 @@ A bash block that cannot run on a CPU in seconds says `# needs GPUs` or `# needs
 composed, its data commands run with smaller values. A command that nothing here handles is a failure.
 """
 
+import functools
 import json
 import os
 import re
@@ -123,12 +124,20 @@ def run_data_command(command: Command) -> None:
     if name == "migrate":
         assert main([name, *words]) == 0
         return
+    if name == "train":  # two steps without the GPUs that a page may have in mind
+        small = ["parallel=cpu", "nproc=1", "data.cache_dir=cache", "trainer.total_training_steps=2"]
+        kept = [word for word in words if word.partition("=")[0] not in ("parallel", "nproc")]
+        subprocess.run([sys.executable, "-m", "verl_ext", name, *kept, *small], check=True, timeout=400)
+        return
     given = dict(word.split("=", 1) for word in words)
     smaller = {key: SMALLER[key] for key in given if command.is_marked and key in SMALLER}
     assert main([name, *(f"{key}={value}" for key, value in {**given, **smaller, "overwrite": "true"}.items())]) == 0
 
 
 def run_module(command: Command) -> None:
+    if "-m" not in command.words:
+        check_script(command)
+        return
     if command.module == "verl.trainer.sft_trainer":
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
             config = hydra.compose("sft_trainer_engine", overrides=command.overrides)
@@ -165,6 +174,18 @@ def train(folder: str, overrides: list[str]) -> None:
 def mentions_metric(name: str) -> bool:
     general = re.sub(r"/(gsm8k|code)_", "/<category>_", name)
     return f"`{general}`" in PAGES["docs/training.md"]
+
+
+def check_script(command: Command) -> None:
+    """Whether the script has the options, and the trainer the overrides."""
+    known = help_of(ROOT / command.words[command.words.index(command.program) + 1])
+    assert all(word in known for word in command.words if word.startswith("--")), command.words
+    assert compose(["model.path=MODEL", *command.overrides]).model.path
+
+
+@functools.cache
+def help_of(script: Path) -> str:
+    return subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
 
 
 def check_launcher(command: Command) -> None:

@@ -1,6 +1,6 @@
 """The command line `verl-ext COMMAND …`, also `python -m verl_ext COMMAND …`.
 
-What trains is started by torchrun: `torchrun … -m verl_ext.fsdp_sft_trainer …`.
+On several nodes training is started by torchrun: `torchrun … -m verl_ext.fsdp_sft_trainer …`.
 """
 
 import importlib
@@ -11,6 +11,7 @@ from verl_ext.values import choice_problem
 
 # command: (its module, what it does)
 COMMANDS = {
+    "train": ("verl_ext.commands.train", "raw files to a trained model: tokenize and torchrun in one command"),
     "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets and categories"),
     "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
     "babilong": ("verl_ext.commands.babilong.command", "BABILong samples of any length"),

@@ -64,6 +64,8 @@ def contestant(spec: dict[str, Any], budget: int, documents: list[Document], ste
     if spec["contestant"] == "ours_fa3":
         torch.nn.attention.activate_flash_attention_impl("FA3")
         shared.append("attention.backend=varlen")
+    if spec["contestant"].startswith("ours"):
+        shared += spec.get("overrides", [])
     name = f"{spec['contestant']}-{spec['shape']}-{budget}"
     common = Setting(folder / spec["shape"], data, folder / "runs", budget, steps, tuple(shared))
     with quiet():

@@ -50,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=262_144, help="of an optimizer step, about")
     parser.add_argument("--steps", type=int, default=4, help="measured, after one more")
     parser.add_argument("--first-length", type=int, default=65_536, help="where the search for the longest begins")
+    parser.add_argument("--overrides", nargs="+", default=[], help="options of ours, such as loss.head_block_mib=1024")
     parser.add_argument("--trl", help="a folder that holds TRL alone; without it TRL is left out")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes: whether everything runs")
@@ -86,7 +87,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[st
         prepared = cell("prepare", folder, shape=shape)
         if "failed" in prepared:
             raise SystemExit(f"error: {prepared['failed']}")
-    sizes = {"step_tokens": options.step_tokens, "steps": options.steps}
+    own = {"overrides": options.overrides} if options.overrides else {}
+    sizes = {"step_tokens": options.step_tokens, "steps": options.steps, **own}
     found: dict[str, list[dict[str, Any]]] = {}
     if "throughput" in options.sections:
         found["throughput"] = [
@@ -97,7 +99,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[st
         ]
     if "longest" in options.sections:
         found["longest"] = [
-            cell("longest", folder, options.trl, contestant=contestant, shape=shape, first=options.first_length)
+            cell("longest", folder, options.trl, contestant=contestant, shape=shape, first=options.first_length, **own)
             for shape in options.shapes
             for contestant in options.contestants
         ]

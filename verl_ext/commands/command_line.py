@@ -109,11 +109,16 @@ def is_names(value: Any) -> bool:
 
 
 def command(
-    name: str, options_class: type[OptionsT], run: Callable[[OptionsT], str], example: str
+    name: str,
+    options_class: type[OptionsT],
+    run: Callable[[Any], str],
+    example: str,
+    read: Callable[[Sequence[str]], Any] | None = None,
 ) -> Callable[[Sequence[str]], int]:
-    """A command's `main`: does `run(options)`, prints what it returns, and returns the exit code.
+    """Return a command's `main`, which does `run(options)`, prints what that returns, and returns the exit code.
 
-    0: done, or --help; 1: DataError or OSError; 2: UsageError or no arguments; 130: Ctrl-C or SIGTERM.
+    read: what makes of the words what `run` takes; None: `read_options`. The codes are 0: done, or --help;
+    1: DataError or OSError; 2: UsageError or no arguments; 130: Ctrl-C or SIGTERM.
     """
 
     def main(arguments: Sequence[str]) -> int:
@@ -122,12 +127,13 @@ def command(
             return 0 if arguments else 2
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
         try:
-            options = read_options(options_class, arguments)
+            options = read(arguments) if read else read_options(options_class, arguments)
             if isinstance(model := getattr(options, "model", None), ModelOptions):
                 leave_out_torch(model)
                 if model.trust_remote_code:
                     print(f"note: {TRUSTED}", file=sys.stderr)
-            print(run(options))
+            if text := run(options):
+                print(text)
         except (UsageError, DataError, OSError) as error:
             print(f"error: {redacted_text(str(error))}", file=sys.stderr)
             return 2 if isinstance(error, UsageError) else 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import SourceOptions, command
@@ -76,10 +77,14 @@ class TokenizeOptions(ChatOptions, SourceOptions):
 
 def run(options: TokenizeOptions) -> str:
     """Tokenize; return the closing tables and previews."""
+    return f"{summary(tokenize(options))}\n\nwritten to {options.output_dir}"
+
+
+def summary(report: Report) -> str:
+    """The closing tables and previews of a report, for a terminal."""
     from rich.console import Console  # not for a command with a mistake in it
 
-    report = tokenize(options)
-    parts = [report.table(), previews_text(report.previews, Console()), f"written to {options.output_dir}"]
+    parts = [report.table(), previews_text(report.previews, Console())]
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
@@ -93,6 +98,23 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
 
         return tokenize_on_ray(options, chunk_size, shard_bytes)
     files = find_source_files(options.patterns)
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        report = write_dataset(folder.path, files, options, chunk_size, shard_bytes)
+        folder.publish()
+    return report
+
+
+def write_dataset(
+    folder: Path,
+    files: Sequence[SourceFile],
+    options: TokenizeOptions,
+    chunk_size: ChunkSize = CHUNK,
+    shard_bytes: int = SHARD_BYTES,
+) -> Report:
+    """Write the dataset of these files, with its categories and report, into an empty folder.
+
+    Returns what was counted. Raises `UsageError` and `DataError`, each one line.
+    """
     num_bytes = total_bytes(files)
     num_workers = options.num_workers or available_cpus()
     if num_bytes is not None:
@@ -106,20 +128,18 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_byte
         name="tokenize",
         preload=[tokenizer_module()],
     )
-    with OutputFolder(options.output_dir, options.overwrite) as folder:
-        writer = DatasetWriter(folder.path, shard_bytes)
-        try:
-            with Progress(num_bytes) as progress:
-                for documents in results:
-                    report.add(documents)
-                    writer.add(documents)
-                    progress.add(documents)
-            report.check(options.sources)
-            report.write(folder.path)
-            writer.close()
-        finally:
-            writer.abandon()
-        folder.publish()
+    writer = DatasetWriter(folder, shard_bytes)
+    try:
+        with Progress(num_bytes) as progress:
+            for documents in results:
+                report.add(documents)
+                writer.add(documents)
+                progress.add(documents)
+        report.check(options.sources)
+        report.write(folder)
+        writer.close()
+    finally:
+        writer.abandon()
     return report
 
 

@@ -1,0 +1,213 @@
+"""`verl-ext train`: tokenized once into a cache, the trainer's overrides untouched, mistakes before long work."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import metrics
+from verl_ext.__main__ import main
+from verl_ext.commands import train
+from verl_ext.commands.torchrun import run_torchrun
+
+SMALL = (
+    "parallel=cpu",
+    "data.max_tokens=64",
+    "data.over_length=split",
+    "data.train_batch_size=2",
+    "data.num_workers=0",
+)
+SHORT = ("trainer.total_training_steps=2", "trainer.default_local_dir=run", "trainer.logger=[console,file]")
+SOURCES = "data.sources={gsm8k:train.jsonl,code:code.json}"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.jsonl, code.json and MODEL, whose tokenizer is trained on them."""
+    folder = tmp_path_factory.mktemp("train")
+    sums = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in sums))
+    (folder / "code.json").write_text(json.dumps([{"text": f"print({i})"} for i in range(30)]))
+    (folder / "prose.jsonl").write_text("".join(json.dumps({"text": str(record)}) + "\n" for record in sums))
+    small = "config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64}"
+    tokenizer = ("tokenizer.train_on=[prose.jsonl]", "tokenizer.vocab_size=300")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["init-model", "model=tiny", "output_dir=MODEL", small, *tokenizer]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the inputs, which is the working directory."""
+    shutil.copytree(inputs, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """torchrun's arguments of each run, which trains nothing."""
+    lines: list[list[str]] = []
+    monkeypatch.setattr(train, "run_torchrun", lambda arguments: lines.append(list(arguments)) or 0)
+    return lines
+
+
+def value_of(key: str, line: list[str]) -> str:
+    (found,) = [word.partition("=")[2] for word in line if word.startswith(f"{key}=")]
+    return found
+
+
+def written(folder: Path) -> set[Path]:
+    return set((folder / "cache").iterdir()) if (folder / "cache").is_dir() else set()
+
+
+COMMAND = ("train", SOURCES, "model.path=MODEL", "data.cache_dir=cache", "num_workers=1", "nproc=1", *SMALL, *SHORT)
+
+
+def test_a_second_run_tokenizes_nothing_until_a_file_or_an_option_changes(
+    folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "check_overrides", lambda *_: None)  # seconds
+    assert main(COMMAND) == 0
+    files = written(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "write_dataset", None)  # would fail where anything is tokenized
+        assert main([*COMMAND, "data.strategy=none"]) == 0
+    assert written(folder) == files
+    first, second = (value_of("data.train_dir", line) for line in started)
+    assert first == second
+    assert json.loads(Path(first, "categories.json").read_text()) == {"1": "gsm8k", "2": "code"}
+    assert main([*COMMAND, "turns=last"]) == 0
+    (folder / "code.json").write_text(json.dumps([{"text": "print()"}]))
+    assert main(COMMAND) == 0
+    names = [value_of("data.train_dir", line) for line in started]
+    assert len({*names}) == 3
+    report = json.loads(Path(names[-1], "report.json").read_text())
+    assert report["categories"]["code"]["documents"] == 1
+
+
+def test_overrides_reach_the_trainer_word_for_word_and_those_of_tokenize_do_not(
+    folder: Path, started: list[list[str]]
+) -> None:
+    own = ["loss=sequence", "optim.lr=1e-3", "loss.category_weights={code: 2}"]
+    validation = ["data.val_sources={gsm8k:train.jsonl}", "sample=10", "trainer.test_freq=1"]
+    assert main([*COMMAND, *own, *validation]) == 0
+    ((*torchrun, train_dir, val_dir), overrides) = started[0][:7], started[0][7:]
+    assert torchrun == [*torchrun[:2], "--nproc_per_node=1", "-m", "verl_ext.fsdp_sft_trainer"]
+    assert (train_dir.partition("=")[0], val_dir.partition("=")[0]) == ("data.train_dir", "data.val_dir")
+    assert overrides == ["model.path=MODEL", *SMALL, *SHORT, *own, "trainer.test_freq=1"]
+    reports = [json.loads(Path(word.partition("=")[2], "report.json").read_text()) for word in (train_dir, val_dir)]
+    assert [report["total"]["records"] for report in reports] == [20, 40]  # a sample is of what is trained on
+
+
+def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[list[str]]) -> None:
+    assert main(["train", "nproc=2", "data.train_dir=data/train", "data.cache_dir=cache", "model.path=MODEL"]) == 0
+    assert "--nproc_per_node=2" in started[0]
+    assert started[0][-3:] == ["data.train_dir=data/train", "data.cache_dir=cache", "model.path=MODEL"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["nproc=0"], ["nproc", "at least 1", "got 0"]),
+        (["data.sources={gsm8k:none.jsonl}"], ["data.sources.gsm8k", "none.jsonl"]),
+        (["data.val_sources={gsm8k:none.jsonl}"], ["data.val_sources.gsm8k", "none.jsonl"]),
+        (["data.sources=train.jsonl"], ["data.sources={train:train.jsonl}", "got train.jsonl"]),
+        (["turns=lst"], ["turns", "nearest: last"]),
+        (["sample={cod: 3}"], ["sample.cod", "gsm8k, code"]),
+        (["data.train_dir=data/train"], ["data.train_dir", "data.sources"]),
+        (["backend=ray"], ["backend", "local", "got ray"]),
+        (["model.path="], ["model.path", "got nothing"]),
+        (["trainer.total_steps=3"], ["trainer.total_steps", "trainer.total_training_steps"]),
+        (["data.train_batch_size=3", "nproc=2"], ["data.train_batch_size", "got 3"]),
+        (["loss.category_weights={cod: 2}"], ["loss.category_weights", "nearest: code"]),
+        (["data=pretrain"], ["data.sources", "files of text records"]),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_tokenized(
+    folder: Path, started: list[list[str]], capfd: pytest.CaptureFixture[str], words: list[str], parts: list[str]
+) -> None:
+    given = {word.partition("=")[0] for word in words}
+    kept = [word for word in COMMAND if word.partition("=")[0] not in given]
+    assert main([*kept, *words]) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert all(part in errors[0] for part in parts), errors
+    assert not started
+    assert not written(folder)
+
+
+def test_an_interrupted_tokenization_leaves_nothing(
+    folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("verl_ext.commands.tokenize.Report.write", interrupted)  # after the shards
+    monkeypatch.setattr(train, "check_overrides", lambda *_: None)  # seconds
+    assert main(COMMAND) == 130
+    assert not [path for path in written(folder) if path.is_dir()]
+    assert not started
+
+
+def test_the_printed_commands_give_the_run_that_it_trains(folder: Path) -> None:
+    binaries = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    line = [sys.executable, "-m", "verl_ext", *COMMAND]
+    done = subprocess.run(line, env=binaries, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    commands = [text.strip() for text in done.stdout.splitlines() if text.startswith(("  verl-ext", "  torchrun"))]
+    assert [shlex.split(command)[0] for command in commands] == ["verl-ext", "torchrun"]
+    shutil.move("run", "whole")
+    for command in commands:
+        subprocess.run(shlex.split(command), env=binaries, check=True, capture_output=True, timeout=400)
+    ours, theirs = metrics(Path("whole")), metrics(Path("run"))
+    assert (2, "train/code_loss") in ours
+    assert {key: value for key, value in ours.items() if key[1].endswith("loss")} == {
+        key: value for key, value in theirs.items() if key[1].endswith("loss")
+    }
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(os.environ["VERL_EXT_REQUESTS"])
+if sys.argv[1] == "code":
+    sys.exit(int(sys.argv[2]) if os.environ["RANK"] == "1" else 0)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["RANK"] == "0":
+    os.kill(int(os.environ["VERL_EXT_LAUNCHER"]), signal.SIGINT)
+while not (folder / "stop").exists():
+    time.sleep(0.05)
+(folder / "unfinished").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [(["code", "2"], 2, None), (["killed"], 137, "SIGKILL"), (["stopped"], 75, "SIGINT")],
+)
+def test_torchrun_ends_with_the_code_of_its_ranks_and_without_a_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], code: int, said: str | None
+) -> None:
+    """A rank's code goes through; a rank that is killed is named; a request goes to the ranks by their file."""
+    (tmp_path / "rank.py").write_text(RANK)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        line = ["--standalone", "--local_addr=127.0.0.1", "--nproc_per_node=2", str(tmp_path / "rank.py"), *words]
+        assert run_torchrun(line) == code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    assert "ChildFailedError" not in error
+    assert said is None or said in error

@@ -1,0 +1,226 @@
+"""The command `verl-ext train`: raw files to a trained model on one machine, as `tokenize` and torchrun would do it.
+
+    data.sources={gsm8k:train.jsonl} turns=last     model.path=M     parallel=cpu data.max_tokens=1024 …
+           options of `tokenize`                       of both          the trainer's, word for word
+                     └───────────────┬───────────────────┴───────────────────┘
+    CACHE/<fingerprint>/, tokenized unless it is there   →   torchrun … data.train_dir=CACHE/<fingerprint> …
+
+The trainer's overrides are checked before a text is tokenized, in a process of their own: this one loads no torch.
+"""
+
+import json
+import logging
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_ext.commands.command_line import command, known_options, read_options
+from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
+from verl_ext.commands.torchrun import run_torchrun
+from verl_ext.files import cached_folder, damage, default_root
+from verl_ext.text.chat import ChatEncoder
+from verl_ext.text.sources import find_source_files
+from verl_ext.text.tokenized import FORMAT, digest, file_facts
+from verl_ext.text.tokenizer import leave_out_torch
+from verl_ext.values import DataError, Options, UsageError, option
+
+# What is tokenized, by the trainer's key of the folder that it becomes.
+NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}
+
+
+@dataclass(frozen=True)
+class SourceKeys(Options):
+    """What is tokenized, and where the result is kept."""
+
+    prefix: ClassVar[str] = "data"
+
+    sources: dict[str, Any] = option({}, "training data, a category to its files, as of `verl-ext tokenize`")
+    val_sources: dict[str, Any] = option({}, "validation data, likewise; `sample` is of data.sources alone")
+    cache_dir: str | None = option(None, "tokenized data is kept here; null: in the cache of `datasets`")
+
+
+@dataclass(frozen=True)
+class TrainOptions(Options):
+    """Raw files to a trained model on this machine: tokenized once, then trained by torchrun.
+
+    Beside the keys below it takes the options of `verl-ext tokenize` by their names (turns=last, sample=1000) and the
+    overrides of the trainer (docs/training.md); model.path is of both. The same files, tokenizer and options are not
+    tokenized again. Ctrl-C or SIGTERM: the ranks save, and the same command goes on.
+    """
+
+    maps: ClassVar[dict[str, str]] = dict.fromkeys(NODES.values(), "a category to files")
+
+    data: SourceKeys = option(SourceKeys, "what is tokenized")
+    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 where it has none", least=1)
+
+
+def run(words: Sequence[str]) -> str:
+    """Tokenize what is not tokenized yet, and train; SystemExit where training ends with another code than 0."""
+    own, encoding = _those_of(words, ["nproc"]), []
+    if _those_of(words, NODES.values()):  # else data.cache_dir is that of a dataset that reads text itself
+        own += _those_of(words, [*NODES.values(), "data.cache_dir"])
+        given_here = {"model", "sources", "output_dir", "overwrite"}
+        encoding = _those_of(words, known_options(TokenizeOptions).keys() - given_here)
+    of_both = _those_of(encoding, ["model"])
+    overrides = [word for word in words if word not in own and (word not in encoding or word in of_both)]
+    options, texts = read_options(TrainOptions, own), {}
+    for key, node in NODES.items():
+        if not (sources := [word.replace(node, "sources", 1) for word in _those_of(own, [node])]):
+            continue
+        if given := _those_of(overrides, [key]):
+            raise UsageError(f"{key} must not be given beside {node}, which it would be made of; got {given[0]}")
+        others = encoding if key == "data.train_dir" else [w for w in encoding if not _those_of([w], ["sample"])]
+        texts[key] = Texts(node, [*sources, *others], default_root("verl_ext_tokenized", options.data.cache_dir))
+    ranks = options.nproc or _num_gpus() or 1
+    if not all(each.are_tokenized for each in texts.values()):
+        categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
+        not_yet = [f"{key}=." for key in texts]  # a folder that exists, for one that does not exist yet
+        check_overrides(ranks, categories, [*not_yet, *overrides])
+    for each in texts.values():
+        each.tokenize()
+    line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
+    line += ["-m", "verl_ext.fsdp_sft_trainer", *(f"{key}={each.folder}" for key, each in texts.items()), *overrides]
+    print("The same in single commands:", flush=True)
+    for command_line in (*(each.command for each in texts.values()), line):
+        print(f"  {shlex.join(command_line)}", flush=True)
+    if code := run_torchrun(line[1:]):
+        raise SystemExit(code)
+    return ""
+
+
+class Texts:
+    """The sources of one key, and the folder of the documents that they become."""
+
+    def __init__(self, node: str, words: Sequence[str], root: Path) -> None:
+        """node: the key that names the sources; words: options of `verl-ext tokenize`; root: of the folder.
+
+        Raises UsageError and DataError, each one line.
+        """
+        self._node, self._words = node, list(words)
+        with self._errors_name_the_key():
+            self._options = options = read_options(TokenizeOptions, [*words, f"output_dir={root / 'new'}"])
+            if options.backend != "local":
+                raise UsageError(f"backend must be local here; got {options.backend}: use `verl-ext tokenize`")
+            leave_out_torch(options.model)
+            self._encoder = ChatEncoder(options, list(options.sources), options.preview)
+            self.folder = root / self._fingerprint()
+        self.are_tokenized = damage(self.folder) is None
+
+    @property
+    def categories(self) -> list[str]:
+        """Their names; none where they are the records' own, not known before all are read."""
+        return [] if self._options.category_field else list(self._options.sources)
+
+    @property
+    def command(self) -> list[str]:
+        """The command that writes the folder."""
+        return ["verl-ext", "tokenize", *self._words, f"output_dir={self.folder}", "overwrite=true"]
+
+    def tokenize(self) -> None:
+        """Tokenize the sources unless that is done; print the closing tables, or that nothing was to do."""
+        if self.are_tokenized:
+            print(f"{self._node}: tokenized before, into {self.folder}", flush=True)
+            return
+
+        def write(folder: Path) -> None:
+            report = write_dataset(folder, find_source_files(self._options.patterns), self._options)
+            if self._fingerprint() != self.folder.name:
+                raise DataError("sources must not change while they are tokenized; one of their files did")
+            print(f"{summary(report)}\n", flush=True)
+
+        with self._errors_name_the_key():
+            cached_folder(self.folder.parent, self.folder.name, write)
+
+    def _fingerprint(self) -> str:
+        options, files = self._options, find_source_files(self._options.patterns)
+        read = [file_facts(file.path for file in files), [(file.category_id, file.kind) for file in files]]
+        drawn = [list(options.sources), options.sample, options.seed]
+        return digest([FORMAT, self._encoder.fingerprint(), read, drawn])
+
+    @contextmanager
+    def _errors_name_the_key(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            message = re.sub(r"(?<![\w.])sources\b", self._node, str(error)).replace("output_dir", "data.cache_dir")
+            raise (UsageError if isinstance(error, UsageError) else DataError)(message) from error
+
+
+def _those_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """The overrides of these keys, and of what is below them."""
+    nodes = tuple(f"{key}." for key in keys)
+    return [word for word in words if f"{word.partition('=')[0].lstrip('+~')}.".startswith(nodes)]
+
+
+def _num_gpus() -> int:
+    import torch  # here: importing it takes seconds
+
+    return torch.cuda.device_count()
+
+
+def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise UsageError for what the trainer refuses without reading data; `check` finds that in another process."""
+    print("checking the trainer's options", file=sys.stderr, flush=True)
+    line = [
+        sys.executable,
+        "-c",
+        f"from {__name__} import check; check()",
+        str(ranks),
+        json.dumps(categories),
+        *overrides,
+    ]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, start_new_session=True)  # Ctrl-C is for this process
+    if done.returncode:
+        raise UsageError(done.stdout.strip()) if done.returncode == 2 else SystemExit(done.returncode)
+
+
+def check() -> None:
+    """Print what the trainer refuses of sys.argv, without reading data, and exit with 2 then.
+
+    sys.argv: the number of ranks, the categories of the training data in JSON, the overrides.
+    """
+    output, sys.stdout = sys.stdout, sys.stderr
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it, for seconds, if it is there
+    logging.disable(logging.WARNING)
+    from verl_ext.attention import gpu_capability
+    from verl_ext.config.check import check_categories, check_run
+    from verl_ext.config.compose import compose_run, prepare_overrides
+    from verl_ext.config.output import check_output
+    from verl_ext.config.resolve import resolve_device
+    from verl_ext.config.run import dataset_class
+    from verl_ext.data.sft import SFTOptions
+    from verl_ext.trainer.distributed import accelerator
+
+    ranks, categories, overrides = int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+    try:
+        if any(word.startswith("-") for word in overrides):  # flags of Hydra's, which its main function alone reads
+            prepare_overrides(overrides)
+            return
+        config, _ = compose_run(overrides)
+        if (reads := dataset_class(config).Options.reads) != SFTOptions.reads:
+            raise ValueError(f"data.sources must be none with a dataset that reads {reads}: data.train_dir names them")
+        resolve_device(config, accelerator())
+        if config.trainer.device == "cuda" and ranks > _num_gpus():
+            raise ValueError(f"nproc must be at most the number of GPUs, {_num_gpus()}; got {ranks}")
+        check_run(config, ranks, accelerator(), capability=gpu_capability())
+        check_output(config, ranks)
+        if categories:
+            check_categories(config.loss, categories)
+    except (ValueError, OSError) as error:
+        print(error, file=output)
+        raise SystemExit(2) from None
+
+
+main = command(
+    "train",
+    TrainOptions,
+    run,
+    example="'data.sources={gsm8k:train.jsonl,code:code.json}' model.path=MODEL [nproc=N] [key=value …]",
+    read=list,
+)
