@@ -14,8 +14,8 @@ from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.commands.train import TrainOptions
 from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
+from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions
-from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions
 from verl_ext.values import Option, Options, options_of, show
 
@@ -59,7 +59,7 @@ def _lines() -> Iterator[str]:
         )
         yield from _table(family.Options)
     titles: dict[str, type[Options]] = {
-        "`model`, beside verl's": ActivationOptions,
+        "`model`, beside verl's": ModelOptions,
         "`loss`": LossOptions,
         "`attention`": AttentionOptions,
         "`parallel`": ParallelOptions,

@@ -284,7 +284,7 @@ def _make_model(folder: Path) -> None:
 
 def _read_model(folder: Path) -> None:
     from verl_ext.config.check import read_hf_config
-    from verl_ext.config.support import weight_problems
+    from verl_ext.config.weights import weight_problems
 
     (folder / "model-1.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # of no tensors
     if problems := weight_problems(str(folder)):

@@ -13,7 +13,8 @@ from transformers import BertGenerationConfig, DbrxConfig, GPT2Config, LlamaConf
 from verl_ext.config import compose
 from verl_ext.config.check import check_categories, check_run
 from verl_ext.config.model import PackedModel
-from verl_ext.config.support import attention_dropout, check_positions, model_positions, weight_problems
+from verl_ext.config.support import attention_dropout, check_positions, model_positions
+from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 96, "num_hidden_layers": 1}
@@ -118,6 +119,28 @@ TABLE = [
         None,
         "model.target_modules must leave out model.embed_tokens: verl 0.9.1's FSDP2 cannot shard",
     ),
+    (
+        {"model__lora_rank": 4, "model__target_modules": ["q_proj", "v_prj"]},
+        1,
+        None,
+        "model.target_modules must name modules of a Qwen3ForCausalLM; got v_prj (nearest: v_proj)",
+    ),
+    (
+        {"model__lora_rank": 4, "model__target_modules": ".*foo"},
+        1,
+        None,
+        "model.target_modules must name modules of a Qwen3ForCausalLM; got .*foo",
+    ),
+    ({"optim__optimizer": "AdamZ"}, 1, None, "optim.optimizer must be one of ASGD, Adadelta, "),
+    ({"optim__optimizer": "AdamZ"}, 1, None, "; got AdamZ (nearest: Adam"),
+    ({"optim__optimizer_impl": "no.such"}, 1, None, "optim.optimizer_impl must be a module that is installed; got no."),
+    (
+        {"optim__override_optimizer_config": {"fussed": True}},
+        1,
+        None,
+        "optim.override_optimizer_config must be options of AdamW; got {'fussed': True} (",
+    ),
+    ({"optim__optimizer": "Muon"}, 1, None, "optim.override_optimizer_config must be options of Muon; got {} (Muon"),
     ({"optim__clip_grad": 0}, 1, None, "optim.clip_grad must be above 0; got 0"),
     ({"optim__betas": [0.9]}, 1, None, "optim.betas must be two numbers from 0 to below 1; got [0.9]"),
     ({"trainer__device": "auto"}, 1, "npu", "trainer.device must be cuda or cpu, where packs have an engine"),

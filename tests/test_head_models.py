@@ -247,3 +247,46 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
     for name, gradient in plain.items():
         torch.testing.assert_close(fused[name], gradient, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(ids).logits[0, :-1].float(), logits)  # logits again where there is no work
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
+    """PEFT's contexts of a reference model: values and gradients are those of its own logits."""
+    base = AutoModelForCausalLM.from_pretrained(folder("llama"))
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"]))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    ids = torch.randint(4, 128, (1, 12))
+    labels, coefficients = ids[0, 1:], torch.rand(11)
+    rows = TargetRows.of(torch.tensor([True] * 11 + [False]), SequenceShards())
+    embeddings = model.get_input_embeddings().weight.requires_grad_()
+
+    def gradient(loss):
+        (found,) = torch.autograd.grad(loss, [embeddings])
+        return found
+
+    def plain():
+        nll = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].float(), labels, reduction="none")
+        return nll.detach(), gradient((coefficients * nll).sum())
+
+    if merged:
+        model.merge_adapter()
+    with_adapter = plain()
+    with model.disable_adapter():
+        without = plain()
+    if merged:
+        model.merge_adapter()  # which disabling took back
+    head = FusedHead(model)
+
+    def fused():
+        with head.doing(HeadWork(labels, coefficients, rows, None, 3000)):
+            terms, nll = model(ids, logits_to_keep=rows.held).logits[0].unbind(-1)
+        return nll.detach(), gradient(terms.sum())
+
+    assert not torch.allclose(without[0], with_adapter[0], rtol=1e-2)
+    torch.testing.assert_close(fused(), with_adapter, rtol=1e-4, atol=1e-5)
+    with model.disable_adapter():
+        torch.testing.assert_close(fused(), without, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused(), with_adapter if not merged else plain(), rtol=1e-4, atol=1e-5)

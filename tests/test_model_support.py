@@ -3,6 +3,7 @@
 import pytest
 import transformers
 
+from verl_ext.config.check import read_hf_config
 from verl_ext.config.support import model_support_problems
 
 
@@ -56,3 +57,19 @@ def test_an_encoder_made_causal_is_supported_where_its_positions_begin_at_0():
 def test_a_decoder_set_to_look_ahead_is_refused():
     problems = model_support_problems(transformers.Gemma3TextConfig(use_bidirectional_attention=True))
     assert problems == ["model.path: Gemma3TextConfig must have causal attention; got use_bidirectional_attention=True"]
+
+
+@pytest.mark.parametrize("name", ["Gemma4AssistantConfig", "Gemma4UnifiedAssistantConfig"])
+def test_a_drafter_that_needs_another_models_states_is_refused(name):
+    (problem,) = model_support_problems(getattr(transformers, name)())
+    assert problem.startswith(f"model.path: {name} must be a model of its own")
+
+
+def test_a_config_that_transformers_cannot_read_is_told_in_one_line(tmp_path, capfd):
+    (tmp_path / "config.json").write_text('{"model_type": "bamba", "layers_block_type": ["mamba"]}')
+    with pytest.raises(
+        ValueError, match=r"^model\.path must hold a model's config\.json; got .*layers_block_type"
+    ) as told:
+        read_hf_config(str(tmp_path))
+    assert "\n" not in str(told.value)
+    assert capfd.readouterr().err == ""

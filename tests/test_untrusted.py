@@ -13,7 +13,7 @@ import torch
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.commands.command_line import command
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.config.support import weight_problems
+from verl_ext.config.weights import weight_problems
 from verl_ext.data import SFTDataSet
 from verl_ext.data.categories import CategoryTable
 from verl_ext.engines.saving import tensors_alone

@@ -4,6 +4,7 @@ ranks = data-parallel size × sequence-parallel size
 packs of a step = data-parallel size × micro-batch size × accumulation
 """
 
+import importlib
 import importlib.util
 import os
 import re
@@ -11,14 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch.nn import Parameter
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import model_kind, override
 from verl_ext.config.run import AFTER_EACH_EPOCH, TrainerOptions, dataset_class, sequence_parallel_size
 from verl_ext.config.schema import MIXED_PRECISION, foreign_option_problems
-from verl_ext.config.support import CP, SP, weight_problems
+from verl_ext.config.support import CP, SP
+from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.data.dataset import DataOptions
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.losses import LossOptions
@@ -256,6 +262,8 @@ def training_problems(config: DictConfig) -> list[str]:
     for name in MIXED_PRECISION:
         if dtype := OmegaConf.select(config, name):
             problems.append(choice_problem(name, dtype, ("fp32", "bf16", "fp16")))
+    if not any(problems):
+        problems.append(optimizer_problem(config))
     problems.append(choice_problem("optim.lr_scheduler_type", config.optim.lr_scheduler_type, ("constant", "cosine")))
     if config.trainer.eval_only is True and config.trainer.overwrite is True:
         problems.append("trainer.overwrite must be false with trainer.eval_only=true, which replaces no run; got true")
@@ -268,6 +276,26 @@ def training_problems(config: DictConfig) -> list[str]:
         else:
             problems += [choice_problem(key, name, CONTENTS) for name in contents]
     return [problem for problem in problems if problem]
+
+
+def optimizer_problem(config: DictConfig) -> str | None:
+    """One line where the optimizer does not exist or refuses its options; it is built once, of two small tensors."""
+    optim, key = config.optim, "optim.optimizer_impl"
+    try:
+        names = vars(importlib.import_module(optim.optimizer_impl))
+    except ImportError as error:
+        return f"{key} must be a module that is installed; got {optim.optimizer_impl} ({first_line(error)})"
+    kinds = [name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
+    if optim.optimizer not in names:
+        return choice_problem("optim.optimizer", optim.optimizer, sorted(set(kinds) - {"Optimizer"}))
+    try:
+        build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], omega_conf_to_dataclass(optim))
+    except (TypeError, ValueError) as error:
+        given = show(plain(optim.override_optimizer_config) or {})
+        return (
+            f"optim.override_optimizer_config must be options of {optim.optimizer}; got {given} ({first_line(error)})"
+        )
+    return None
 
 
 def _option_problems(cls: type[Options], node: DictConfig) -> list[str]:
@@ -301,6 +329,9 @@ def read_hf_config(path: str, trusted: bool = False) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        with held_back("configuration_utils"):  # which shows the whole config before it raises
+            return AutoConfig.from_pretrained(path, trust_remote_code=trusted)
     except Exception as error:  # a config's class raises whatever the values lead it to
-        raise ValueError(f"model.path must hold a model's config.json; got {path} ({first_line(error)})") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
+        raise ValueError(f"model.path must hold a model's config.json; got {path} ({reason})") from error

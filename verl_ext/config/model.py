@@ -4,6 +4,7 @@ verl builds its model node as a dataclass; ours are subclasses, whose class meth
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from verl.workers.config import HFModelConfig
 
 from verl_ext.attention import BACKENDS, PACKED_ATTENTION
 from verl_ext.config import support
-from verl_ext.engines.activations import ActivationOptions
+from verl_ext.config.weights import ModelOptions, check_weights
 from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
 from verl_ext.plugin import CHUNKED, PACKED
 from verl_ext.values import Options, choice_problem, nearest_name, plain, show
@@ -26,10 +27,10 @@ _ATTENTION = "attn_implementation"  # below override_config, verl's own: it is n
 
 
 @dataclass
-class PackedModel(HFModelConfig, ActivationOptions):
+class PackedModel(HFModelConfig, ModelOptions):
     """Any causal language model of Hugging Face's, with attention inside the documents of a pack.
 
-    Its fields are verl's and those of ActivationOptions.
+    Its fields are verl's and those of ModelOptions.
     `override_config` reaches `hf_config` through :func:`override`. What a kind of model declares:
 
     engine_vendor: names its engine in `verl_ext.plugin`.
@@ -87,6 +88,22 @@ class PackedModel(HFModelConfig, ActivationOptions):
         problems = support.head_problems(config, hf_config) + unsupported + support.lora_problems(config, hf_config)
         problems += support.block_problems(config, hf_config) + support.tile_problems(config, hf_config)
         return None if unsupported else hf_config, problems
+
+    @classmethod
+    def check_weights(cls, config: DictConfig, hf_config: Any) -> list[str]:
+        """Compare the weights in `model.path` with the model of ``hf_config``, by headers; gives notices.
+
+        Those of remote code and quantized ones are left to transformers, and remote paths to verl. Raises ValueError
+        where they differ, OSError where the Hub does not answer.
+        """
+        path, override = os.path.expanduser(config.model.path), plain(config.model.override_config)
+        model_class = support.model_class(hf_config)
+        if model_class is None or "://" in path or getattr(hf_config, "quantization_config", None):
+            return []
+        if config.trainer.plan_only and not os.path.isdir(path):
+            return []  # a plan fetches nothing
+        override.pop(_ATTENTION, None)
+        return check_weights(model_class, hf_config, path, config.model.allow_weight_mismatch, override)
 
     @classmethod
     def attention_problems(
@@ -237,8 +254,17 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
         if "rope_theta" in given:
             rope["rope_theta"] = given.pop("rope_theta")
         given = {"rope_parameters": rope, **given} if rope else given
+    kinds = getattr(hf_config, "layer_types", None) or ()
     for key, value in given.items():
         _set(hf_config, key, value)
+    if "num_hidden_layers" in given and "layer_types" not in given and len(set(kinds)) == 1:
+        hf_config.layer_types = list(kinds[:1]) * hf_config.num_hidden_layers
+    if given and hasattr(hf_config, "validate"):
+        try:
+            hf_config.validate()  # the values together
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            must = f"{_OVERRIDE} must give values that fit together"
+            raise ValueError(f"{must}; got {show(given)} ({_reason(error)})") from error
 
 
 def _set(hf_config: Any, key: str, value: Any) -> None:
@@ -257,9 +283,13 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
             hf_config.standardize_rope_params()
             hf_config.validate_rope()
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         must = f"{_OVERRIDE}.{key} must be one of a {type(hf_config).__name__}"
-        raise ValueError(f"{must}; got {show(value)} ({reason})") from error
+        raise ValueError(f"{must}; got {show(value)} ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an error of transformers' config classes, which has the reason."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig:

@@ -28,8 +28,8 @@ from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions, dataset_class
+from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions, PackDataset
-from verl_ext.engines.activations import ActivationOptions
 from verl_ext.losses import LossOptions
 from verl_ext.overrides import restored
 from verl_ext.values import Options, leaves, nearest_key, nearest_name, options_of, show
@@ -129,7 +129,7 @@ def _choice(group: str, choice: str) -> Any:
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name below `/options` -> (the node that it fills, {key: default}) of each dataclass that conf/ composes from."""
     always = (
-        ActivationOptions,
+        ModelOptions,
         AttentionOptions,
         LossOptions,
         ParallelOptions,

@@ -1,14 +1,13 @@
 """What a model's architecture allows: packs, sequence parallelism, attention kernels, positions.
 
-Read from its config.json, classes and safetensors headers, before weights are loaded. `hf_config` is a Hugging Face
+Read from its config.json and classes, before weights are loaded. `hf_config` is a Hugging Face
 config throughout.
 """
 
 import copy
+import inspect
 import os
 from collections.abc import Iterator
-from glob import glob
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from verl_ext.engines.activations import NEEDS_CHECKPOINTS, tileable_mlps, until
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.text.json_records import parse_json
-from verl_ext.values import first_line
+from verl_ext.values import nearest_name
 
 SP = "engine.ulysses_sequence_parallel_size"
 CP = "parallel.context_parallel_size"
@@ -45,14 +43,14 @@ def model_support_problems(hf_config: Any) -> list[str]:
     if getattr(hf_config, "model_type", None) == "qwen_titans":
         return ["model.path holds a Qwen with long-term memory, which needs model=qwen_titans; got another model group"]
     problems = list(_packing_problems(hf_config))
-    cls, text = _model_class(hf_config), hf_config.get_text_config()
+    cls, text = model_class(hf_config), hf_config.get_text_config()
     if cls is not None and hasattr(text, "is_decoder") and not problems:
         problems += _encoder_problems(cls, hf_config)
     return problems
 
 
 def _packing_problems(hf_config: Any) -> Iterator[str]:
-    text, cls = hf_config.get_text_config(), _model_class(hf_config)
+    text, cls = hf_config.get_text_config(), model_class(hf_config)
     name = f"model.path: {type(hf_config).__name__}"
     if cls is None and not getattr(hf_config, "auto_map", None):
         yield f"{name} must be a causal language model that transformers has; it has none for this config"
@@ -72,6 +70,8 @@ def _packing_problems(hf_config: Any) -> Iterator[str]:
             f"model.override_config.output_router_logits must be false for {type(hf_config).__name__}, of which "
             "transformers computes no router loss that can be taken over packs; got true"
         )
+    if "shared_kv_states" in inspect.signature(getattr(cls, "forward", lambda: None)).parameters:
+        yield f"{name} must be a model of its own; a {cls.__name__} drafts for another one, whose states it needs"
     if (both := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):
         yield f"{name} must have causal attention; got use_bidirectional_attention={both}"
 
@@ -100,7 +100,7 @@ def block_problems(config: DictConfig, hf_config: Any) -> list[str]:
 
 def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
     """Says that a model's head needs more memory than `loss.head` asks for."""
-    cls, asked = _model_class(hf_config), config.loss.head
+    cls, asked = model_class(hf_config), config.loss.head
     if cls is None or asked not in HEADS:
         return []
     with torch.device("meta"):
@@ -140,7 +140,7 @@ def tile_notices(config: DictConfig, hf_config: Any) -> list[str]:
 
 def _tileable(config: DictConfig, hf_config: Any) -> int | None:
     """How many MLPs can be tiled, None where that is not asked for or not known yet."""
-    cls = _model_class(hf_config)
+    cls = model_class(hf_config)
     if config.model.mlp_tile_tokens is None or cls is None:
         return None
     with torch.device("meta"):
@@ -150,7 +150,7 @@ def _tileable(config: DictConfig, hf_config: Any) -> int | None:
 def router_notices(hf_config: Any) -> list[str]:
     """Says that a mixture of experts trains without its router loss, which published configs leave off."""
     text = hf_config.get_text_config()
-    if asks_for_router_loss(hf_config) or not has_router_loss(_model_class(hf_config), text):
+    if asks_for_router_loss(hf_config) or not has_router_loss(model_class(hf_config), text):
         return []
     return [
         f"{type(hf_config).__name__} is trained without a router loss; model.override_config.output_router_logits=true "
@@ -186,60 +186,39 @@ def _heads(hf_config: Any) -> tuple[int, int] | None:
 
 
 def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Adapters on the input embeddings, or on a head that shares their weights, which cannot be trained or exported."""
+    """Adapters of modules that the model lacks, or that cannot be trained or exported.
+
+    Those are the input embeddings, and a head that shares their weights.
+    """
     model, adapter = config.model, config.model.lora_adapter_path
-    tied = hf_config.get_text_config().tie_word_embeddings
-    if not model.lora_rank or not (tied or config.engine.strategy == "fsdp2"):
-        return []
-    refused = ["lm_head", "model.embed_tokens"] if tied else ["model.embed_tokens"]
+    cls, tied = model_class(hf_config), hf_config.get_text_config().tie_word_embeddings
+    if not model.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
+        return []  # path_problems reports it; or a hub name
     from peft import LoraConfig  # here: takes seconds, and only such a run needs it
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
-    if adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
-        return []  # path_problems reports it; or a hub name
     if adapter:
         key, lora = "model.lora_adapter_path: target_modules", LoraConfig.from_pretrained(adapter)
     else:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         key = "model.target_modules"
         lora = LoraConfig(target_modules=plain["target_modules"], exclude_modules=plain["exclude_modules"])
+    given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
+    if cls is not None and given and given != "all-linear":
+        with torch.device("meta"):
+            modules = [name for name, _ in cls(copy.deepcopy(hf_config)).named_modules()]
+        for target in [given] if isinstance(given, str) else given:
+            alone = LoraConfig(target_modules=given if isinstance(given, str) else [target])
+            if not any(targets_module(alone, name) for name in modules):
+                nearest = nearest_name(target, {name.rpartition(".")[2] for name in modules})
+                hint = f" (nearest: {nearest})" if nearest else ""
+                return [f"{key} must name modules of a {cls.__name__}; got {target}{hint}"]
+    refused = ["lm_head", "model.embed_tokens"] if tied else ["model.embed_tokens"]
     named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
-    if not named:
+    if not named or not (tied or config.engine.strategy == "fsdp2"):
         return []
     why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
-    given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
     return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
-
-
-def weight_problems(folder: str) -> list[str]:
-    """One line when ``folder`` (model.path) holds no weights, or a safetensors file that was cut short."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(glob(os.path.join(folder, "*.safetensors")))
-    if not files and not any(glob(os.path.join(folder, kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
-        return [f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
-    if problem := _index_problem(Path(folder)):
-        return [problem]
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return [f"model.path must hold weights that can be read; got {file}: {error}"]
-    return []
-
-
-def _index_problem(folder: Path) -> str | None:
-    """One line when an index of shards is none, or names files of other folders."""
-    for index in sorted(folder.glob("*.index.json")):
-        try:
-            names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
-            inside = all(Path(name).name == name for name in names)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return f"model.path must hold an index of its weights that can be read; got {index}: {first_line(error)}"
-        if not inside:
-            return f"model.path must hold the weights that its index names; {index} names files of other folders"
-    return None
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
@@ -331,7 +310,7 @@ def _head_size(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def _model_class(hf_config: Any) -> type | None:
+def model_class(hf_config: Any) -> type | None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(hf_config, "auto_map", None):

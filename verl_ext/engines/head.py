@@ -11,7 +11,7 @@ Legend: T tokens of a micro-batch, N its targets, n the sequence-parallel size, 
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -113,12 +113,21 @@ class FusedHead:
         base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
         x = x.to(base.weight.dtype)
         factors = [(x, base.weight)]
-        for name in getattr(head, "active_adapters", ()):
+        for name in _active_adapters(head):
             if name in head.lora_A:
                 low = head.lora_A[name](head.lora_dropout[name](x)) * head.scaling[name]
                 factors.append((low.to(x.dtype), head.lora_B[name].weight.to(x.dtype)))
         terms, nll = head_terms(factors, work.labels, work.coefficients, bias=base.bias, block_bytes=work.block_bytes)
         return torch.stack([terms[None], nll[None]], dim=-1)  # no view: FSDP2 warns of one
+
+
+def _active_adapters(head: Any) -> Sequence[str]:
+    """The adapters that PEFT's own forward of a layer would add to its base, which holds those that are merged."""
+    if getattr(head, "disable_adapters", True):  # a layer without adapters has no such attribute
+        if getattr(head, "merged", False):
+            head.unmerge()
+        return ()
+    return () if head.merged else head.active_adapters
 
 
 class _Exchange(torch.autograd.Function):

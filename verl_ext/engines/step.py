@@ -25,6 +25,7 @@ from verl.workers.engine.utils import detach_tree
 
 from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
+from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.saving import Save, load_engine
 
@@ -90,6 +91,15 @@ class StepEngine(FSDPEngineWithLMHead):
             return super()._build_fsdp_module(module)
         finally:
             verls.fully_shard_module = before
+
+    def _build_optimizer(self, module: Any) -> Any:
+        """verl's, in the implementation that this run's device and torch are given."""
+        offloads = bool(self.engine_config.offload_policy)
+        if offloads:
+            take_threads()
+        half = self._autocast_dtype == torch.float16
+        self.optimizer_config = with_implementation(self.optimizer_config, get_device_name(), offloads, half)
+        return super()._build_optimizer(module)
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.

@@ -168,6 +168,9 @@ def build_engine(job: Job) -> Any:
 
     select_engine(job.vendor)
     values = {**job.values, "model": {**job.values["model"], "load_tokenizer": False}}
+    if not job.on_gpu:
+        given = job.values["optim"]["override_optimizer_config"] or {}
+        values["optim"] = {**job.values["optim"], "override_optimizer_config": {"foreach": False, **given}}
     worker = TrainingWorker(worker_config(values, total_steps=2))
     worker.reset()
     return worker.engine

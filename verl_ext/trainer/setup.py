@@ -206,6 +206,8 @@ def prepare(composed: DictConfig) -> Run:
         notices += resolve_plan(composed, planned) + _ray_notices(composed)
         hf_config = check_run(composed, world_size, device, capability=capability)
         config = RunConfig.of(composed)
+        if dist.get_rank() == 0 and planned.gpu_memory is None:  # else memory is predicted from the config alone
+            notices += config.model.check_weights(composed, hf_config)
         notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
         if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
             refuse_locked(Path(config.trainer.default_local_dir))

@@ -22,6 +22,7 @@ from verl_ext.attention.packed import set_backend
 from verl_ext.config.run import AFTER_EACH_EPOCH, worker_config
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
+from verl_ext.losses import HEADS
 from verl_ext.metrics import StepSums
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
@@ -97,6 +98,8 @@ class SFTTrainer:
             self.evaluation = Evaluation(run, run.validation, self.engine, self.rank)
         with _upstream_quiet():
             self.client.reset()
+        if self.is_rank0:
+            self._say_which_head()
         if run.replaces_output and self.is_rank0:
             remove_run_files(run.output)  # not before the weights are read: a failure there costs no earlier run
         if self._lock is not None:
@@ -117,7 +120,21 @@ class SFTTrainer:
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
-            return TrainingWorker(worker_config(self.config.values, self.run.total_steps))
+            client = TrainingWorker(worker_config(self.config.values, self.run.total_steps))
+        if self.config.values["engine"]["full_determinism"] and self.run.backend == "varlen":
+            torch.use_deterministic_algorithms(True)  # after verl's, whose warn_only leaves varlen's backward as it is
+        return client
+
+    def _say_which_head(self) -> None:
+        """Say that the head needs more memory than `loss.head` asks for, unless the model's class has told already.
+
+        Adapters, remote code and patched kernels are seen on the module alone.
+        """
+        asked, runs = self.config.loss.head, getattr(self.engine, "head_use", "fused")
+        told = any(notice.startswith(f"loss.head={asked} is ") for notice in self.run.notices)
+        if HEADS.index(runs) > HEADS.index(asked) and not told:
+            why = "the module has no linear head whose logits it gives as they are"
+            print(f"note: loss.head={asked} is {runs} here: {why}", file=sys.stderr, flush=True)
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""

@@ -9,6 +9,7 @@ from verl_ext.commands.init_model.model import (
     PRESETS,
     TOKEN_IDS,
     changed,
+    check_memory,
     count_parameters,
     fitted,
     hf_config,
@@ -72,13 +73,16 @@ def init_model(options: InitModelOptions) -> str:
     text = None
     if options.tokenizer.path is None:
         text = TrainingText(options.tokenizer.train_patterns, options.tokenizer.text_key)
-        hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # mistakes in it, before the training
+        config = hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # mistakes in it, before the training
+        check_memory(count_parameters(meta_model(config))[0], options.dtype)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         tokenizer = _tokenizer(options.tokenizer, text)
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
         config = hf_config(fitted(fields, num_tokens, ids))
-        print(f"random weights: {count_parameters(meta_model(config))[0]:,}", file=sys.stderr)
+        count = count_parameters(meta_model(config))[0]
+        check_memory(count, options.dtype)
+        print(f"random weights: {count:,}", file=sys.stderr)
         model = random_model(config, options.seed, options.dtype)
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
         tokenizer.save_pretrained(folder.path)

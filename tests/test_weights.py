@@ -1,0 +1,162 @@
+"""Weights that are not those of the model's config are refused by name, before any is read."""
+
+import re
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
+
+from tests.ranks import run_ranks
+from tests.tiny_model import write_tiny_model
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import build
+from verl_ext.config.check import read_hf_config
+from verl_ext.config.model import override as apply_override
+from verl_ext.config.support import model_class
+from verl_ext.config.weights import check_weights
+from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM
+
+MODELS = {
+    "tied": (Qwen3Config, {"tie_word_embeddings": True}),
+    "untied": (Qwen3Config, {}),
+    "experts": (Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16}),
+    "fused projections": (Phi3Config, {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2": (GPT2Config, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        name: write_tiny_model(tmp_path_factory.mktemp("m"), 0, cls, **more) for name, (cls, more) in MODELS.items()
+    }
+
+
+def check(folder, hf_config=None, allowed=(), **override):
+    hf_config = read_hf_config(str(folder)) if hf_config is None else hf_config
+    apply_override(hf_config, override)
+    return check_weights(model_class(hf_config), hf_config, str(folder), allowed, override)
+
+
+def refusal(*arguments, **options) -> str:
+    with pytest.raises(ValueError, match=r"^model\.path must hold") as raised:
+        check(*arguments, **options)
+    return str(raised.value)
+
+
+def rewritten(folder, target, change):
+    """A copy of a model whose weights, name -> tensor, `change` has changed in place."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_as_transformers_saves_them_pass(name, folders, tmp_path, capfd):
+    assert check(folders[name]) == []
+    model = AutoModelForCausalLM.from_pretrained(folders[name])
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert check(tmp_path / "sharded") == []
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_bytes((folders[name] / "config.json").read_bytes())
+    torch.save(load_file(folders[name] / "model.safetensors"), tmp_path / "pickled" / "pytorch_model.bin")
+    assert check(tmp_path / "pickled") == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(data=st.data())
+def test_any_weight_that_is_missing_is_named(name, data, folders, tmp_path_factory):
+    names = sorted(load_file(folders[name] / "model.safetensors"))
+    gone = data.draw(st.sampled_from(names))
+    line = refusal(rewritten(folders[name], tmp_path_factory.mktemp("gone"), lambda weights: weights.pop(gone)))
+    of_model = re.sub(r"experts\.\d+\.(gate|up)_proj\.weight", "experts.gate_up_proj", gone)  # transformers' own name
+    of_model = re.sub(r"experts\.\d+\.down_proj\.weight", "experts.down_proj", of_model)
+    assert of_model in line
+    assert "\n" not in line
+    assert str(folders[name].parent.parent) in line
+
+
+def test_a_weight_of_another_shape_is_named_with_both(folders, tmp_path):
+    def change(weights):
+        weights["model.norm.weight"] = torch.zeros(31)
+
+    line = refusal(rewritten(folders["untied"], tmp_path, change))
+    assert "holds other shapes of 1: model.norm.weight [31] for [32]" in line
+
+
+def test_a_weight_that_the_model_lacks_is_named(folders, tmp_path):
+    def change(weights):
+        weights["v_head.weight"] = torch.zeros(1)
+
+    assert "also holds 1: v_head.weight" in refusal(rewritten(folders["untied"], tmp_path, change))
+    (notice,) = check(tmp_path, allowed=["v_head.*"])
+    assert "v_head.weight" in notice
+    assert "left out" in notice
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ({"num_hidden_layers": 3}, "lacks 11: model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "also holds 11: model.layers.1.input_layernorm.weight"),
+        ({"vocab_size": 256}, "holds other shapes of 2: lm_head.weight [128, 32] for [256, 32]"),
+        (
+            {"intermediate_size": 96},
+            "holds other shapes of 6: model.layers.0.mlp.down_proj.weight [32, 64] for [32, 96]",
+        ),
+    ],
+)
+def test_an_override_that_changes_shapes_is_refused(override, told, folders):
+    line = refusal(folders["untied"], **override)
+    assert told in line
+    assert "model.override_config={" in line
+
+
+def test_overrides_that_do_not_fit_together_are_told_in_one_line(folders):
+    hf_config = read_hf_config(str(folders["untied"]))
+    hf_config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match=r"^model\.override_config must .* got \{'num_hidden_layers': 5\}") as raised:
+        apply_override(hf_config, {"num_hidden_layers": 5})
+    assert "\n" not in str(raised.value)
+
+
+def test_an_untied_head_may_be_new_where_it_is_allowed(folders):
+    assert "lacks 1: lm_head.weight" in refusal(folders["tied"], tie_word_embeddings=False)
+    (notice,) = check(folders["tied"], allowed=["lm_head.*"], tie_word_embeddings=False)
+    assert "lm_head.weight" in notice
+    assert "random" in notice
+
+
+def test_a_plain_qwen_may_lack_a_memory_and_an_exported_one_no_part_of_it(folders, tmp_path):
+    titans = QwenTitansConfig.from_base(read_hf_config(str(folders["tied"])), layers=[0, 1], chunk_size=64)
+    assert check(folders["tied"], deepcopy(titans)) == []
+    QwenTitansForCausalLM(titans).save_pretrained(tmp_path)
+    assert check(tmp_path) == []
+    weights = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in weights if "long_term_memory" in name)
+    del weights[gone]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert f"lacks 1: {gone}" in refusal(tmp_path)
+
+
+def _exit(options):
+    try:
+        build(options)
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_a_run_ends_before_it_writes_anything(folders, tmp_path):
+    model = rewritten(folders["untied"], tmp_path, lambda weights: weights.pop("model.norm.weight"))
+    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [20] * 4, 128, 1))
+    run = [f"data.train_dir={data}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    assert run_ranks(_exit, 2, run) == [2, 2]
+    assert not (tmp_path / "run").exists()

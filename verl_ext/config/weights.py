@@ -1,0 +1,174 @@
+"""The weights that `model.path` holds, compared with the model of its config before any is read."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import glob
+from logging import LogRecord, getLogger
+from pathlib import Path
+from typing import Any
+
+from transformers import utils
+
+from verl_ext.engines.activations import ActivationOptions
+from verl_ext.text.json_records import parse_json
+from verl_ext.values import first_line, option, refuse, show
+
+_NAMED = 3  # weights that a line names
+_OPTION = "model.allow_weight_mismatch"
+
+
+@dataclass  # not frozen: a base of verl's own dataclass of the model node
+class ModelOptions(ActivationOptions):
+    """The keys of the model node that are not verl's."""
+
+    allow_weight_mismatch: list[str] = option(
+        [],
+        "globs of weights that model.path may lack, which begin random (lm_head.weight), or have beside the model's, "
+        "which are left out (v_head.*)",
+    )
+
+
+def weight_problems(folder: str) -> list[str]:
+    """One line when ``folder`` (model.path) holds no weights, or a safetensors file that was cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(glob(os.path.join(folder, "*.safetensors")))
+    if not files and not any(glob(os.path.join(folder, kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
+        return [f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
+    if problem := _index_problem(Path(folder)):
+        return [problem]
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return [f"model.path must hold weights that can be read; got {file}: {error}"]
+    return []
+
+
+def _index_problem(folder: Path) -> str | None:
+    """One line when an index of shards is none, or names files of other folders."""
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+            inside = all(Path(name).name == name for name in names)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return f"model.path must hold an index of its weights that can be read; got {index}: {first_line(error)}"
+        if not inside:
+            return f"model.path must hold the weights that its index names; {index} names files of other folders"
+    return None
+
+
+def check_weights(
+    model_class: Any, hf_config: Any, path: str, allowed: Iterable[str], override: dict[str, Any]
+) -> list[str]:
+    """Compare names and shapes of the weights in a folder, or of a Hub name, with those of the model of a config.
+
+    transformers loads headers as tensors without storage, so that its renamings, its conversions (experts become one
+    tensor), its ties and its lists of keys to ignore count as they will in training. Weights that a class lets be
+    missing, as the memory that a plain Qwen lacks, must be there all or none.
+
+    Args:
+        allowed: `model.allow_weight_mismatch`; override: `model.override_config`, for the message.
+
+    Returns a line for each kind of difference that is allowed. Raises ValueError with a line for each that is not, and
+    OSError when the Hub does not answer.
+    """
+    may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
+    model_class = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_missing": None})
+    with _without_bars(), held_back("modeling_utils") as reports:
+        try:
+            model, found = model_class.from_pretrained(
+                None,
+                config=hf_config,
+                state_dict=_headers(path),
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:  # experts of which one has no up_proj, say; the report names the tensor
+            torn = re.findall(r"^(\S+) +\|.*CONVERSION", "\n".join(reports), flags=re.MULTILINE)
+            found = {"torn": torn or [first_line(error)]}
+    new = set(filter(may_lack.search, found.get("missing_keys", ())))
+    if new and new == set(filter(may_lack.search, model.state_dict())):
+        found["missing_keys"] -= new
+    reshaped = [f"{name} {list(has)} for {list(must)}" for name, has, must in found.get("mismatched_keys", ())]
+    notices, problems = [], []
+    for has, names, then in (
+        ("lacks", found.get("missing_keys", ()), "begin random"),
+        ("also holds", found.get("unexpected_keys", ()), "are left out"),
+        ("holds other shapes of", reshaped, ""),
+        ("holds a part of", found.get("torn", ()), ""),
+    ):
+        passed = {name for name in names if then and any(fnmatchcase(name, glob) for glob in allowed)}
+        if passed:
+            notices.append(f"{_OPTION}: {_listed(passed)} of model.path {then}")
+        if rest := set(names) - passed:
+            how = f" with model.override_config={show(override)}" if override else ""
+            hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
+            problems.append(
+                f"model.path must hold the weights of the {model_class.__name__} that its config means{how}; {path} "
+                f"{has} {_listed(rest)}{hint}"
+            )
+    refuse(problems)
+    return notices
+
+
+def _headers(path: str) -> dict[str, Any]:
+    """Name -> tensor without storage, of the files that transformers would read; fetched where they are not cached."""
+    from transformers.modeling_utils import load_state_dict
+
+    state: dict[str, Any] = {}
+    for name in (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME):
+        if not utils.hub.has_file(path, name):
+            continue
+        file = utils.cached_file(path, name)
+        files = utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
+        for file in files:
+            try:
+                state |= load_state_dict(file, map_location="meta")
+            except Exception as error:  # a pickle raises whatever its bytes lead it to
+                raise ValueError(
+                    f"model.path must hold weights that can be read; got {file}: {first_line(error)}"
+                ) from error
+        return state
+    names = f"{utils.SAFE_WEIGHTS_NAME} or {utils.WEIGHTS_NAME}, or shards with an index"
+    raise ValueError(f"model.path must hold {names}; got {path}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)}: {', '.join(names[:_NAMED])}{more}"
+
+
+@contextmanager
+def held_back(name: str) -> Iterator[list[str]]:
+    """Hold back what a module of transformers logs; gives the messages."""
+    messages: list[str] = []
+    logger = getLogger(f"transformers.{name}")
+
+    def keep(record: LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return False
+
+    logger.addFilter(keep)
+    try:
+        yield messages
+    finally:
+        logger.removeFilter(keep)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    has_bars = utils.logging.is_progress_bar_enabled()
+    utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if has_bars:
+            utils.logging.enable_progress_bar()

@@ -1,0 +1,60 @@
+"""Which implementation of Adam a run takes: one kernel of all parameters, lists of them, or a loop over them.
+
+torch would take `foreach` on a GPU and the loop on a CPU, whatever its version. Over the DTensors of FSDP2, each step
+of `foreach` and `fused` is reported to leave objects behind on torch < 2.13, until the host's memory is full:
+https://github.com/NVIDIA-NeMo/Automodel/pull/2888, https://github.com/pytorch/pytorch/issues/188174.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
+_OPTIONS = {FUSED: {"fused": True}, FOREACH: {"foreach": True}, LOOP: {"foreach": False, "fused": False}}
+_ADAMS = ("Adam", "AdamW")
+
+
+def implementation(
+    optim: Mapping[str, Any], device: str, offloads: bool = False, half: bool = False, version: str = torch.__version__
+) -> str | None:
+    """The implementation of an optimizer: the user's by `optim.override_optimizer_config`, else that of the device.
+
+    Args:
+        optim: the node `optim`; device: cuda or cpu.
+        offloads: `engine.offload_policy`, whose steps run on the host, a tenth as long when they are fused.
+        half: fp16, whose gradient scaler would hand a fused step tensors that are no DTensors.
+        version: of torch.
+
+    Returns None for an optimizer that has no such choice here.
+    """
+    given = optim["override_optimizer_config"] or {}
+    if chosen := [name for name in (FUSED, FOREACH) if given.get(name)]:
+        return chosen[0]
+    if optim["optimizer_impl"] != "torch.optim" or optim["optimizer"] not in _ADAMS:
+        return None
+    if any(given.get(name) is not None for name in (FUSED, FOREACH)) or (device == "cpu" and not offloads):
+        return LOOP
+    if Version(version).release >= (2, 13):
+        return FOREACH if half else FUSED
+    return FUSED if offloads and not half else LOOP
+
+
+def with_implementation(config: Any, device: str, offloads: bool, half: bool) -> Any:
+    """verl's optimizer config with :func:`implementation` among its options; the user's own win."""
+    chosen = implementation(vars(config), device, offloads, half)
+    if chosen is None:
+        return config
+    return replace(config, override_optimizer_config={**_OPTIONS[chosen], **(config.override_optimizer_config or {})})
+
+
+def take_threads() -> None:
+    """Let the steps of an optimizer on the host use this rank's share of the node's cores.
+
+    Launchers give a rank one thread, since all else runs on its GPU.
+    """
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(share, torch.get_num_threads()))
