@@ -114,8 +114,10 @@ def test_another_program_at_the_port_of_node_0_is_no_run(answers, free_port, mon
 
     with socket.create_server(("127.0.0.1", int(free_port))) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(serve, server)
-        (said,) = nodes(free_port, 1, timeout=1, rdzv_id=None)
-        server.shutdown(socket.SHUT_RDWR)
+        try:
+            (said,) = nodes(free_port, 1, timeout=1)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
     assert said.endswith(f"; got 127.0.0.1:{free_port}, where another program or run listens")
 
 

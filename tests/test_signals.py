@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -215,13 +216,23 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
     assert not list(tmp_path.glob("verl-ext-*"))
 
 
-def node(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """launch/node.sh of the second of two nodes, in a session of its own; programs in `folder` come first."""
+@contextlib.contextmanager
+def node(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """launch/node.sh of the second of two nodes, until the block ends; programs in `folder` come first."""
     port = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1", "PREFLIGHT": "0"}
     path = {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
     command = [str(LAUNCH / "node.sh"), "data.train_dir=nowhere"]
     everything = {**os.environ, **path, **port, "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.Popen(command, env=everything, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with subprocess.Popen(
+        command, env=everything, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, ProcessLookupError):
+                    if os.getsid(process.pid) == launcher.pid:
+                        process.kill()
 
 
 def child_of(launcher: subprocess.Popen[str], name: str) -> psutil.Process:
@@ -243,21 +254,20 @@ def child_of(launcher: subprocess.Popen[str], name: str) -> psutil.Process:
 def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(program, number, tmp_path):
     (tmp_path / program).write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
     (tmp_path / program).chmod(0o755)
-    launcher = node(tmp_path, PREFLIGHT="1" if program == "verl-ext" else "0")
-    child = child_of(launcher, program)
-    launcher.send_signal(number)
-    _, said = launcher.communicate(timeout=SECONDS)
+    with node(tmp_path, PREFLIGHT="1" if program == "verl-ext" else "0") as launcher:
+        child = child_of(launcher, program)
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=SECONDS)
+        assert not child.is_running()
     assert launcher.returncode == STOPPED
-    assert not child.is_running()
     assert said == f"launch/node.sh: {number.name}: ended before the first step\n"
 
 
 def test_torchrun_ends_with_a_launcher_that_is_killed_also_while_it_waits_for_other_nodes(free_port, tmp_path):
-    launcher = node(tmp_path, MASTER_PORT=free_port)
-    torchrun = child_of(launcher, "torchrun")
-    launcher.kill()
-    launcher.communicate(timeout=SECONDS)
-    assert not psutil.wait_procs([torchrun], SECONDS)[1]
+    with node(tmp_path, MASTER_PORT=free_port) as launcher:
+        torchrun = child_of(launcher, "torchrun")
+        launcher.kill()
+        assert not psutil.wait_procs([torchrun], SECONDS)[1]
 
 
 RANK = """
