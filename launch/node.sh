@@ -17,7 +17,8 @@
 # PREFLIGHT_TIMEOUT                          600 seconds, for the nodes to find each other
 #
 # SIGTERM, SIGINT or SIGUSR1: the ranks of all nodes save at the end of their step, and this ends with 75 (EX_TEMPFAIL,
-# run it again); a second one ends the ranks at once. Every other exit code is torchrun's.
+# run it again); a second one ends the ranks at once, and where there are none yet, the first. Every other exit code is
+# torchrun's.
 #
 # WORLD_SIZE and RANK are not read: they count processes for some schedulers and nodes for others. Interfaces are never
 # guessed: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are passed on as they are, and docs/launching.md says when to set
@@ -34,8 +35,9 @@ if [[ "$standalone" == yes ]]; then
 elif ((MAX_RESTARTS > 0)); then
     # Nodes can leave and come back; node 0 keeps the store in which they meet.
     is_host=$((NODE_RANK == 0 ? 1 : 0))
+    rdzv_id=${RDZV_ID:-verl-ext-$MASTER_PORT}
     topology=("--nnodes=$NNODES" --rdzv_backend=c10d "--rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT"
-        "--rdzv_id=${RDZV_ID:-verl-ext-$MASTER_PORT}" "--rdzv_conf=is_host=$is_host")
+        "--rdzv_id=$rdzv_id" "--rdzv_conf=is_host=$is_host")
 else
     topology=("--nnodes=$NNODES" "--node_rank=$NODE_RANK" "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT")
 fi
@@ -54,10 +56,6 @@ if [[ "${DRY_RUN:-0}" != 0 ]]; then
 fi
 
 command -v torchrun >/dev/null || fail "torchrun must be on PATH; activate the environment that verl-ext is installed in"
-if ((NNODES > 1)) && [[ "${PREFLIGHT:-1}" != 0 ]]; then
-    verl-ext preflight "nnodes=$NNODES" "node_rank=$NODE_RANK" "master_addr=$MASTER_ADDR" "master_port=$MASTER_PORT" \
-        "processes=$NPROC_PER_NODE" "timeout=${PREFLIGHT_TIMEOUT:-600}" ${LOCAL_ADDR:+"local_addr=$LOCAL_ADDR"} >&2
-fi
 # torchrun reads PET_ variables for what its line leaves out; where ranks meet, the line says alone.
 unset PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT PET_LOCAL_ADDR PET_MAX_RESTARTS \
     PET_STANDALONE PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_ID PET_RDZV_CONF
@@ -70,22 +68,51 @@ export PET_SHUTDOWN_TIMEOUT=${PET_SHUTDOWN_TIMEOUT:-3600}
 
 # Requests go to the ranks through a file, past torchrun, which would end with an error (verl_ext/trainer/signals.py).
 VERL_EXT_REQUESTS=$(mktemp -d "${TMPDIR:-/tmp}/verl-ext-XXXXXX")
-export VERL_EXT_REQUESTS VERL_EXT_LAUNCHER=$$
-torchrun=
-trap '[[ -z "$torchrun" ]] || kill -TERM "$torchrun"; rm -rf "$VERL_EXT_REQUESTS"' EXIT
-trap 'signalled=yes; echo SIGTERM >>"$VERL_EXT_REQUESTS/stop"' TERM
-trap 'signalled=yes; echo SIGINT >>"$VERL_EXT_REQUESTS/stop"' INT
-trap 'signalled=yes; echo SIGUSR1 >>"$VERL_EXT_REQUESTS/stop"' USR1
+export VERL_EXT_REQUESTS VERL_EXT_LAUNCHER=$$ # what this starts ends with it (verl_ext/launcher.py)
+child='' signalled=''
+trap '[[ -z "$child" ]] || kill -TERM "$child"; rm -rf "$VERL_EXT_REQUESTS"' EXIT
+trap 'request SIGTERM' TERM
+trap 'request SIGINT' INT
+trap 'request SIGUSR1' USR1
 
-set -m # a process group of its own: Ctrl-C is for this script alone
-"${line[@]}" &
-torchrun=$!
-set +m
-signalled=yes
-while [[ "$signalled" == yes ]]; do # a signal ends the wait
-    signalled=no status=0
-    wait "$torchrun" || status=$?
-done
-torchrun=
-if [[ -e "$VERL_EXT_REQUESTS/unfinished" ]]; then status=75; fi
-exit "$status"
+request() {
+    signalled=$1 again=yes
+    echo "$1" >>"$VERL_EXT_REQUESTS/stop"
+    end_without_ranks
+}
+
+# Without a rank to read the request, as in preflight or while torchrun waits for other nodes, the child itself ends.
+end_without_ranks() {
+    local ranks=unknown
+    if [[ -n "$signalled" && -n "$child" ]]; then
+        { read -r ranks <"/proc/$child/task/$child/children"; } 2>/dev/null || true # empty: without a newline
+        if [[ -z "$ranks" ]] && kill -TERM "$child" 2>/dev/null; then
+            echo "launch/node.sh: $signalled: ended before the first step" >&2
+            touch "$VERL_EXT_REQUESTS/unfinished"
+        fi
+    fi
+}
+
+# attend COMMAND…: run it in a process group of its own, so that Ctrl-C is for this script alone; end unless it gives 0
+attend() {
+    set -m
+    "$@" &
+    child=$!
+    set +m
+    end_without_ranks # where a signal came before there was a child
+    while :; do       # a signal ends the wait
+        again=no status=0
+        wait "$child" || status=$?
+        [[ "$again" == yes ]] || break
+    done
+    child=
+    if [[ -e "$VERL_EXT_REQUESTS/unfinished" ]]; then status=75; fi
+    ((status == 0)) || exit "$status"
+}
+
+if ((NNODES > 1)) && [[ "${PREFLIGHT:-1}" != 0 ]]; then
+    attend verl-ext preflight "nnodes=$NNODES" "node_rank=$NODE_RANK" "master_addr=$MASTER_ADDR" \
+        "master_port=$MASTER_PORT" "processes=$NPROC_PER_NODE" "timeout=${PREFLIGHT_TIMEOUT:-600}" \
+        ${LOCAL_ADDR:+"local_addr=$LOCAL_ADDR"} ${rdzv_id:+"rdzv_id=$rdzv_id"} >&2
+fi
+attend "${line[@]}"

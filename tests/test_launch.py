@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,9 @@ def test_several_nodes_are_checked_before_torchrun(tmp_path):
         *("processes=4", "timeout=9", "local_addr=10.0.0.1"),
     ]
     assert done.stdout.startswith("torchrun --nnodes=2 --node_rank=1")
+    done = node_with_programs(tmp_path, 'echo "$*"', **TWO, MAX_RESTARTS="1")
+    assert done.stderr.split()[-1] == "rdzv_id=verl-ext-29500"  # that of torchrun's line
+    assert "--rdzv_id=verl-ext-29500" in done.stdout
 
 
 def test_torchrun_is_not_started_where_the_check_fails(tmp_path):
@@ -153,6 +157,25 @@ def test_torchrun_finds_no_other_topology_in_its_own_variables(tmp_path):
     done = node_with_programs(tmp_path, "exit 2", "env | grep ^PET_ | sort", **pod, NNODES="1", MAX_RESTARTS="0")
     kept = [line.partition("=")[0] for line in done.stdout.splitlines()]
     assert kept == ["PET_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64 None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None max_split_size_mb:64"),
+    ],
+)
+def test_torch_is_imported_with_expandable_segments_unless_the_user_says_otherwise(given, seen, tmp_path):
+    torch = "import os\nprint(*map(os.environ.get, ['PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF']))\nos._exit(0)\n"
+    (tmp_path / "torch.py").write_text(f"import sys\nsys.stdout.reconfigure(line_buffering=True)\n{torch}")
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer"]
+    done = subprocess.run(
+        command, env={**kept, "PYTHONPATH": str(tmp_path), **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{seen}\n"
 
 
 def test_ambiguous_world_size_and_rank_are_not_read():

@@ -1,16 +1,23 @@
 """`verl-ext preflight`: nodes that ask each other, as threads of this process on the loopback."""
 
+import contextlib
 import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
 import verl_ext.commands.preflight as preflight
 from verl_ext.__main__ import main
 from verl_ext.commands.preflight import PreflightOptions, run
 from verl_ext.nodes import PACKAGES, content, differences, versions
 from verl_ext.values import UsageError
+
+SECONDS = 120  # in which what is waited for must come about
 
 _of_this_thread = threading.local()
 
@@ -73,14 +80,45 @@ def test_a_port_in_use_and_a_node_0_that_is_not_there_are_told(free_port):
     )
 
 
-def test_a_node_that_comes_back_joins_a_run_that_has_begun(free_port):
-    def close_at_once(server: socket.socket) -> None:
-        server.accept()[0].close()  # a program that does not greet
+def test_two_nodes_0_are_told_at_once(free_port):
+    (said,) = set(nodes(free_port, 0, 0, timeout=SECONDS))
+    assert said.startswith("NODE_RANK must differ from node to node; got 0 on node 0 (")
+
+
+@pytest.mark.parametrize("run", [None, "mine", "another"])
+def test_a_node_that_comes_back_joins_the_rendezvous_of_its_run_alone(run, free_port, monkeypatch):
+    monkeypatch.setattr(preflight, "_PATIENCE", 1)
+    parameters = RendezvousParameters("c10d", f"127.0.0.1:{free_port}", "mine", 1, 2, is_host="1")
+    _backend, _store = create_backend(parameters)  # as torchrun does on node 0
+    (said,) = nodes(free_port, 1, timeout=1, rdzv_id=run)
+    where = f"127.0.0.1:{free_port}"
+    if run == "mine":
+        assert said == f"preflight: {where} is held by the run mine, which this node joins; nothing was compared"
+    else:
+        assert said.startswith("MASTER_ADDR:MASTER_PORT must be node 0, reachable from node 1 (")
+        assert said.endswith(f"; got {where}, where another program or run listens")
+
+
+@pytest.mark.parametrize("answers", ["closes", "says nothing", "says something"])
+def test_another_program_at_the_port_of_node_0_is_no_run(answers, free_port, monkeypatch):
+    monkeypatch.setattr(preflight, "_PATIENCE", 1)
+    kept = []
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                kept.append(server.accept()[0])
+                kept[-1].sendall(b"SSH-2.0\r\n" if answers == "says something" else b"")
+                if answers == "closes":
+                    kept.pop().close()
 
     with socket.create_server(("127.0.0.1", int(free_port))) as server, ThreadPoolExecutor(1) as pool:
-        pool.submit(close_at_once, server)
-        (said,) = nodes(free_port, 1)
-    assert said.endswith("is held by a run that has begun, which this node joins; nothing was compared")
+        pool.submit(serve, server)
+        try:
+            (said,) = nodes(free_port, 1, timeout=1)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+    assert said.endswith(f"; got 127.0.0.1:{free_port}, where another program or run listens")
 
 
 def test_something_else_that_asks_at_the_port_is_no_node(free_port):

@@ -6,12 +6,15 @@ import itertools
 import os
 import pty
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, differences, metrics, train_alone
 from verl_ext.config.checkpoints import saved_folders
+from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
 
 SECONDS = 120  # in which what is waited for must come about
@@ -141,16 +145,43 @@ def test_a_signal_that_the_launcher_gets_twice_at_once_is_one_request(tmp_path):
             assert ranks[0].exitcode == (None if move == "read" else 128 + signal.SIGINT)
 
 
+def listen_below(torchrun: int, folder: Path) -> None:
+    """Listen as a rank that the torchrun of this id has started, then wait."""
+    os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
+    os.environ.update(TORCHELASTIC_RUN_ID="run", VERL_EXT_TORCHRUN=str(torchrun))
+    requests.listen()
+    (folder / "ready").touch()
+    threading.Event().wait()
+
+
+def test_a_rank_whose_torchrun_was_killed_before_it_listened_ends(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with started_ranks(listen_below, 1, gone.pid, tmp_path) as ((rank,), _):
+        rank.join(SECONDS)
+        assert rank.exitcode == TRAINING_FAILED
+    assert f"torchrun (process {gone.pid}) is gone" in (tmp_path / "stderr").read_text()
+
+
+def test_a_script_between_torchrun_and_a_rank_is_no_sign_that_torchrun_is_gone(tmp_path):
+    with started_ranks(listen_below, 1, os.getpid(), tmp_path) as ((rank,), _):  # a server lies between them
+        wait_for((tmp_path / "ready").exists)
+        rank.join(2.5)  # the watch looks every second
+        assert rank.exitcode is None
+
+
 TORCHRUN = f"""#!{sys.executable}
 import os, pathlib, signal, sys, time
 out, requests = pathlib.Path(os.environ["OUT"]), pathlib.Path(os.environ["VERL_EXT_REQUESTS"])
 for number in {[number.value for number in SIGNALS]}:
     signal.signal(number, lambda *_: out.write_text("signalled"))
+rank = os.fork() or signal.pause()
 out.write_text("started")
 while not (requests / "stop").exists() or (requests / "stop").read_text().count("SIG") < int(os.environ["ENDS_AFTER"]):
     time.sleep(0.02)
 if os.environ["ENDS_WITH"] != "0":
     (requests / "unfinished").touch()
+os.kill(rank, signal.SIGKILL)
 sys.exit(int(os.environ["ENDS_WITH"]))
 """
 
@@ -183,3 +214,85 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
     assert os.waitstatus_to_exitcode(status) == code
     assert not sent or out.read_text() == "started"  # Ctrl-C, too, was for the launcher alone
     assert not list(tmp_path.glob("verl-ext-*"))
+
+
+@contextlib.contextmanager
+def node(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """launch/node.sh of the second of two nodes, until the block ends; programs in `folder` come first."""
+    port = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1", "PREFLIGHT": "0"}
+    path = {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
+    command = [str(LAUNCH / "node.sh"), "data.train_dir=nowhere"]
+    everything = {**os.environ, **path, **port, "CUDA_VISIBLE_DEVICES": "", **environment}
+    with subprocess.Popen(
+        command, env=everything, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, ProcessLookupError):
+                    if os.getsid(process.pid) == launcher.pid:
+                        process.kill()
+
+
+def child_of(launcher: subprocess.Popen[str], name: str) -> psutil.Process:
+    """The process that node.sh has started with this word in its command."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(launcher.pid).children()
+            found[:] = [child for child in children if any(name in word for word in child.cmdline())]
+        return bool(found)
+
+    wait_for(look)
+    return found[0]
+
+
+@pytest.mark.parametrize("program", ["torchrun", "verl-ext"])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_there_are_ranks_ends_the_launcher_and_what_it_waits_for(program, number, tmp_path):
+    (tmp_path / program).write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
+    (tmp_path / program).chmod(0o755)
+    with node(tmp_path, PREFLIGHT="1" if program == "verl-ext" else "0") as launcher:
+        child = child_of(launcher, program)
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=SECONDS)
+        assert not child.is_running()
+    assert launcher.returncode == STOPPED
+    assert said == f"launch/node.sh: {number.name}: ended before the first step\n"
+
+
+def test_torchrun_ends_with_a_launcher_that_is_killed_also_while_it_waits_for_other_nodes(free_port, tmp_path):
+    with node(tmp_path, MASTER_PORT=free_port) as launcher:
+        torchrun = child_of(launcher, "torchrun")
+        launcher.kill()
+        assert not psutil.wait_procs([torchrun], SECONDS)[1]
+
+
+RANK = """
+import signal, sys, time
+def stop(*_):
+    time.sleep(0.1)
+    sys.exit("the last line")
+signal.signal(signal.SIGINT, stop)
+print("started", flush=True)
+while True:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(("package", "has_traceback"), [("verl_ext", False), ("another", True)])
+def test_the_last_line_after_ctrl_c_is_that_of_our_ranks_and_not_torchruns_traceback(package, has_traceback, tmp_path):
+    program = tmp_path / package / "fsdp_sft_trainer.py"
+    program.parent.mkdir()
+    program.write_text(RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    torchrun = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert torchrun.stdout is not None
+    assert torchrun.stdout.readline() == torchrun.stdout.readline() == "started\n"
+    torchrun.send_signal(signal.SIGINT)
+    _, said = torchrun.communicate(timeout=SECONDS)
+    assert torchrun.returncode == 1
+    assert ("Traceback" in said) == has_traceback
+    assert said.endswith("the last line\n") != has_traceback

@@ -5,14 +5,19 @@
 Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; that trainer's option names still work.
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    # Started by file path: this folder would hide modules of the same names elsewhere (data, models).
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        # Started by file path: this folder would hide modules of the same names elsewhere (data, models).
+        sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Every pack has another length: segments of fixed size would leave gaps. torch reads this while it is imported.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import hydra
 import torch.distributed as dist

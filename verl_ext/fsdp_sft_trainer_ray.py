@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from ray.exceptions import RayError
 
 from verl_ext.config.check import batch_problems
+from verl_ext.config.checkpoints import saved_folders
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys
@@ -80,7 +81,7 @@ def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, 
             with placed_ranks(nodes, per_node, suits, on_gpu, options.timeout, _say) as ranks, _signals_to(ranks):
                 if restarts:
                     which = f"restart {restarts} of {options.max_restarts}"
-                    _say(f"{which}: {why}; going on from the last checkpoint {ranks}")
+                    _say(f"{which}: {why}; going on from {_start_of(trainer)} {ranks}")
                 ranks.start(arguments, _environment(nodes))
                 ends = ranks.follow()
         except RayError as error:
@@ -94,9 +95,16 @@ def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, 
         why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
         if code in _FINAL or ends.signalled or restarts == options.max_restarts:
             if ends.lost and not ends.signalled:
-                _say(f"error: {why}; the same command resumes from the last checkpoint")
+                _say(f"error: {why}; the same command goes on from {_start_of(trainer)}")
             return code
         restarts += 1
+
+
+def _start_of(trainer: TrainerOptions) -> str:
+    """Where ranks that are started now go on."""
+    folder = Path(trainer.default_local_dir).expanduser()
+    resumes = trainer.resume_from_path or (trainer.resume_mode == "auto" and saved_folders(folder))
+    return "the last checkpoint" if resumes else "the first step, since no checkpoint is saved,"
 
 
 def _environment(nodes: int) -> dict[str, str]:

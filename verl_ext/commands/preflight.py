@@ -8,7 +8,7 @@
         verdict: a line for each problem, or none                      ──►   all end with the same lines and code
 
 One line of JSON each. A node that comes back while the run goes on (a restarted pod under c10d) finds torchrun's store
-in place of the greeting; there is nothing to compare with, and it starts.
+in place of the greeting, and in it the rendezvous of the run; there is nothing to compare with, and it starts.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +26,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.commands.command_line import command
+from verl_ext.launcher import end_with_launcher
 from verl_ext.nodes import differences, versions
 from verl_ext.values import REQUIRED, Options, UsageError, option, reason_of
 
 _GREETING = {"program": "verl-ext preflight"}
 _PATIENCE = 10  # seconds for one line from a node that has connected
+_STRANGER = 30  # seconds for which something may listen in the place of node 0, as the end of the run before does
+_RUN_HAS_BEGUN = """
+import datetime, sys, torch.distributed as dist
+host, port, run = sys.argv[1:]
+patience = datetime.timedelta(seconds=10)
+store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+sys.exit(not store.check([f"torch.rendezvous.{run}"]))
+"""  # in a process of its own: it waits for ever for a listener that never answers
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -45,6 +56,9 @@ class PreflightOptions(Options):
     master_port: int = option(29500, "port of node 0 for torchrun's rendezvous", least=1, most=65535)
     processes: int = option(1, "ranks per node, the same on all nodes", least=1)
     local_addr: str | None = option(None, "this node's address for others; null: that of gloo's interface or host name")
+    rdzv_id: str | None = option(
+        None, "the run that a node may join after it has begun, by c10d rendezvous; null: none"
+    )
     timeout: int = option(600, "seconds to wait for the other nodes", least=1)
     clock_seconds: float = option(5, "most seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
 
@@ -55,6 +69,7 @@ class PreflightOptions(Options):
 
 def run(options: PreflightOptions) -> str:
     """Check together with the other nodes; the line that says so. Raises `UsageError` with what is wrong, on all."""
+    end_with_launcher()
     if options.node_rank == 0:
         problems, said = _lead(options)
     else:
@@ -73,27 +88,34 @@ def _lead(options: PreflightOptions) -> tuple[list[str], str]:
         else:
             server = socket.create_server(where, backlog=options.nnodes)
     except OSError as error:
+        if line := _other_node_0(options):
+            return _report_to(line, options)
         who = f"{options.master_port} ({os.strerror(error.errno or 0)}) on {_name(options)}"
         return [f"MASTER_PORT must be a free port of node 0; got {who}: another run may have it"], ""
     with server, contextlib.ExitStack() as open_lines:
-        own, listener = _own_report(options, _resolved(options.master_addr) or options.master_addr)
+        address = _resolved(options.master_addr) or options.master_addr
+        own, listener = _own_report(options, address)
         open_lines.enter_context(listener)
         reports, lines, problems = {0: own}, {}, list[str]()
         end = time.monotonic() + options.timeout
         while len(reports) < options.nnodes and (left := end - time.monotonic()) > 0:
-            server.settimeout(left)
-            with contextlib.suppress(TimeoutError):
+            server.settimeout(min(left, 1.0))
+            try:
                 line = open_lines.enter_context(_Line(server.accept()[0]))
-                report = _welcomed(line)
-                if report is None:
-                    continue  # no node: a probe of the port
-                rank = report["rank"]
-                if rank in reports:
-                    on = f"{reports[rank]['who']} and {report['who']}"
-                    problems.append(f"NODE_RANK must differ from node to node; got {rank} on {on}")
-                    line.put({"problems": problems, "said": ""})
-                    break
-                reports[rank], lines[rank] = report, line
+            except TimeoutError:
+                if not _is_of_this_host(address) and (line := _other_node_0(options)):
+                    return _report_to(line, options)
+                continue
+            report = _welcomed(line)
+            if report is None:
+                continue  # no node: a probe of the port
+            rank = report["rank"]
+            if rank in reports:
+                on = f"{reports[rank]['who']} and {report['who']}"
+                problems.append(f"NODE_RANK must differ from node to node; got {rank} on {on}")
+                line.put({"problems": problems, "said": ""})
+                break
+            reports[rank], lines[rank] = report, line
         if not problems and (missing := sorted(set(range(options.nnodes)) - set(reports))):
             problems.append(
                 f"all {options.nnodes} nodes must report to {options.master_addr}:{options.master_port} within "
@@ -118,22 +140,54 @@ def _lead(options: PreflightOptions) -> tuple[list[str], str]:
 
 def _follow(options: PreflightOptions) -> tuple[list[str], str]:
     """The part of every other node: (problems, what is right), as node 0 says."""
-    end = time.monotonic() + options.timeout
+    began, stranger_since = time.monotonic(), None
     where = f"{options.master_addr}:{options.master_port}"
+    must = f"MASTER_ADDR:MASTER_PORT must be node 0, reachable from {_name(options)}; got {where}"
     while True:
         try:
-            line = _Line(socket.create_connection((options.master_addr, options.master_port), timeout=_PATIENCE))
-            break
+            if line := _greeted(options, _PATIENCE):
+                return _report_to(line, options)
+            if _run_has_begun(options):
+                return [], f"{where} is held by the run {options.rdzv_id}, which this node joins; nothing was compared"
+            stranger_since = stranger_since or time.monotonic()
+            if time.monotonic() - stranger_since > min(_STRANGER, options.timeout):
+                return [f"{must}, where another program or run listens"], ""
         except OSError as error:
-            if time.monotonic() > end:
-                why = f"{reason_of(error)}, for {options.timeout} s"
-                return [
-                    f"MASTER_ADDR:MASTER_PORT must be node 0, reachable from {_name(options)}; got {where} ({why})"
-                ], ""
-            time.sleep(min(1.0, options.timeout / 10))
+            stranger_since = None
+            if time.monotonic() - began > options.timeout:
+                return [f"{must} ({reason_of(error)}, for {options.timeout} s)"], ""
+        time.sleep(min(1.0, options.timeout / 10))
+
+
+def _greeted(options: PreflightOptions, seconds: float) -> "_Line | None":
+    """A connection to node 0, whose greeting is read; None where no greeting comes in time. Raises OSError."""
+    line = _Line(socket.create_connection((options.master_addr, options.master_port), timeout=seconds))
+    if line.get(seconds) == _GREETING:
+        return line
+    line.close()
+    return None
+
+
+def _other_node_0(options: PreflightOptions) -> "_Line | None":
+    """A connection from a node 0 to the one that listens at MASTER_ADDR, if that is another."""
+    with contextlib.suppress(OSError):
+        return _greeted(options, 1.0)
+    return None
+
+
+def _run_has_begun(options: PreflightOptions) -> bool:
+    """Whether torchrun's store is at the port of node 0, with the rendezvous of this run in it."""
+    if options.rdzv_id is None:
+        return False
+    command = [sys.executable, "-c", _RUN_HAS_BEGUN, options.master_addr, str(options.master_port), options.rdzv_id]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
+    return False
+
+
+def _report_to(line: "_Line", options: PreflightOptions) -> tuple[list[str], str]:
+    """Report to the node 0 that has greeted, try what it asks for, and return its verdict."""
     with line:
-        if line.get() != _GREETING:
-            return [], f"{where} is held by a run that has begun, which this node joins; nothing was compared"
         report, listener = _own_report(options, line.local_address)
         with listener:
             line.put({**report, "clock": time.time()})
@@ -142,6 +196,7 @@ def _follow(options: PreflightOptions) -> tuple[list[str], str]:
                 line.put(_unreachable(report["who"], answer["roster"]))
                 answer = line.get(options.timeout + _PATIENCE)
     if answer is None:
+        where = f"{options.master_addr}:{options.master_port}"
         return [f"{_name(options)} lost node 0 ({where}) during the check"], ""
     return answer["problems"], answer["said"]
 
@@ -158,6 +213,9 @@ class _Line:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
         self._connection.close()
@@ -237,6 +295,15 @@ def _resolved(name: str) -> str | None:
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     return None
+
+
+def _is_of_this_host(address: str) -> bool:
+    """Whether an address is one of this host's interfaces."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as any_socket:
+        any_socket.bind((address, 0))
+        return True
+    return False
 
 
 def _is_loopback(address: str) -> bool:

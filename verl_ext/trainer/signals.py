@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from verl_ext.launcher import is_running
 from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
 
 STOPPED = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to try again later"
@@ -49,7 +50,10 @@ class StopRequests:
     def listen(self) -> None:
         """Take the signals of this process, from its main thread, and watch what started it."""
         if "TORCHELASTIC_RUN_ID" in os.environ:  # under Ray, srun or a notebook a run may outlive its parent
-            self._torchrun = os.getppid()
+            # torchrun may have been killed while this rank imported torch: its id is in the environment then, and this
+            # process has another parent. It has one too where a script lies between them.
+            torchrun = int(os.environ.get("VERL_EXT_TORCHRUN", os.getppid()))
+            self._torchrun = os.getppid() if is_running(torchrun) else torchrun
         if "VERL_EXT_REQUESTS" in os.environ:
             self._folder, self._launcher = Path(os.environ["VERL_EXT_REQUESTS"]), int(os.environ["VERL_EXT_LAUNCHER"])
             if os.environ.get("LOCAL_RANK") == "0":  # torchrun may have started the ranks again
@@ -153,10 +157,9 @@ def _a_rank_ended(torchrun: int) -> bool:
     """Whether fewer ranks of this node live than torchrun started; False where the kernel does not say."""
     try:
         children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in children]
     except OSError:
         return False
-    return sum(state not in "ZX" for state in states) < int(os.environ["LOCAL_WORLD_SIZE"])
+    return sum(map(is_running, children)) < int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 requests = StopRequests()  # a process has one set of handlers
