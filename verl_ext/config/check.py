@@ -262,9 +262,9 @@ def training_problems(config: DictConfig) -> list[str]:
     for name in MIXED_PRECISION:
         if dtype := OmegaConf.select(config, name):
             problems.append(choice_problem(name, dtype, ("fp32", "bf16", "fp16")))
+    problems.append(choice_problem("optim.lr_scheduler_type", config.optim.lr_scheduler_type, ("constant", "cosine")))
     if not any(problems):
         problems.append(optimizer_problem(config))
-    problems.append(choice_problem("optim.lr_scheduler_type", config.optim.lr_scheduler_type, ("constant", "cosine")))
     if config.trainer.eval_only is True and config.trainer.overwrite is True:
         problems.append("trainer.overwrite must be false with trainer.eval_only=true, which replaces no run; got true")
     for key in ("checkpoint.save_contents", "checkpoint.load_contents"):
