@@ -1,5 +1,6 @@
 """A run on a Ray cluster of two nodes: the losses of torchrun's ranks, and what becomes of ranks that are killed."""
 
+import contextlib
 import http.server
 import os
 import signal
@@ -7,12 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
 
+import verl_ext.fsdp_sft_trainer_ray as driver
 from tests.ranks import run_ranks
 from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
@@ -23,6 +28,7 @@ from verl_ext.config.checkpoints import tracked_step
 from verl_ext.fsdp_sft_trainer_ray import main
 from verl_ext.trainer.checkpoint import refuse_locked
 from verl_ext.trainer.distributed import TRAINING_FAILED
+from verl_ext.trainer.ray_ranks import Ends
 from verl_ext.trainer.setup import prepare
 
 STEPS = 30
@@ -238,6 +244,65 @@ def test_an_address_where_another_service_listens_is_told(overrides, monkeypatch
     assert said.startswith("error: RAY_ADDRESS must be host:port of the head of a Ray cluster")
     assert said.endswith(f"; got {address}, where something else listens\n")
     assert said.count("\n") == 1
+
+
+class Refuses(grpc.ServerInterceptor):
+    """Every call of a service is refused with this code."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._handler = grpc.unary_unary_rpc_method_handler(lambda _, call: call.abort(code, "refused"))
+
+    def intercept_service(self, *_):
+        return self._handler
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (
+            grpc.StatusCode.UNAUTHENTICATED,
+            "error: RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
+        ),
+        (grpc.StatusCode.UNIMPLEMENTED, "error: RAY_ADDRESS must be host:port of the head of a Ray cluster"),
+    ],
+)
+def test_a_cluster_that_wants_a_token_and_another_service_of_grpcs_are_told_at_once(
+    code, line, overrides, monkeypatch, capfd
+):
+    server = grpc.server(ThreadPoolExecutor(1), interceptors=[Refuses(code)])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    try:
+        assert run(monkeypatch, [*overrides]) == 2
+    finally:
+        server.stop(0)
+    said = capfd.readouterr().err
+    assert said.startswith(line)
+    assert address in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        (["trainer.resume_mode=auto"], "the first step, since no checkpoint is saved,"),
+        (["trainer.resume_mode=auto", "saved"], "the last checkpoint"),
+        (["trainer.resume_mode=disable", "saved"], "the first step, since no checkpoint is saved,"),
+    ],
+)
+def test_a_restart_says_that_there_is_no_checkpoint_to_go_on_from(options, start, tmp_path, monkeypatch, capfd):
+    """The ranks of the first attempt are lost, as the stand-in for their placement has it; the second ones end well."""
+    ends = iter([Ends((), ("rank 0 was killed",)), Ends((0,), ())])
+    ranks = types.SimpleNamespace(start=lambda *_: None, follow=lambda: next(ends), signal=None)
+    monkeypatch.setattr(driver, "placed_ranks", lambda *_: contextlib.nullcontext(ranks))
+    monkeypatch.setattr(driver.ray, "nodes", lambda: [])
+    monkeypatch.setattr(driver, "ray_cluster", lambda _: contextlib.nullcontext(False))
+    if "saved" in options:
+        (tmp_path / "run" / "global_step_3").mkdir(parents=True)
+    given = ["data.train_dir=data", "model.path=model", "ray.max_restarts=1", options[0]]
+    assert run(monkeypatch, [*given, f"trainer.default_local_dir={tmp_path / 'run'}"]) == 0
+    assert f"restart 1 of 1: rank 0 was killed; going on from {start} " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

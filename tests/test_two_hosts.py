@@ -61,16 +61,13 @@ def start(hosts: tuple[Host, Host], overrides: list[str], output: Path, **more: 
     """launch/node.sh on both hosts; what host i prints is in output/../host-i.log."""
     output.parent.mkdir(exist_ok=True)
     shared = {"NNODES": "2", "NPROC_PER_NODE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
-    shared |= {"PREFLIGHT_TIMEOUT": "60", **more}
+    shared |= {"PREFLIGHT_TIMEOUT": "60"}
     command = ["launch/node.sh", *SMALL, *overrides, f"trainer.default_local_dir={output}"]
     return [
         host.start(
             command,
             output.parent / f"host-{host.rank}.log",
-            **shared,
-            NODE_RANK=str(host.rank),
-            LOCAL_ADDR=host.address,
-            GLOO_SOCKET_IFNAME="cable0",
+            **shared | {"NODE_RANK": str(host.rank), "LOCAL_ADDR": host.address, "GLOO_SOCKET_IFNAME": "cable0"} | more,
         )
         for host in hosts
     ]
@@ -195,3 +192,12 @@ def test_a_host_that_cannot_be_reached_is_told_before_anything_starts(hosts, ove
     assert f"all 2 nodes must report to {hosts[0].address}:29500 within 3 s; got nothing from node 1" in first
     assert "MASTER_ADDR:MASTER_PORT must be node 0, reachable from node 1 (host-b)" in second
     assert not output.exists()
+
+
+def test_two_hosts_that_both_are_node_0_are_told_at_once(hosts, overrides, tmp_path):
+    output = tmp_path / "twins" / "run"
+    runs = start(hosts, overrides, output, NODE_RANK="0", PREFLIGHT_TIMEOUT="200")
+    assert exit_codes(runs) == [2, 2]
+    for log in logs(output):
+        assert "NODE_RANK must differ from node to node; got 0 on node 0 (host-" in log
+        assert "got nothing from node" not in log

@@ -46,8 +46,7 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
     try:
         is_own = _connect(address, num_cpus)
     except Exception as error:  # of many kinds
-        asks = "" if "RAY_AUTH_MODE" in os.environ else "; where it asks for a token, set RAY_AUTH_MODE=token"
-        raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}{asks}") from error
+        raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}") from error
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_signal)  # Ray's handler would abort the process
@@ -96,17 +95,28 @@ def _checked(address: str) -> str:
         if not address:
             return "local"
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
-    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
-        _check_protocol(at, address)
+    _check_protocol(at, address)
     return address
 
 
 def _check_protocol(at: str, address: str) -> None:
-    """Raises `UsageError` where something else than Ray listens, as its dashboard does on port 8265."""
+    """Raises `UsageError` where something else than Ray listens, as its dashboard does on port 8265, or where the
+    cluster wants another token: `ray.init` would ask for a minute, and print a line of its C++ for each second."""
     import grpc
+    from ray._private.grpc_utils import init_grpc_channel
 
-    with grpc.insecure_channel(at) as channel:
+    with init_grpc_channel(at) as channel:  # with TLS and token, as RAY_USE_TLS and RAY_AUTH_MODE say
         try:
             grpc.channel_ready_future(channel).result(ANSWERS_WITHIN)
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=ANSWERS_WITHIN)
         except grpc.FutureTimeoutError:
             raise UsageError(f"{_NEEDED}; got {address or at}, where something else listens") from None
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a service of another kind
+                raise UsageError(f"{_NEEDED}; got {address or at}, where something else listens") from None
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                mode = os.environ.get("RAY_AUTH_MODE", "nothing")
+                raise UsageError(
+                    "RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH give the token of the "
+                    f"cluster at {address or at}; got RAY_AUTH_MODE={mode} and another token or none"
+                ) from None

@@ -140,7 +140,8 @@ def _lead(options: PreflightOptions) -> tuple[list[str], str]:
 
 def _follow(options: PreflightOptions) -> tuple[list[str], str]:
     """The part of every other node: (problems, what is right), as node 0 says."""
-    began, stranger_since = time.monotonic(), None
+    began = time.monotonic()
+    stranger_since: float | None = None
     where = f"{options.master_addr}:{options.master_port}"
     must = f"MASTER_ADDR:MASTER_PORT must be node 0, reachable from {_name(options)}; got {where}"
     while True:
