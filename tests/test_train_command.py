@@ -92,6 +92,7 @@ def test_a_second_run_tokenizes_nothing_until_a_file_or_an_option_changes(
     assert len({*names}) == 3
     report = json.loads(Path(names[-1], "report.json").read_text())
     assert report["categories"]["code"]["documents"] == 1
+    assert "output_dir" not in report["options"]  # equal data has equal reports
 
 
 def test_overrides_reach_the_trainer_word_for_word_and_those_of_tokenize_do_not(
