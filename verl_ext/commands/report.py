@@ -16,7 +16,7 @@ from verl_ext.text.documents import Counts, Documents, Run
 from verl_ext.values import DataError, Options, one_line
 
 # Options that change neither tokens nor counts: left out, so that equal data has equal reports.
-NOT_REPORTED = ("backend", "num_workers", "overwrite", "preview")
+NOT_REPORTED = ("backend", "num_workers", "output_dir", "overwrite", "preview")
 MAX_CATEGORIES = 1000
 NAMED = 12  # of fields and the like, in a line of the closing table
 _LEFT = ("source", "category", "over max_tokens", "encoded as text", "bad record", "first")  # columns to the left
