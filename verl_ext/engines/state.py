@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from verl_ext.files import is_inside
+from verl_ext.files import is_inside, write_errors
 from verl_ext.values import first_line
 
 METADATA = ".metadata"
@@ -91,6 +91,10 @@ class StateWriter(dcp.FileSystemWriter):
     def write(self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
         """Collective over a group, all ranks where it is None; an error of one rank is raised by all."""
         dcp.save(dict(state), storage_writer=self, process_group=group)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with write_errors(Path(self.path)):  # here: other ranks get the error alone, without those before it
+            return super().write_data(*args, **kwargs)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path of a folder that is renamed afterwards

@@ -27,11 +27,12 @@ from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.redaction import redacted_text
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.checkpoint import Checkpoints, lock_folder, remove_run_files, remove_unfinished, save_final_memory
+from verl_ext.trainer.checkpoint import Checkpoints, remove_run_files, remove_unfinished, save_final_memory
 from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.loader import DataParallelRank
+from verl_ext.trainer.run_lock import lock_folder
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
 from verl_ext.trainer.spikes import SpikeWatch
@@ -87,7 +88,8 @@ class SFTTrainer:
         self.config = run.config
         self.is_rank0 = dist.get_rank() == 0
         with user_errors_end_the_run():  # before the weights are read; a measurement alone may go on beside a run
-            self._lock = lock_folder(run.output) if self.is_rank0 and not self.config.trainer.eval_only else None
+            if locks := self.is_rank0 and not self.config.trainer.eval_only:
+                lock_folder(run.output)
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
@@ -99,7 +101,7 @@ class SFTTrainer:
             self.client.reset()
         if run.replaces_output and self.is_rank0:
             remove_run_files(run.output)  # not before the weights are read: a failure there costs no earlier run
-        if self._lock is not None:
+        if locks:
             remove_unfinished(run.output)
         dist.barrier()
         self.run_state = run.run_state()
@@ -107,9 +109,9 @@ class SFTTrainer:
         self.first_step = 0
         self.spikes: SpikeWatch | None = None
         self._pack_tokens = run.train_set.pack_tokens()
-        engine = self.engine
-        meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
-        limit_collectives(self.config.trainer.collective_timeout, meshes)
+        self._limit_collectives(first_step=True)
+        if not self.config.trainer.eval_only:
+            watch.start(self.config.trainer.progress_limits, "the start of the run", "trainer.first_step_timeout")
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
@@ -118,6 +120,11 @@ class SFTTrainer:
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
             return TrainingWorker(worker_config(self.config.values, self.run.total_steps))
+
+    def _limit_collectives(self, first_step: bool) -> None:
+        engine = self.engine
+        meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
+        limit_collectives(self.config.trainer.collective_timeout(first_step), meshes)
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
@@ -147,6 +154,7 @@ class SFTTrainer:
             self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
         batches = self.rank.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
         is_complete, requests.in_training = False, True
+        watch.mark(f"step {self.first_step + 1}")
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
             self._seed_step(step)
@@ -166,11 +174,11 @@ class SFTTrainer:
             if logged and outcome.sums is not None:
                 self._log_step(step, outcome)
             self._validate_and_save(step)
-            if step == self.first_step + 1:  # which compiles
-                watch.start(self.config.trainer.hang_timeout)
-            watch.mark(f"step {step + 1}")
+            if step == self.first_step + 1:  # The first step compiles and may take minutes: the others may not.
+                self._limit_collectives(first_step=False)
+            watch.mark(f"step {step + 1}", "trainer.hang_timeout")
         else:
-            watch.end()
+            watch.mark("the end of the run", "trainer.save_timeout")
             done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
             save_final_memory(self.engine, self.run.output, done, self.run.memory)
             is_complete = True
@@ -238,13 +246,12 @@ class SFTTrainer:
 
     def _stop(self, step: int) -> None:
         """Save a checkpoint of the last completed step, unless there is one."""
-        watch.end()
         requests.leave_word()
         why = "a signal" if requests.pending is None else requests.pending
         self.progress.say(f"{why}: the run ends after step {step} of {self.run.total_steps}; the same command goes on")
-        with self.progress.aside(), self._going_on(True):
-            self.checkpoints.finish()
-        with self.progress.aside(), self._going_on(True, "the run ends"):
+        with self._training_waits(step), self._going_on(True, "the run ends"):
+            with self._going_on(True):
+                self.checkpoints.finish()
             if self.checkpoints.last != step:
                 self._refuse_changed_data()
                 self.checkpoints.save(step)
@@ -315,22 +322,26 @@ class SFTTrainer:
             self._track(metrics, step)
         saves = self.run.is_due(step, self.config.trainer.save_freq)
         if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
-            with watch.paused():  # what was written to is read again
+            with self._training_waits(step):
                 self._refuse_changed_data()
-        if saves:
-            with self.progress.aside(), watch.paused():
-                self._save(step)
+                if saves:
+                    self._save(step)
         self.progress.resume(paused)
+
+    @contextlib.contextmanager
+    def _training_waits(self, step: int) -> Iterator[None]:
+        """Watch what training waits for as the checkpoint of a step; what it prints stands above the bar."""
+        with self.progress.aside(), watch.within("trainer.save_timeout", f"the checkpoint of step {step}"):
+            yield
 
     def _refuse_changed_data(self) -> None:
         """End the run, before a checkpoint is made of it, where the files that it is trained on have changed."""
         if self.run.content is None:
             return
         if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
-            with self.progress.aside(), self._going_on(True):
+            with self._going_on(True):
                 self.checkpoints.finish()  # of the data as it was
-            with self.progress.aside():
-                self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
+            self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
 
     def _save(self, step: int) -> None:
         """Save a checkpoint; one before the last step that cannot be written does not end the run."""
