@@ -1,7 +1,9 @@
 """A rank that hangs or no longer answers ends the run on every rank, and is named."""
 
 import contextlib
+import dataclasses
 import os
+import pickle
 import signal
 import threading
 import time
@@ -94,22 +96,35 @@ def test_a_first_step_and_a_save_that_hang_are_named_under_limits_of_their_own(t
                     rank.join(90)
                 assert [rank.exitcode for rank in ranks[how]] == [TRAINING_FAILED] * 2
                 (told,) = [*errors(tmp_path / f"{how}-0"), *errors(tmp_path / f"{how}-1")]
-                assert not (tmp_path / how / "run" / "run.lock").exists()
+                run = tmp_path / how / "run"
+                assert not (run / "run.lock").exists()
+                recorded = [pickle.loads((run / "flight_recorder" / f"rank_{rank}").read_bytes()) for rank in range(2)]
+                assert all("all_" in str(facts["entries"][-1]["profiling_name"]) for facts in recorded)
+                assert f"the last collectives of each rank are in {run / 'flight_recorder'}" in told
                 begin = f"error: no progress for {SECONDS} s ({option}): rank 1 (process {ranks[how][1].pid} on "
                 assert told.startswith(begin)
                 assert f" hangs in {phase} at " in told
 
 
-def save_slowly() -> bool:
-    watch.start({"trainer.hang_timeout": 1, "trainer.save_timeout": 60}, "step 1", "trainer.hang_timeout")
+def save_slowly(folder: Path) -> bool:
+    watch.start({"trainer.hang_timeout": 1, "trainer.save_timeout": 60}, "step 1", "trainer.hang_timeout", folder)
     with watch.within("trainer.save_timeout", "the checkpoint of step 1"):
         time.sleep(1.6)  # longer than a step may pass without progress
     watch.end()
     return True
 
 
-def test_a_checkpoint_may_take_longer_than_a_step():
-    assert run_ranks(save_slowly, 2) == [True, True]
+def test_a_checkpoint_may_take_longer_than_a_step(tmp_path):
+    assert run_ranks(save_slowly, 2, tmp_path) == [True, True]
+
+
+def test_of_ranks_that_wait_for_the_device_the_one_with_the_fewest_collectives_is_named():
+    counts = (12, 9, 12)
+    states = [RankState(False, 7, "step 7", False, "here", count) for count in counts]
+    told = verdict(states, ["process 0", "process 1", "process 2"])
+    assert told == "rank 1 (process 1) hangs in step 7 at here"
+    unknown = dataclasses.replace(states[1], collectives=None)
+    assert "no rank is behind" in str(verdict([states[0], unknown, states[2]], ["process"] * 3))
 
 
 STATES = st.builds(RankState, st.just(False), st.integers(0, 2), st.just("step 7"), st.booleans(), st.just("here"))

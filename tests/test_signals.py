@@ -104,6 +104,8 @@ def test_an_export_that_threads_write_is_waited_for_also_after_a_signal(options,
         assert complete == (at == 0)
         assert (folder / f"global_step_{last}" / "huggingface" / "model.safetensors").is_file()
         assert "Writing model shards" not in said
+        assert metrics(folder).get((STEPS, "train/save_pause"), 0) >= 0
+        assert ((STEPS, "train/save_pause") in metrics(folder)) == complete
     exports = [tmp_path / f"0 {later}" / f"global_step_{STEPS}" / "huggingface" for later in ("true", "false")]
     different = filecmp.cmpfiles(*exports, [path.name for path in exports[0].iterdir()], shallow=False)[1:]
     assert different == ([], [])

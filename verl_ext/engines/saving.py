@@ -37,7 +37,7 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.transformers_compat import drop_tied_target_keys
 
-from verl_ext.engines.state import StateWriter, model_state, optimizer_state, read_model, read_optimizer
+from verl_ext.engines.state import HostCopies, StateWriter, model_state, optimizer_state, read_model, read_optimizer
 from verl_ext.files import follow_umask, write_errors, write_json
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, reason_of
@@ -119,8 +119,10 @@ class Save:
 
     def _collect(self, later: bool) -> None:
         engine, manager = self.engine, self.engine.checkpoint_manager
-        self.writer = StateWriter(self.folder / STATE)
-        self.state = self.writer.stage(self._tensors()) if later else self._tensors()
+        self.writer, self.state = StateWriter(self.folder / STATE), self._tensors()
+        if later:
+            engine.host_copies = engine.host_copies or HostCopies()
+            self.state = engine.host_copies.copy(self.state)
         if manager.should_save_extra:
             scaler = None if engine.scaler is None else dict(engine.scaler.state_dict())
             self.extra = {"lr_scheduler": dict(engine.lr_scheduler.state_dict()), "scaler": scaler}
@@ -155,6 +157,8 @@ class Save:
         Raises:
             NotWritten: a file cannot be written.
         """
+        if self.engine.host_copies is not None:
+            self.engine.host_copies.wait()
         with errors_shared(group):
             if self.state:
                 self.writer.write(self.state, group)

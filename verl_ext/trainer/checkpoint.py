@@ -31,6 +31,7 @@ from verl_ext.config.checkpoints import (
 from verl_ext.config.output import (
     EVALUATION,
     FINAL_MEMORY,
+    FLIGHT_RECORDER,
     MEMORY_SETTINGS,
     METRICS,
     REPORT,
@@ -355,6 +356,7 @@ def remove_run_files(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in (*saved_folders(folder), *unfinished_folders(folder)):
         shutil.rmtree(path)
+    shutil.rmtree(folder / FLIGHT_RECORDER, ignore_errors=True)
     lines = (f"{name}{ending}" for name in (METRICS, SPIKES) for ending in ("", ".before_resume", ".before_restart"))
     for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, RUN_IDS, *lines):
         (folder / name).unlink(missing_ok=True)

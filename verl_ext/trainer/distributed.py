@@ -57,6 +57,8 @@ def process_group() -> Iterator[None]:
     """Join the ranks that torchrun started, or be the only one; gloo on CPU, verl's choice on accelerators."""
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
+    # torch's flight recorder keeps the last collectives, for a run that hangs.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
     _default_to_one_rank()
     _silence_upstream()
     # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.

@@ -16,6 +16,7 @@ checkpoint.
 import itertools
 import json
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
@@ -43,6 +45,7 @@ class RankState:
         in_time: it has made progress within the limit of its phase.
         marks: of progress, so far; phase: "step 12".
         waits: it is inside a collective; where: the place in the code.
+        collectives: that it has begun, where it is not in time and torch's flight recorder counts them.
     """
 
     in_time: bool
@@ -50,6 +53,7 @@ class RankState:
     phase: str
     waits: bool
     where: str
+    collectives: int | None = None
 
 
 def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str | None:
@@ -67,6 +71,9 @@ def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str
     least = min(state.marks for state in known)
     behind = [rank for rank, state in enumerate(known) if state.marks == least]
     behind = [rank for rank in behind if not known[rank].waits] or behind
+    begun = [count for rank in behind if (count := known[rank].collectives) is not None]
+    if len(begun) == len(behind):  # On a GPU all wait for the device, in no collective of the host.
+        behind = [rank for rank, count in zip(behind, begun, strict=True) if count == min(begun)]
     first = known[behind[0]]
     if len(behind) == len(known) > 1:
         return f"no rank is behind the others in {first.phase}; rank 0 is at {first.where}"
@@ -87,6 +94,7 @@ class HangWatch:
         self._option = ""
         self._thread = threading.main_thread()
         self._answered = self._at  # when the store did
+        self._folder = Path()
         self._ended = threading.Event()
 
     def mark(self, phase: str | None = None, option: str | None = None) -> None:
@@ -112,14 +120,16 @@ class HangWatch:
         finally:
             self._thread = threading.main_thread()
 
-    def start(self, limits: Mapping[str, int], phase: str, option: str) -> None:
+    def start(self, limits: Mapping[str, int], phase: str, option: str, folder: Path) -> None:
         """Watch the ranks until :meth:`end`; collective.
 
         Args:
             limits: seconds without a mark after which the run ends, by option; 0: never.
             phase: the one that begins now; option: that of its limit.
+            folder: for what torch's flight recorder holds of each rank, when the run ends so.
         """
         self.end()
+        self._folder = folder
         self._ended, self._limits = threading.Event(), limits
         self.mark(phase, option)
         if not any(limits.values()):
@@ -157,7 +167,7 @@ class HangWatch:
                     return
                 self._tell(store, beat, tick)
                 if store.check(["verdict"]):
-                    self._end(store.get("verdict").decode(), store)
+                    self._end(store.get("verdict").decode(), store, tick)
                 self._answered = time.monotonic()
                 if self._overdue(4 * tick):
                     is_first = store.add("judges", 1) == 1
@@ -177,15 +187,22 @@ class HangWatch:
         told = verdict(states, [store.get(f"process {rank}").decode() for rank in range(len(states))])
         if told is not None and self._marks == marks:
             told = f"{self._no_progress()}: {told}; the same command resumes from the last checkpoint"
+            told += f"; the last collectives of each rank are in {self._folder}" if _recorded(False) else ""
             store.set("verdict", told)
-            self._end(told, store)
+            self._end(told, store, tick)
 
     def _no_progress(self) -> str:
         return f"no progress for {self._limits[self._option]} s ({self._option})"
 
-    def _end(self, told: str, store: dist.Store) -> None:
-        """End this rank; one of each node says why."""
-        if store.add(f"told on {socket.gethostname()}", 1) == 1:
+    def _end(self, told: str, store: dist.Store, tick: float) -> None:
+        """Write what the flight recorder holds and end this rank; one of each node says why."""
+        is_first = store.add(f"told on {socket.gethostname()}", 1) == 1
+        with suppress(OSError):
+            if recorded := _recorded(True):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / f"rank_{dist.get_rank()}").write_bytes(recorded)
+        time.sleep(1.5 * tick)  # Others look, and write theirs, before torchrun ends them for want of this one.
+        if is_first:
             exit_this_rank(told, TRAINING_FAILED, of_another=True)
         time.sleep(1)  # the line is to be out before torchrun ends the node
         leave(TRAINING_FAILED)
@@ -202,10 +219,23 @@ class HangWatch:
                     TRAINING_FAILED,
                 )
 
-    def _state(self, tick: float) -> tuple[bool, int, str, bool, str]:
+    def _state(self, tick: float) -> tuple[bool, int, str, bool, str, int | None]:
         """The fields of this rank's :class:`RankState`."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return (not self._overdue(4 * tick), self._marks, self._phase, *_place(frame))
+        overdue, frame = self._overdue(4 * tick), sys._current_frames().get(self._thread.ident or 0)
+        return (not overdue, self._marks, self._phase, *_place(frame), _collectives() if overdue else None)
+
+
+def _recorded(entries: bool) -> bytes:
+    """What torch's flight recorder holds of this process, pickled, with its `entries` or without; empty without one."""
+    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    return dump(includeCollectives=entries, includeStackTraces=entries, onlyActive=False) if dump else b""
+
+
+def _collectives() -> int | None:
+    """How many collectives this process has begun, over all of its groups."""
+    groups = pickle.loads(recorded).get("pg_status", {}) if (recorded := _recorded(False)) else {}
+    return sum(group["last_enqueued_collective"] for group in groups.values()) if groups else None
 
 
 def _states(store: dist.Store) -> list[list | None]:

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
+from verl_ext.config.output import FLIGHT_RECORDER
 from verl_ext.config.run import AFTER_EACH_EPOCH, worker_config
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
@@ -111,7 +113,8 @@ class SFTTrainer:
         self._pack_tokens = run.train_set.pack_tokens()
         self._limit_collectives(first_step=True)
         if not self.config.trainer.eval_only:
-            watch.start(self.config.trainer.progress_limits, "the start of the run", "trainer.first_step_timeout")
+            limits, folder = self.config.trainer.progress_limits, run.output / FLIGHT_RECORDER
+            watch.start(limits, "the start of the run", "trainer.first_step_timeout", folder)
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
@@ -345,13 +348,14 @@ class SFTTrainer:
 
     def _save(self, step: int) -> None:
         """Save a checkpoint; one before the last step that cannot be written does not end the run."""
-        is_last = step == self.run.total_steps
+        is_last, since = step == self.run.total_steps, time.perf_counter()
         with self._going_on(True):  # the one before, which threads wrote
             self.checkpoints.finish()
         with self._going_on(not is_last):
             self.checkpoints.save(step)
             if is_last:
                 self.checkpoints.finish()
+        self._track({"train/save_pause": time.perf_counter() - since}, step)
 
     @contextlib.contextmanager
     def _going_on(self, goes_on: bool, what: str = "training goes on") -> Iterator[None]:
