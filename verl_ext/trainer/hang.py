@@ -197,15 +197,18 @@ class HangWatch:
     def _end(self, told: str, store: dist.Store, tick: float) -> None:
         """Write what the flight recorder holds and end this rank; one of each node says why."""
         is_first = store.add(f"told on {socket.gethostname()}", 1) == 1
-        with suppress(OSError):
-            if recorded := _recorded(True):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / f"rank_{dist.get_rank()}").write_bytes(recorded)
+        threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may hold it up.
         time.sleep(1.5 * tick)  # Others look, and write theirs, before torchrun ends them for want of this one.
         if is_first:
             exit_this_rank(told, TRAINING_FAILED, of_another=True)
         time.sleep(1)  # the line is to be out before torchrun ends the node
         leave(TRAINING_FAILED)
+
+    def _write_recorded(self) -> None:
+        with suppress(OSError):
+            if recorded := _recorded(True):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / f"rank_{dist.get_rank()}").write_bytes(recorded)
 
     def _give_up(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
         """End this rank where the store does not answer."""

@@ -185,6 +185,7 @@ class SFTTrainer:
             done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
             save_final_memory(self.engine, self.run.output, done, self.run.memory)
             is_complete = True
+        watch.end()
         self.progress.close()
         if self.tracking is not None:
             with _tracker_may_fail("trainer.logger did not end in order"):
