@@ -228,9 +228,8 @@ class Checkpoints:
         if not self._later:
             self._complete(folder, collected, plan)
             return
-        self._writing = threading.Thread(
-            target=self._complete_aside, args=(folder, collected, plan), name="checkpoint", daemon=True
-        )
+        name, arguments = f"the checkpoint of step {step}", (folder, collected, plan)
+        self._writing = threading.Thread(target=self._complete_aside, args=arguments, name=name, daemon=True)
         self._writing.start()
 
     def finish(self) -> None:

@@ -113,12 +113,13 @@ class HangWatch:
             self.mark(*before)
 
     def join(self, thread: threading.Thread) -> None:
-        """Wait for a thread to end; meanwhile its place in the code is the place of this rank."""
-        self._thread = thread
-        try:
-            thread.join()
-        finally:
-            self._thread = threading.main_thread()
+        """Wait for a thread that saves; meanwhile its name is the phase and its place in the code that of this rank."""
+        with self.within("trainer.save_timeout", thread.name):
+            self._thread = thread
+            try:
+                thread.join()
+            finally:
+                self._thread = threading.main_thread()
 
     def start(self, limits: Mapping[str, int], phase: str, option: str, folder: Path) -> None:
         """Watch the ranks until :meth:`end`; collective.
