@@ -90,8 +90,6 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
         seconds(lambda: trainer.engine.load_checkpoint(str(checkpoint))) for _ in range(repeats)
     )
     files = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    if dist.get_rank() == 0:
-        del trainer._lock
     aside = build(folder, "aside", "checkpoint.async_save=true")
     trainer.checkpoints = aside.checkpoints
     aside.train_step(batches[0], False)

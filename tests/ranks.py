@@ -84,6 +84,7 @@ def _rank(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # as a run has it
     torch.set_num_threads(1)
     try:
         store = f"file://{Path(folder) / 'store'}"

@@ -7,7 +7,9 @@ import os
 import pickle
 import resource
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from verl_ext.config.checkpoints import (
 )
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.state import read_metadata
+from verl_ext.files import write_errors
 from verl_ext.trainer.checkpoint import RunState, remove_unfinished
 from verl_ext.trainer.setup import prepare
 
@@ -267,6 +270,48 @@ def not_written(overrides) -> None:
         quietly(overrides)
 
 
+def save_on_a_full_disk(overrides, folder, disk):
+    """What ends a run of one step with its checkpoints on a disk of 1 MiB that is full but for a part, by that part."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
+    words = []
+    try:
+        for room in (0, 150_000, 350_000):  # the state does not fit; it does not either; the export does not
+            (disk / "fill").write_bytes(bytes(2**20 - room - 2**16))
+            shutil.rmtree(disk / "run", ignore_errors=True)
+            with pytest.raises(NotWritten) as raised:
+                quietly([*overrides, f"trainer.default_local_dir={disk / 'run'}"])
+            words.append(str(raised.value))
+            (disk / "fill").unlink()
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    return words
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounts a small disk")
+@pytest.mark.parametrize("later", ["false", "true"])
+def test_a_full_disk_is_named_whichever_library_fills_it(later, options, tmp_path):
+    (tmp_path / "disk").mkdir()
+    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    asked = [*options, contents, "trainer.total_training_steps=1", f"checkpoint.async_save={later}"]
+    (words,) = run_ranks(save_on_a_full_disk, 1, asked, tmp_path, tmp_path / "disk")
+    path = tmp_path / "disk" / "run" / "global_step_1"
+    assert words == [f"{path} cannot be written: rank 0: No space left on device"] * 3
+
+
+@pytest.mark.parametrize(
+    "error", ["(os error 28)", "os error", "[enforce fail at inline_container.cc:672] . unexpected"]
+)
+def test_a_write_error_of_a_library_has_its_reason(error, tmp_path, monkeypatch):
+    free = 0 if "inline" in error else 2**30
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    reason = error if error == "os error" else "No space left on device"
+    with pytest.raises(OSError, match=reason) as raised, write_errors(tmp_path):
+        raise RuntimeError(error)
+    assert raised.value.filename == str(tmp_path)
+    with pytest.raises(RuntimeError, match="a mistake"), write_errors(tmp_path):
+        raise RuntimeError("a mistake")
+
+
 @pytest.mark.parametrize("later", ["false", "true"])
 def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_checkpoint_whole(
     later, options, whole, tmp_path
@@ -274,7 +319,8 @@ def test_on_a_full_disk_a_run_goes_on_and_its_last_step_ends_it_with_the_old_che
     asked = [*options, f"checkpoint.async_save={later}"]
     (((full, roomy), left),) = run_ranks(full_disk_runs, 1, asked, whole, tmp_path / "run")
     for step in (2, 3):
-        assert f"goes on without a checkpoint: global_step_{step} cannot be written: rank 0: File too large" in full
+        checkpoint = tmp_path / "run" / f"global_step_{step}"
+        assert f"goes on without a checkpoint: {checkpoint} cannot be written: rank 0: File too large" in full
     assert left == ["global_step_1"]
     assert "warning" not in roomy
     assert_same_run(tmp_path / "run", whole)

@@ -63,6 +63,7 @@ def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free
     assert "train/maths_loss:" in done.stdout
     assert "note: model.partial_pretrain (verl ≤ 0.6) is read as model.path" in done.stderr
     assert (tmp_path / "out" / "global_step_1").is_dir()
+    assert not (tmp_path / "out" / "run.lock").exists()
     assert done.stderr.count("Loading weights: 100%") == 1  # rank 0's
     assert "Warning" not in done.stderr
 

@@ -53,7 +53,7 @@ def run_of(data: str, model: list[str], output: Path, *overrides: str) -> list[s
 
 
 def exact(folder: Path) -> dict:
-    return {key: value for key, value in metrics(folder).items() if not key[1].endswith("per_second")}
+    return {key: value for key, value in metrics(folder).items() if not key[1].endswith(("per_second", "save_pause"))}
 
 
 def train_one_after_the_other(runs: list[list[str]]) -> None:

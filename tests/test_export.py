@@ -1,6 +1,7 @@
 """`verl-ext export`: the folder that training would have exported, from the shards of any number of ranks."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -63,6 +64,19 @@ def test_the_precision_can_be_another_and_what_was_exported_is_written_down(runs
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.dtype == torch.bfloat16
     assert json.loads((tmp_path / "out" / "export.json").read_text())["step"] == 1
+
+
+def test_the_last_checkpoint_of_a_run_is_taken_and_a_folder_without_one_is_refused(runs, tmp_path, capsys):
+    stopped_at(runs / "plain", tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run" / "global_step_1", tmp_path / "run" / "global_step_0")
+    assert main([f"checkpoint={tmp_path / 'run'}", f"output_dir={tmp_path / 'out'}"]) == 0
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["checkpoint"] == "global_step_1"
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    assert main([f"checkpoint={tmp_path / 'empty'}", f"output_dir={tmp_path / 'none'}"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: checkpoint must be a folder with manifest.json, or hold global_step_N folders; got")
+    assert error.count("\n") == 1
 
 
 def test_what_is_damaged_or_without_its_base_is_refused_in_one_line(runs, tmp_path, capsys):

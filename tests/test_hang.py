@@ -1,7 +1,9 @@
 """A rank that hangs or no longer answers ends the run on every rank, and is named."""
 
 import contextlib
+import dataclasses
 import os
+import pickle
 import signal
 import threading
 import time
@@ -17,24 +19,29 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build
 from verl_ext.config.run import TrainerOptions
+from verl_ext.engines.saving import Save
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
 from verl_ext.trainer.hang import RankState, verdict, watch
 
 SECONDS = 6  # trainer.hang_timeout; a busy machine may hold a step of a tiny model up for a while
 
 
-def hang(overrides: list[str], how: str, folder: Path) -> None:
-    """A run whose rank 1 hangs in step 3."""
+def hang(overrides: list[str], how: str, folder: Path, step: int = 3) -> None:
+    """A run whose rank 1 hangs in a step, or wherever it writes a checkpoint."""
     os.dup2(os.open(folder / f"{how}-{dist.get_rank()}", os.O_CREAT | os.O_WRONLY), 2)
     trainer = build(overrides)
     train_step, steps = trainer.train_step, iter(range(1, 5))
 
     def hanging_step(*given):
-        if next(steps) == 3 and dist.get_rank() == 1:
+        if next(steps) == step and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else threading.Event().wait()
         return train_step(*given)
 
-    trainer.train_step = hanging_step
+    if how.startswith("save"):
+        if dist.get_rank() == 1:
+            Save.write = lambda *given: threading.Event().wait()
+    else:
+        trainer.train_step = hanging_step
     with contextlib.redirect_stdout(open(os.devnull, "w")), failures_reported():
         trainer.fit()
 
@@ -54,8 +61,7 @@ def test_a_rank_that_hangs_and_one_that_is_stopped_are_named(tiny_model, tmp_pat
             rank.join(60)
         ranks["stopped"][1].kill()  # no other signal reaches it
         assert [rank.exitcode for rank in ending] == [TRAINING_FAILED] * 3
-    told = [line for name in ("hung-0", "hung-1") for line in errors(tmp_path / name)]
-    told = [line for line in told if "a collective failed" not in line]  # where the other rank ended first
+    told = errors(tmp_path / "hung-0") + errors(tmp_path / "hung-1")
     begin = f"error: no progress for {SECONDS} s (trainer.hang_timeout): rank 1 (process "
     assert len(told) == 1  # of both ranks, which are of one node
     assert told[0].startswith(f"{begin}{ranks['hung'][1].pid} on ")
@@ -67,19 +73,58 @@ def test_a_rank_that_hangs_and_one_that_is_stopped_are_named(tiny_model, tmp_pat
 
 
 def errors(file: Path) -> list[str]:
-    return [line for line in file.read_text().splitlines() if line.startswith("error: ")]
+    lines = [line for line in file.read_text().splitlines() if line.startswith("error: ")]
+    return [line for line in lines if "a collective failed" not in line]  # where the other rank ended first
 
 
-def pause() -> bool:
-    watch.start(1)
-    with watch.paused():
-        time.sleep(1.6)  # longer than may pass without progress
+def test_a_first_step_and_a_save_that_hang_are_named_under_limits_of_their_own(tiny_model, tmp_path):
+    documents = random_documents(np.random.default_rng(0), [20] * 8, VOCABULARY, 1)
+    data = write_tokenized(tmp_path / "data", documents)
+    common = [f"data.train_dir={data}", f"model.path={tiny_model}", "data.strategy=none", "data.train_batch_size=2"]
+    first, save = ("trainer.first_step_timeout", "step 1"), ("trainer.save_timeout", "the checkpoint of step 2")
+    for both in ({"first": first, "save": save}, {"save-aside": save, "save-at-the-end": save}):
+        with contextlib.ExitStack() as runs:  # at the same time
+            ranks = {}
+            for how, (option, _) in both.items():
+                overrides = [*common, f"trainer.default_local_dir={tmp_path / how / 'run'}", f"{option}={SECONDS}"]
+                overrides += ["trainer.hang_timeout=5" if how == "first" else "trainer.hang_timeout=60"]
+                overrides += ["trainer.save_freq=2"] if how != "save-at-the-end" else ["trainer.total_training_steps=2"]
+                overrides += [f"checkpoint.async_save={str('-' in how).lower()}"]
+                ranks[how], _ = runs.enter_context(started_ranks(hang, 2, overrides, how, tmp_path, 1))
+            for how, (option, phase) in both.items():
+                for rank in ranks[how]:
+                    rank.join(90)
+                assert [rank.exitcode for rank in ranks[how]] == [TRAINING_FAILED] * 2
+                (told,) = [*errors(tmp_path / f"{how}-0"), *errors(tmp_path / f"{how}-1")]
+                run = tmp_path / how / "run"
+                assert not (run / "run.lock").exists()
+                recorded = [pickle.loads((run / "flight_recorder" / f"rank_{rank}").read_bytes()) for rank in range(2)]
+                assert all("all_" in str(facts["entries"][-1]["profiling_name"]) for facts in recorded)
+                assert f"the last collectives of each rank are in {run / 'flight_recorder'}" in told
+                begin = f"error: no progress for {SECONDS} s ({option}): rank 1 (process {ranks[how][1].pid} on "
+                assert told.startswith(begin)
+                assert f" hangs in {phase} at " in told
+
+
+def save_slowly(folder: Path) -> bool:
+    watch.start({"trainer.hang_timeout": 1, "trainer.save_timeout": 60}, "step 1", "trainer.hang_timeout", folder)
+    with watch.within("trainer.save_timeout", "the checkpoint of step 1"):
+        time.sleep(1.6)  # longer than a step may pass without progress
     watch.end()
     return True
 
 
-def test_a_checkpoint_may_take_as_long_as_it_likes():
-    assert run_ranks(pause, 2) == [True, True]
+def test_a_checkpoint_may_take_longer_than_a_step(tmp_path):
+    assert run_ranks(save_slowly, 2, tmp_path) == [True, True]
+
+
+def test_of_ranks_that_wait_for_the_device_the_one_with_the_fewest_collectives_is_named():
+    counts = (12, 9, 12)
+    states = [RankState(False, 7, "step 7", False, "here", count) for count in counts]
+    told = verdict(states, ["process 0", "process 1", "process 2"])
+    assert told == "rank 1 (process 1) hangs in step 7 at here"
+    unknown = dataclasses.replace(states[1], collectives=None)
+    assert "no rank is behind" in str(verdict([states[0], unknown, states[2]], ["process"] * 3))
 
 
 STATES = st.builds(RankState, st.just(False), st.integers(0, 2), st.just("step 7"), st.booleans(), st.just("here"))
@@ -98,6 +143,7 @@ def test_named_are_the_ranks_that_the_others_wait_for(states):
     last = {rank for rank, state in enumerate(states) if state.marks == least}
     free = {rank for rank in last if not states[rank].waits}
     culprits = free or last
+    assert told is not None
     if culprits == set(range(len(states))):
         assert "no rank is behind the others in step 7; rank 0 is at here" in told
     elif len(culprits) <= 4:
@@ -106,7 +152,7 @@ def test_named_are_the_ranks_that_the_others_wait_for(states):
 
 
 @given(st.lists(STATES, min_size=1, max_size=5), st.booleans())
-def test_a_rank_that_may_take_its_time_is_waited_for_but_none_that_does_not_answer(states, silent):
+def test_a_rank_that_is_in_time_is_waited_for_but_none_that_does_not_answer(states, silent):
     busy = RankState(True, 7, "step 7", False, "here")
     processes = [f"process {rank}" for rank in range(7)]
     told = verdict([*states, busy, *([None] if silent else [])], processes)
@@ -114,7 +160,10 @@ def test_a_rank_that_may_take_its_time_is_waited_for_but_none_that_does_not_answ
 
 
 def test_a_collective_may_take_longer_than_a_hang_so_that_the_rank_is_named_first():
-    assert TrainerOptions().collective_timeout == 1800
-    assert TrainerOptions(hang_timeout=3600).collective_timeout == 4200
-    assert TrainerOptions(hang_timeout=0).collective_timeout == 1800
-    assert TrainerOptions(nccl_timeout=15).collective_timeout == 15
+    assert TrainerOptions().collective_timeout() == 1800
+    assert TrainerOptions().collective_timeout(first_step=True) == 3000
+    assert TrainerOptions(hang_timeout=3600).collective_timeout() == 4200
+    assert TrainerOptions(hang_timeout=3600).collective_timeout(first_step=True) == 4200
+    assert TrainerOptions(hang_timeout=0).collective_timeout() == 1800
+    assert TrainerOptions(hang_timeout=0).collective_timeout(first_step=True) == 1800
+    assert TrainerOptions(nccl_timeout=15).collective_timeout(first_step=True) == 15

@@ -26,9 +26,9 @@ from tests.training import SMALL, differences, metrics, train_alone
 from verl_ext.config import compose
 from verl_ext.config.checkpoints import tracked_step
 from verl_ext.fsdp_sft_trainer_ray import main
-from verl_ext.trainer.checkpoint import refuse_locked
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.ray_ranks import Ends
+from verl_ext.trainer.run_lock import refuse_locked
 from verl_ext.trainer.setup import prepare
 
 STEPS = 30

@@ -24,8 +24,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL
 from verl_ext.config import compose
 from verl_ext.config.output import RUN_LOCK
-from verl_ext.trainer.checkpoint import lock_folder, refuse_locked
-from verl_ext.trainer.distributed import USER_ERROR
+from verl_ext.trainer.distributed import USER_ERROR, last_acts
+from verl_ext.trainer.run_lock import lock_folder, refuse_locked
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
@@ -42,8 +42,8 @@ def options(tiny_model, tmp_path_factory):
 
 
 def hold_until_killed(folder: Path, held: Connection) -> None:
-    lock = lock_folder(folder)
-    held.send(lock.name)
+    lock_folder(folder)
+    held.send(True)
     signal.pause()
 
 
@@ -71,7 +71,18 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process
     process.kill()
     process.join()
     refuse_locked(folder)
-    lock_folder(folder).close()
+    lock_folder(folder)
+    last_acts.close()
+    assert not (folder / RUN_LOCK).exists()
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_the_folders(tmp_path, monkeypatch):
+    lockf, path = fcntl.lockf, tmp_path / RUN_LOCK
+    monkeypatch.setattr(fcntl, "lockf", lambda *given: (monkeypatch.undo(), path.unlink(), lockf(*given)))
+    lock_folder(tmp_path)
+    assert str(os.getpid()) in path.read_text()
+    last_acts.close()
+    assert not path.exists()
 
 
 def test_looking_whether_a_folder_is_in_use_makes_nothing(tmp_path):
@@ -84,7 +95,8 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    lock_folder(tmp_path / "run").close()
+    lock_folder(tmp_path / "run")
+    last_acts.close()
     refuse_locked(tmp_path / "run")
     assert capsys.readouterr().err == (f"note: {tmp_path / 'run'} cannot be locked (its file system has no locks)\n")
 

@@ -1,6 +1,7 @@
 """Requests to stop: one checkpoint after the current step on all ranks, and a second one that ends a rank at once."""
 
 import contextlib
+import filecmp
 import io
 import itertools
 import os
@@ -96,6 +97,22 @@ def test_a_checkpoint_that_is_there_is_not_written_again_and_one_that_is_being_w
     assert not complete
     assert said.count("Saving checkpoint to") == 1
     assert [path.name for path in tmp_path.glob("global_step*")] == ["global_step_2"]
+
+
+def test_an_export_that_threads_write_is_waited_for_also_after_a_signal(options, tmp_path):
+    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    for at, last, later in ((2, 2, "true"), (0, STEPS, "true"), (0, STEPS, "false")):
+        folder = tmp_path / f"{at} {later}"
+        run = [*options, contents, f"checkpoint.async_save={later}", f"trainer.default_local_dir={folder}"]
+        (complete, _, said), _ = run_ranks(asked, 2, run, at)
+        assert complete == (at == 0)
+        assert (folder / f"global_step_{last}" / "huggingface" / "model.safetensors").is_file()
+        assert "Writing model shards" not in said
+        assert metrics(folder).get((STEPS, "train/save_pause"), 0) >= 0
+        assert ((STEPS, "train/save_pause") in metrics(folder)) == complete
+    exports = [tmp_path / f"0 {later}" / f"global_step_{STEPS}" / "huggingface" for later in ("true", "false")]
+    different = filecmp.cmpfiles(*exports, [path.name for path in exports[0].iterdir()], shallow=False)[1:]
+    assert different == ([], [])
 
 
 def test_a_request_during_the_last_step_leaves_a_complete_run(options, tmp_path):

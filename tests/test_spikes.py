@@ -15,6 +15,7 @@ from tests.training import metrics, stopped_at, train, train_alone
 from verl_ext.data import MultiDocDataset, SFTDataSet
 from verl_ext.data.megatron.index import IndexWriter, TokenIndex
 from verl_ext.trainer.batch import StepLoss
+from verl_ext.trainer.spikes import worst_line
 
 VOCABULARY, STEPS = 100, 11
 ODD = 18  # the row of the document that is like no other: of the 10th step
@@ -99,6 +100,18 @@ def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_on_all(tiny_model, 
     (line,) = spikes(tmp_path / "run")
     assert (line["step"], line["reason"], line["loss"]) == (2, "skipped", "nan")
     assert [(document["row"], document["loss"] == "nan") for document in line["documents"]] == [(3, True), (2, False)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "named"),
+    [
+        *(((np.nan, np.nan, None), False), ((np.inf, np.nan), False), ((2.0, 2.0), False), ((None,), False)),
+        *(((), False), ((np.nan, 3.0), True), ((3.0, 2.0, None), True), ((np.nan, None), True)),
+    ],
+)
+def test_no_row_is_the_worst_of_rows_that_are_alike(losses, named):
+    line = worst_line([{"row": row, "folder": "data", "loss": loss} for row, loss in enumerate(losses)])
+    assert line.startswith("; worst: row 0 of data, loss ") if named else line == ""
 
 
 def test_an_infinite_loss_has_no_finite_gradient():

@@ -92,7 +92,7 @@ def test_a_run_is_the_same_on_any_layout_of_ranks(runs, layout):
     _, logged = runs[layout]
     assert logged.keys() == alone.keys()
     for (step, name), value in alone.items():
-        if not name.endswith("per_second"):
+        if not name.endswith(("per_second", "save_pause")):
             tolerance = 1e-5 if step == 1 else 1e-3  # Adam enlarges the last digits from step to step
             assert logged[step, name] == pytest.approx(value, rel=tolerance), (step, name)
 

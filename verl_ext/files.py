@@ -22,13 +22,15 @@ from typing import Any
 
 import xxhash
 
-from verl_ext.values import MISSING, DataError, file_of, reason_of
+from verl_ext.values import MISSING, DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"
 # Beside what a command writes: what became of the records, and {number: name} of their categories.
 REPORT, CATEGORIES = "report.json", "categories.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
 _CHUNK = 1 << 23
+_WRITERS = ("PytorchStreamWriter", "inline_container", "os error")  # words of torch's and safetensors' errors
+_LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 
 BLOCK = 1 << 30  # bytes of a file that readers who share it take at once
 _logger = logging.getLogger(__name__)
@@ -44,6 +46,25 @@ def whole_file(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+@contextlib.contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Raise a failed write inside as an OSError with its reason.
+
+    torch and safetensors have errors of their own for it, and torch's has often lost the reason.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or not any(name in str(error) for name in _WRITERS):
+            raise
+        known, before = re.search(r"\(os error (\d+)\)", str(error)), error.__context__
+        number = int(known[1]) if known else before.errno if isinstance(before, OSError) else None
+        if number is None and shutil.disk_usage(folder).free < _LEAST_FREE:
+            number = errno.ENOSPC
+        reason = first_line(error) if number is None else os.strerror(number)
+        raise OSError(number or errno.EIO, reason, str(folder)) from error
 
 
 def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = None) -> str:
@@ -75,6 +96,15 @@ def is_inside(path: Path, folder: Path) -> bool:
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     hubs = (above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots")
     return real.is_relative_to(root) or any(real.is_relative_to(hub / "blobs") for hub in hubs)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give a folder's files the mode of new ones: safetensors writes them for their owner alone."""
+    new = folder / f".mode-{os.getpid()}"
+    new.touch()
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(new, path)
+    new.unlink()
 
 
 def sync(path: Path) -> None:

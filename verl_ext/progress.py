@@ -5,8 +5,8 @@ A terminal gets a bar that moves, a log file a line now and then.
 
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -107,9 +107,17 @@ class StepProgress:
         if self.visible:
             tqdm.write(line)
 
-    def aside(self) -> AbstractContextManager:
-        """Around code that prints: the bar is cleared, so that lines do not run into it."""
-        return tqdm.external_write_mode() if self.visible else nullcontext()
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Clear the bar around code that prints, so that lines do not run into it.
+
+        tqdm's own form holds its lock all the while: a thread that opens a bar, and that is waited for, would hang.
+        """
+        self.bar.clear()
+        try:
+            yield
+        finally:
+            self.bar.refresh()
 
     def close(self) -> None:
         """End the bar and print the run's totals."""

@@ -30,7 +30,7 @@ class ExportOptions(OutputOptions):
 
     marker: ClassVar[str] = MARKER
 
-    checkpoint: str = option(REQUIRED, "a global_step_N folder", required=True)
+    checkpoint: str = option(REQUIRED, "a global_step_N folder, or a run's: its last one", required=True)
     base: str | None = option(None, "the model's folder, for a checkpoint of adapters alone")
     dtype: str = option("saved", "type of the weights; saved: as in the checkpoint", choices=_DTYPES)
     shard_gb: float = option(5.0, "most gigabytes of a file of weights", above=0)
@@ -49,21 +49,20 @@ def export(options: ExportOptions) -> str:
     import transformers  # heavy, as torch: not for a command with a mistake in it
 
     import verl_ext.models.qwen_titans  # noqa: F401  (its Auto classes)
-    from verl_ext.engines.saving import EXPORT, write_weights
+    from verl_ext.engines.saving import EXPORT, plain_model, write_weights
 
     transformers.utils.logging.set_verbosity_error()
-    checkpoint = Path(options.checkpoint)
-    step = _whole_checkpoint(checkpoint)
+    checkpoint, step = _whole_checkpoint(Path(options.checkpoint))
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         mapped = folder.path / "tensors"
         mapped.mkdir()
-        weights = _weights(options, mapped)
+        weights = _weights(checkpoint, options, mapped)
         weights_of_run = shutil.ignore_patterns("model*.safetensors*")
         shutil.copytree(checkpoint / EXPORT, folder.path, dirs_exist_ok=True, ignore=weights_of_run)
         config = transformers.AutoConfig.from_pretrained(folder.path)
         config.dtype = next(iter(weights.values())).dtype
         parameters = sum(tensor.numel() for tensor in weights.values())
-        write_weights(config, weights, folder.path, shard_bytes=int(options.shard_gb * 1e9))
+        write_weights(plain_model(config), weights, folder.path, shard_bytes=int(options.shard_gb * 1e9))
         del weights
         shutil.rmtree(mapped)
         write_json(folder.path / MARKER, {"checkpoint": checkpoint.name, "step": step, "parameters": parameters})
@@ -71,14 +70,21 @@ def export(options: ExportOptions) -> str:
     return f"step {step}: {parameters:,} parameters in {config.dtype}, written to {options.output_dir}"
 
 
-def _whole_checkpoint(checkpoint: Path) -> int:
-    """Its step; DataError where it is not whole, holds no model, or is of verl's own form."""
-    from verl_ext.config.checkpoints import Damaged, Manifest, changed_file
+def _whole_checkpoint(checkpoint: Path) -> tuple[Path, int]:
+    """A checkpoint, or the last one of a run, and its step.
 
+    Raises:
+        DataError: it is not whole, holds no model, or is of verl's own form.
+    """
+    from verl_ext.config.checkpoints import MANIFEST, Damaged, Manifest, changed_file, resumable_ranks, saved_folders
+
+    checkpoint = (saved_folders(checkpoint) or [checkpoint])[-1]
     try:
         manifest = Manifest.read(checkpoint)
     except Damaged as error:
         raise DataError(f"checkpoint must be whole; got {checkpoint}: {error}") from error
+    if manifest is None and not resumable_ranks(checkpoint):
+        raise DataError(f"checkpoint must be a folder with {MANIFEST}, or hold global_step_N folders; got {checkpoint}")
     if manifest is None or not manifest.elastic:
         raise DataError(
             f"checkpoint must be of this project's form; got {checkpoint}, of verl's, which "
@@ -86,15 +92,14 @@ def _whole_checkpoint(checkpoint: Path) -> int:
         )
     if wrong := changed_file(checkpoint, 0, 1, needed=("model",)):
         raise DataError(f"checkpoint must be whole; got {checkpoint}: {wrong}")
-    return manifest.step
+    return checkpoint, manifest.step
 
 
-def _weights(options: ExportOptions, folder: Path) -> dict[str, Any]:
+def _weights(checkpoint: Path, options: ExportOptions, folder: Path) -> dict[str, Any]:
     """The plain weights by name, adapters merged, each mapped from a file of `folder`."""
     from verl_ext.engines.saving import ADAPTERS, STATE, plain_name
     from verl_ext.engines.state import SavedModel, is_adapter
 
-    checkpoint = Path(options.checkpoint)
     saved = SavedModel(checkpoint / STATE)
     path = checkpoint / ADAPTERS
     adapters = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -21,9 +21,10 @@ FINAL_MEMORY = "final_memory_checkpoint.pt"
 MEMORY_SETTINGS = "final_memory_checkpoint.json"
 METRICS = "metrics.jsonl"
 SPIKES = "spikes.jsonl"
+FLIGHT_RECORDER = "flight_recorder"
 # What may lie in a folder without a run to keep: a run that was killed before its first checkpoint begins anew.
 _NO_RUN = (
-    *(REPORT, EVALUATION, RUN_IDS, RUN_LOCK),
+    *(REPORT, EVALUATION, RUN_IDS, RUN_LOCK, FLIGHT_RECORDER),
     *(f"{name}{ending}" for name in (METRICS, SPIKES) for ending in ("", ".before_restart")),
 )
 

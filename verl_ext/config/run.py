@@ -66,6 +66,10 @@ class TrainerOptions(Options):
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
     )
     hang_timeout: int = option(_HANG_TIMEOUT, "seconds without progress that end a run; 0: no limit", least=0)
+    first_step_timeout: int = option(
+        2 * _HANG_TIMEOUT, "the same up to the end of the first step, and at least hang_timeout; 0: no limit", least=0
+    )
+    save_timeout: int = option(7200, "seconds that training may wait for a checkpoint; 0: no limit", least=0)
     nccl_timeout: int | None = option(
         None, "timeout of collectives in training in seconds, gloo's on CPU; null: hang_timeout + 600", least=1
     )
@@ -85,9 +89,16 @@ class TrainerOptions(Options):
         yield from _logger_problems(self.logger)
 
     @property
-    def collective_timeout(self) -> int:
+    def progress_limits(self) -> dict[str, int]:
+        """Seconds that a rank may make no progress, by the option of the phase that it is in; 0: no limit."""
+        first = self.hang_timeout and self.first_step_timeout and max(self.first_step_timeout, self.hang_timeout)
+        names = ("trainer.first_step_timeout", "trainer.hang_timeout", "trainer.save_timeout")
+        return dict(zip(names, (first, self.hang_timeout, self.save_timeout), strict=True))
+
+    def collective_timeout(self, first_step: bool = False) -> int:
         """Seconds that a collective of training may take: the watch over hangs, which names ranks, comes first."""
-        return self.nccl_timeout or (self.hang_timeout or _HANG_TIMEOUT) + 600
+        limit = self.progress_limits[f"trainer.{'first_step' if first_step else 'hang'}_timeout"]
+        return self.nccl_timeout or (limit or _HANG_TIMEOUT) + 600
 
     @property
     def loggers(self) -> list[str]:

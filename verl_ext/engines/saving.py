@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils.logging import disable_progress_bar
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.fsdp_utils import (
     load_fsdp_model_to_gpu,
@@ -36,10 +37,10 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.transformers_compat import drop_tied_target_keys
 
-from verl_ext.engines.state import StateWriter, model_state, optimizer_state, read_model, read_optimizer
-from verl_ext.files import write_json
+from verl_ext.engines.state import HostCopies, StateWriter, model_state, optimizer_state, read_model, read_optimizer
+from verl_ext.files import follow_umask, write_errors, write_json
 from verl_ext.text.json_records import parse_json
-from verl_ext.values import first_line
+from verl_ext.values import first_line, reason_of
 
 STATE, EXTRA, ADAPTERS, EXPORT = "state", "extra.json", "adapters.json", "huggingface"
 # Variables that torch.load reads before its argument weights_only.
@@ -67,10 +68,11 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         rank, cause = next(iter(causes.items()))
-        failure = all(map(_of_a_file, causes.values())), f"rank {rank}: {_words(cause)}"
+        of_files = all(isinstance(cause, OSError) for cause in causes.values())
+        failure = of_files, f"rank {rank}: {_words(cause)}"
         raised: BaseException = error
     except Exception as error:
-        failure = _of_a_file(error), f"rank {dist.get_rank()}: {_words(error)}"
+        failure = isinstance(error, OSError), f"rank {dist.get_rank()}: {_words(error)}"
         raised = error
     failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure, group)
@@ -83,13 +85,8 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     raise RuntimeError(words) from (raised if failure is not None else None)
 
 
-def _of_a_file(error: BaseException) -> bool:
-    # torch's writer of zip files may report a failed write as a RuntimeError of its own.
-    return isinstance(error, OSError) or any(word in str(error) for word in ("PytorchStreamWriter", "inline_container"))
-
-
 def _words(error: BaseException) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return reason_of(error) if isinstance(error, OSError) else first_line(error)
 
 
 class Save:
@@ -114,12 +111,18 @@ class Save:
             self._collect(later)
         else:
             self._write_as_verl(as_verl)
-        self.weights = _export_weights(engine) if manager.should_save_hf_model and self.exports else None
+        self.weights: dict[str, torch.Tensor] | None = None
+        if manager.should_save_hf_model and self.exports:
+            self.weights = _export_weights(engine)
+            # Here: transformers changes torch's default dtype meanwhile, which is of all threads.
+            self.plain = plain_model(engine.module.config, engine.model_config.trust_remote_code)
 
     def _collect(self, later: bool) -> None:
         engine, manager = self.engine, self.engine.checkpoint_manager
-        self.writer = StateWriter(self.folder / STATE)
-        self.state = self.writer.stage(self._tensors()) if later else self._tensors()
+        self.writer, self.state = StateWriter(self.folder / STATE), self._tensors()
+        if later:
+            engine.host_copies = engine.host_copies or HostCopies()
+            self.state = engine.host_copies.copy(self.state)
         if manager.should_save_extra:
             scaler = None if engine.scaler is None else dict(engine.scaler.state_dict())
             self.extra = {"lr_scheduler": dict(engine.lr_scheduler.state_dict()), "scaler": scaler}
@@ -142,9 +145,11 @@ class Save:
             as_verl(str(self.folder))
         finally:
             manager.checkpoint_save_contents = contents
-        with errors_shared():
+        with errors_shared(), write_errors(self.folder):
             if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
                 torch.save(engine.scaler.state_dict(), self.folder / SCALER)
+            if engine.rank == 0 and (self.folder / EXPORT).is_dir():
+                follow_umask(self.folder / EXPORT)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write it; collective over a group, all ranks where it is None.
@@ -152,6 +157,8 @@ class Save:
         Raises:
             NotWritten: a file cannot be written.
         """
+        if self.engine.host_copies is not None:
+            self.engine.host_copies.wait()
         with errors_shared(group):
             if self.state:
                 self.writer.write(self.state, group)
@@ -161,7 +168,22 @@ class Save:
             if self.engine.rank == 0 and self.state and self.engine._is_lora:
                 write_json(self.folder / ADAPTERS, adapters_of(self.engine.module))
             if self.engine.rank == 0 and self.exports:
-                _write_export(self.engine, self.folder / EXPORT, self.weights)
+                self._write_export(self.folder / EXPORT)
+
+    def _write_export(self, folder: Path) -> None:
+        """Write `huggingface/`: config, tokenizer, the code of a model of the Hub's, and the weights."""
+        engine, config = self.engine, self.engine.module.config
+        config.save_pretrained(folder)
+        with suppress(OSError, ValueError):  # many models have none
+            GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
+        if (processor := engine.checkpoint_manager.processing_class) is not None:
+            processor.save_pretrained(folder)
+        if hasattr(config, "auto_map"):
+            module = engine.module.get_base_model() if engine._is_lora else engine.module
+            custom_object_save(module, folder, config=config)
+        if self.weights is not None:
+            disable_progress_bar()  # A thread's bar beside the one of training would wait for the lock of both.
+            write_weights(self.plain, self.weights, folder)
 
 
 def load_engine(engine: Any, folder: Path, as_verl: Callable[[str], None]) -> None:
@@ -300,39 +322,33 @@ def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
 
 
-def _write_export(engine: Any, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-    """The files of `huggingface/`, by rank 0: config, tokenizer, the code of a model of the Hub's, and the weights."""
-    config, trusted = engine.module.config, engine.model_config.trust_remote_code
-    config.save_pretrained(folder)
-    with suppress(OSError, ValueError):  # many models have none
-        GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
-    if (processor := engine.checkpoint_manager.processing_class) is not None:
-        processor.save_pretrained(folder)
-    if hasattr(config, "auto_map"):
-        module = engine.module.get_base_model() if engine._is_lora else engine.module
-        custom_object_save(module, folder, config=config)
-    if weights is not None:
-        write_weights(config, weights, folder, trusted)
+def plain_model(config: Any, trusted: bool = False) -> PreTrainedModel:
+    """The model of plain transformers of a config, on the meta device; `trusted`: its code may be the folder's own."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
 
 
 def write_weights(
-    config: Any, weights: dict[str, torch.Tensor], folder: Path, trusted: bool = False, shard_bytes: int = 5 * 10**9
+    plain: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, shard_bytes: int = 5 * 10**9
 ) -> None:
     """Write the whole weights of a model as plain transformers does, beside its other files.
 
     Args:
-        weights: by the names of `AutoModelForCausalLM`'s parameters; of tied ones one name is enough.
-        trusted: the model's code may be the folder's own.
-        shard_bytes: of a file.
+        weights: by the names of the parameters of `plain`; of tied ones one name is enough.
+        shard_bytes: most bytes of a file.
+
+    Raises:
+        OSError: a file cannot be written.
+        ValueError: weights are missing.
     """
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
     with suppress(OSError, ValueError):
         plain.generation_config = GenerationConfig.from_pretrained(folder)
-    drop_tied_target_keys(weights, plain, config)
+    drop_tied_target_keys(weights, plain, plain.config)
     if missing := sorted(_own_names(plain) - weights.keys()):
         raise ValueError(f"the weights of {type(plain).__name__} must be whole; {missing[0]} is missing")
-    plain.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
+    with write_errors(folder):
+        plain.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
+    follow_umask(folder)
 
 
 def _own_names(plain: torch.nn.Module) -> set[str]:

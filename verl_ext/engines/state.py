@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from verl_ext.files import is_inside
+from verl_ext.files import is_inside, write_errors
 from verl_ext.values import first_line
 
 METADATA = ".metadata"
@@ -83,7 +84,7 @@ def _names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 
 class StateWriter(dcp.FileSystemWriter):
-    """Writes tensors into a folder, each rank its slices; its `stage` copies them to the host first."""
+    """A writer of tensors into a folder, each rank its slices."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), sync_files=False)
@@ -92,8 +93,52 @@ class StateWriter(dcp.FileSystemWriter):
         """Collective over a group, all ranks where it is None; an error of one rank is raised by all."""
         dcp.save(dict(state), storage_writer=self, process_group=group)
 
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with write_errors(Path(self.path)):  # here: other ranks get the error alone, without those before it
+            return super().write_data(*args, **kwargs)
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # without the path of a folder that is renamed afterwards
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which is kept from one save to the next, page-locked where there is CUDA.
+
+    There sharded tensors, which nothing but an optimizer's step changes, are copied on a stream of their own while
+    training goes on.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def copy(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Begin to copy; before the copies are read :meth:`wait`, and the copies before are overwritten."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        return {name: self._copied(name, tensor) for name, tensor in state.items()}
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        memory = self._memory.get(name)
+        if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
+            memory = torch.empty_like(local, device="cpu", pin_memory=self._stream is not None)
+            self._memory[name] = memory
+        if not isinstance(tensor, DTensor):  # a buffer may change in a forward pass
+            return memory.copy_(local)
+        with torch.cuda.stream(self._stream):
+            memory.copy_(local, non_blocking=self._stream is not None)
+        return DTensor(memory, tensor._spec, requires_grad=False)
+
+    def wait(self) -> None:
+        """Wait on the host until the copies are whole."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def hold_device(self) -> None:
+        """Have what the device does next wait for the copies; the host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class StateReader(dcp.FileSystemReader):

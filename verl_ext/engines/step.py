@@ -28,6 +28,7 @@ from verl_ext.engines.activations import ActivationOptions, apply_activation_opt
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.saving import Save, load_engine
+from verl_ext.engines.state import HostCopies
 
 _STEADY_STEPS = 400  # after which the scale doubles; verl's own number
 
@@ -49,6 +50,7 @@ class StepEngine(FSDPEngineWithLMHead):
     generates: ClassVar[bool] = False  # whether it has generate_answers(ids, prompts, tokens)
     scaler: Any  # a ShardedGradScaler with fp16, else None
     router_loss: RouterLoss | None = None
+    host_copies: HostCopies | None = None  # of the checkpoint that threads write
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
@@ -138,6 +140,12 @@ class StepEngine(FSDPEngineWithLMHead):
                     model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
                 )
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
+
+    def optimizer_step(self) -> float:
+        """verl's; a checkpoint that is still copied to the host is the one before it."""
+        if self.host_copies is not None:
+            self.host_copies.hold_device()
+        return super().optimizer_step()
 
     def run_module(self, model_inputs: dict, output_args: dict) -> Any:
         return self.module(**model_inputs, use_cache=False)

@@ -1,27 +1,15 @@
-"""A run's folder: the lock on it, the checkpoints in it, and what a resumed run must share with the run before.
+"""The checkpoints in a run's folder, and what a resumed run must share with the run before."""
 
-    trainer.default_local_dir/run.lock      who holds it, or held it last: "process 4711 on node-3 since 2026-03-01 …"
-
-One run writes in a folder at a time; its rank 0 holds the lock. The file stays: what counts is the POSIX record lock on
-it, which the kernel releases however its process ends, also over NFS. filelock's `flock` would be inherited by loader
-processes, which a killed rank leaves behind for a while. A process loses a record lock when it closes any of its file
-objects of that file.
-"""
-
-import errno
-import fcntl
 import functools
 import json
 import os
 import shutil
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed as dist
 from verl.utils import hdfs_io
@@ -43,11 +31,11 @@ from verl_ext.config.checkpoints import (
 from verl_ext.config.output import (
     EVALUATION,
     FINAL_MEMORY,
+    FLIGHT_RECORDER,
     MEMORY_SETTINGS,
     METRICS,
     REPORT,
     RUN_IDS,
-    RUN_LOCK,
     SPIKES,
     OutputPlan,
     check_ranks,
@@ -56,9 +44,10 @@ from verl_ext.config.run import RunConfig
 from verl_ext.data.dataset import Ranks
 from verl_ext.engines.saving import NotWritten, Save, check_readable, errors_shared, is_elastic, tensors_alone
 from verl_ext.engines.step import StepEngine
-from verl_ext.files import sync, whole_file, write_json
+from verl_ext.files import sync, whole_file, write_errors, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.trainer.distributed import LONG, user_errors_end_the_run
+from verl_ext.trainer.hang import watch
 from verl_ext.values import nearest_name, show
 
 _GROUPS = ("data.balance", "data.cost", "data.shuffle")
@@ -184,9 +173,9 @@ class Checkpoints:
         self.contents = tuple(config.values["checkpoint"]["save_contents"])
         self.engine, self.plan, self.resumed = engine, plan, resumed
         self.is_rank0 = dist.get_rank() == 0
-        # A writer thread's collectives must not meet the training's.
-        later = config.values["checkpoint"].get("async_save", False)
-        self._group = dist.new_group(backend="gloo", timeout=LONG) if later else None
+        self._later = config.values["checkpoint"].get("async_save", False)
+        # A writer thread's collectives must not meet the training's, and ranks wait for the one that writes most.
+        self._group = dist.new_group(backend="gloo", timeout=LONG)
         self.last = 0  # the step of the last whole checkpoint, 0 before the first
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -234,21 +223,20 @@ class Checkpoints:
                 if self.is_rank0:
                     shutil.rmtree(_partial(folder), ignore_errors=True)
                     _partial(folder).mkdir(parents=True)
-            collected = self.engine.collected(_partial(folder), later=self._group is not None)
+            collected = self.engine.collected(_partial(folder), later=self._later)
         plan = self.plan.state_dict()
-        if self._group is None:
+        if not self._later:
             self._complete(folder, collected, plan)
             return
-        self._writing = threading.Thread(
-            target=self._complete_aside, args=(folder, collected, plan), name="checkpoint", daemon=True
-        )
+        name, arguments = f"the checkpoint of step {step}", (folder, collected, plan)
+        self._writing = threading.Thread(target=self._complete_aside, args=arguments, name=name, daemon=True)
         self._writing.start()
 
     def finish(self) -> None:
         """Wait until a checkpoint that threads write is whole; NotWritten as :meth:`save`."""
         if self._writing is None:
             return
-        self._writing.join()
+        watch.join(self._writing)
         self._writing, failure, self._failure = None, self._failure, None
         if failure is not None:
             raise failure
@@ -267,7 +255,7 @@ class Checkpoints:
             if self.is_rank0:
                 shutil.rmtree(_partial(folder), ignore_errors=True)
             if isinstance(error, NotWritten):
-                raise NotWritten(f"{folder.name} cannot be written: {error}") from error
+                raise NotWritten(f"{folder} cannot be written: {error}") from error
             raise
 
     def _complete(self, folder: Path, collected: Save, plan: dict[str, Any]) -> None:
@@ -353,20 +341,21 @@ def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dic
     `settings` that its weights are of; collective. NotWritten: on every rank, where the disk is full."""
     memory = engine.memory_state_dict()
     try:
-        with errors_shared():  # no rank goes on, and exits, before it is written
+        with errors_shared(), write_errors(folder):  # no rank goes on, and exits, before it is written
             if memory and dist.get_rank() == 0:
                 assert settings is not None
                 save_memory_checkpoint(folder / FINAL_MEMORY, memory, step)
                 of_weights = {name: value for name, value in settings.items() if name not in _OF_A_RUN}
                 write_json(folder / MEMORY_SETTINGS, of_weights)
     except NotWritten as error:
-        raise NotWritten(f"{FINAL_MEMORY} cannot be written: {error}") from error
+        raise NotWritten(f"{folder / FINAL_MEMORY} cannot be written: {error}") from error
 
 
 def remove_run_files(folder: Path) -> None:
     """Remove what an earlier run wrote, as `trainer.overwrite=true` asks; other files stay."""
     for path in (*saved_folders(folder), *unfinished_folders(folder)):
         shutil.rmtree(path)
+    shutil.rmtree(folder / FLIGHT_RECORDER, ignore_errors=True)
     lines = (f"{name}{ending}" for name in (METRICS, SPIKES) for ending in ("", ".before_resume", ".before_restart"))
     for name in (TRACKER, REPORT, EVALUATION, FINAL_MEMORY, MEMORY_SETTINGS, RUN_IDS, *lines):
         (folder / name).unlink(missing_ok=True)
@@ -392,62 +381,3 @@ def verified(output: OutputPlan, ranks: Ranks) -> Path | None:
     if said:
         raise ValueError("; ".join(said) + ": choose another trainer.default_local_dir, or trainer.overwrite=true")
     return None
-
-
-_HELD = (errno.EACCES, errno.EAGAIN)
-
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def refuse_locked(folder: Path) -> None:
-    """Refuse a folder that a run on this or another host is writing in; leaves everything as it is.
-
-    Raises:
-        ValueError: the lock is held; the message says by which process.
-    """
-    path = folder / RUN_LOCK
-    if path.is_file():
-        with path.open() as file:
-            _lock(file, fcntl.LOCK_SH)
-
-
-def lock_folder(folder: Path) -> TextIO:
-    """Lock `folder`, made where it is missing, for as long as this process lives and keeps what is returned.
-
-    On a file system without locks nothing is locked, and a note says so.
-
-    Raises:
-        ValueError: as :func:`refuse_locked`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / RUN_LOCK).open("a+")  # what its holder wrote must outlive an attempt
-    try:
-        if not _lock(file, fcntl.LOCK_EX):
-            print(f"note: {folder} cannot be locked (its file system has no locks)", file=sys.stderr)
-        file.truncate(0)
-        now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}")
-        file.flush()
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _lock(file: TextIO, kind: int) -> bool:
-    """Lock an open run.lock; False where its file system has no locks, ValueError where another process has it."""
-    try:
-        fcntl.lockf(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            file.seek(0)
-            folder = Path(file.name).parent
-            raise ValueError(
-                "trainer.default_local_dir must be a folder that no other run is writing in; got "
-                f"{folder}, which is held by {file.read() or 'another process'}: end that run, or choose another folder"
-            ) from None
-        if error.errno in _NO_LOCKS:
-            return False
-        raise
-    return True

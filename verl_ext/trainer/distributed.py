@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -40,6 +40,7 @@ _TORCHRUN_NOTICES = 5.0  # seconds until torchrun ends the ranks of a node where
 _STORE_ANSWERS = 5.0  # seconds
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILURE = "verl_ext/failure"  # in the store of the ranks
+last_acts = ExitStack()  # done where this process ends in order, or at once but of its own accord
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
 
@@ -56,6 +57,8 @@ def process_group() -> Iterator[None]:
     """Join the ranks that torchrun started, or be the only one; gloo on CPU, verl's choice on accelerators."""
     if accelerator() is None:
         os.environ.setdefault("VERL_PLATFORM", "cpu")
+    # torch's flight recorder keeps the last collectives, for a run that hangs.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
     _default_to_one_rank()
     _silence_upstream()
     # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
@@ -73,6 +76,7 @@ def process_group() -> Iterator[None]:
     try:
         yield
     finally:
+        last_acts.close()
         dist.destroy_process_group()
 
 
@@ -246,6 +250,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
+    with suppress(OSError):
+        last_acts.close()
     for process in multiprocessing.active_children():
         process.kill()
     os._exit(code)  # leaving the process group in order would wait for the others

@@ -1,31 +1,34 @@
 """A rank that hangs, or no longer answers, ends the run on every rank and is named.
 
 Each rank marks its progress: a batch that arrives, a micro-batch's forward pass. A thread of each rank watches the
-marks from the end of its first step on, and writes now and then into the store of the ranks how far it is. Where one
-rank makes none, the others soon wait for it in a collective, and one of them looks who it is:
+marks from the moment when the model is built, and writes now and then into the store of the ranks how far it is. Where
+one rank makes none, the others soon wait for it in a collective, and one of them finds out which rank it is:
 
     0   [beat, 41, "step 12", waits, "torch/distributed/… (all_reduce), from verl_ext/trainer/trainer.py:180 (…)"]
     1   [beat, 40, "step 12", does not, "verl_ext/trainer/loader.py:173 (__iter__)"]    behind the others: it hangs
     2   no new beat                                                                     stopped, dead or out of reach
 
-Not watched, because they may take hours: everything before the first step and the step itself, which compiles, and
-checkpoints. There a collective's own limit counts (`trainer.nccl_timeout`).
+How long a rank may make no progress is an option of the phase that it is in: `trainer.first_step_timeout` up to the end
+of the first step, which compiles; then `trainer.hang_timeout`; and `trainer.save_timeout` while training waits for a
+checkpoint.
 """
 
 import itertools
 import json
 import os
+import pickle
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 
 from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
@@ -39,20 +42,22 @@ class RankState:
     """How far a rank was when it made no more progress.
 
     Attributes:
-        paused: it does what may take as long as it likes.
+        in_time: it has made progress within the limit of its phase.
         marks: of progress, so far; phase: "step 12".
         waits: it is inside a collective; where: the place in the code.
+        collectives: that it has begun, where it is not in time and torch's flight recorder counts them.
     """
 
-    paused: bool
+    in_time: bool
     marks: int
     phase: str
     waits: bool
     where: str
+    collectives: int | None = None
 
 
 def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str | None:
-    """Which ranks the others wait for, and where those are; None where one may take its time.
+    """Say which ranks the others wait for, and their places; None where a rank that waits for none is in time.
 
     Args:
         states: of each rank; None: it does not answer.
@@ -61,11 +66,14 @@ def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str
     if silent := [rank for rank, state in enumerate(states) if state is None]:
         return f"{_named(silent, processes)} does not answer: stopped, dead or out of reach"
     known = [state for state in states if state is not None]
-    if any(state.paused for state in known):
+    if any(state.in_time and not state.waits for state in known):
         return None
     least = min(state.marks for state in known)
     behind = [rank for rank, state in enumerate(known) if state.marks == least]
     behind = [rank for rank in behind if not known[rank].waits] or behind
+    begun = [count for rank in behind if (count := known[rank].collectives) is not None]
+    if len(begun) == len(behind):  # On a GPU all wait for the device, in no collective of the host.
+        behind = [rank for rank, count in zip(behind, begun, strict=True) if count == min(begun)]
     first = known[behind[0]]
     if len(behind) == len(known) > 1:
         return f"no rank is behind the others in {first.phase}; rank 0 is at {first.where}"
@@ -82,112 +90,156 @@ class HangWatch:
 
     def __init__(self) -> None:
         self._marks, self._at, self._phase = 0, time.monotonic(), ""
-        self._paused = False
+        self._limits: Mapping[str, int] = {}
+        self._option = ""
+        self._thread = threading.main_thread()
         self._answered = self._at  # when the store did
+        self._folder = Path()
         self._ended = threading.Event()
 
-    def mark(self, phase: str | None = None) -> None:
-        """There is progress; `phase`: a new step or the like has begun."""
-        self._phase = phase or self._phase
+    def mark(self, phase: str | None = None, option: str | None = None) -> None:
+        """Note progress; `phase`: a new one has begun; `option`: that of its limit, from now on."""
+        self._phase, self._option = phase or self._phase, option or self._option
         self._marks, self._at = self._marks + 1, time.monotonic()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While something is done that may take as long as it likes."""
-        self._paused = True
+    def within(self, option: str, phase: str) -> Iterator[None]:
+        """Watch what is done inside as a phase of its own, under the limit of another option."""
+        before = self._phase, self._option
+        self.mark(phase, option)
         try:
             yield
         finally:
-            self.mark()
-            self._paused = False
+            self.mark(*before)
 
-    def start(self, seconds: int) -> None:
-        """End the run after so many seconds without a mark; collective, 0: never. Until :meth:`end`."""
-        self._ended = threading.Event()
-        if not seconds:
+    def join(self, thread: threading.Thread) -> None:
+        """Wait for a thread that saves; meanwhile its name is the phase and its place in the code that of this rank."""
+        with self.within("trainer.save_timeout", thread.name):
+            self._thread = thread
+            try:
+                thread.join()
+            finally:
+                self._thread = threading.main_thread()
+
+    def start(self, limits: Mapping[str, int], phase: str, option: str, folder: Path) -> None:
+        """Watch the ranks until :meth:`end`; collective.
+
+        Args:
+            limits: seconds without a mark after which the run ends, by option; 0: never.
+            phase: the one that begins now; option: that of its limit.
+            folder: for what torch's flight recorder holds of each rank, when the run ends so.
+        """
+        self.end()
+        self._folder = folder
+        self._ended, self._limits = threading.Event(), limits
+        self.mark(phase, option)
+        if not any(limits.values()):
             return
-        self.mark()
+        least = min(filter(None, limits.values()))
         # A connection of its own: another thread may wait in the ranks' one.
         store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=seconds))
+        store.set_timeout(timedelta(seconds=least))
         store = dist.PrefixStore("verl_ext/hang", store)
         store.set(f"process {dist.get_rank()}", f"process {os.getpid()} on {socket.gethostname()}")
         self._answered = time.monotonic()
-        tick = min(5.0, seconds / 10)
-        self._tell(store, 0)
+        tick = min(5.0, least / 10)
+        self._tell(store, 0, tick)
         dist.barrier()  # a rank that has not told yet would be taken for one that hangs
         for target in (self._compare, self._give_up):
-            threading.Thread(target=target, args=(store, seconds, tick, self._ended), daemon=True).start()
+            threading.Thread(target=target, args=(store, tick, self._ended), daemon=True).start()
 
     def end(self) -> None:
-        """No longer watch."""
+        """Stop watching."""
         self._ended.set()
 
-    def _stalled(self) -> float:
-        return 0.0 if self._paused else time.monotonic() - self._at
+    def _overdue(self, slack: float = 0) -> bool:
+        """Whether this rank has made no progress for the limit of its phase, or for `slack` seconds less."""
+        limit = self._limits.get(self._option, 0)
+        return limit > 0 and time.monotonic() - self._at > limit - slack
 
-    def _tell(self, store: dist.Store, beat: int) -> None:
-        store.set(f"state {dist.get_rank()}", json.dumps([beat, *self._state()]))
+    def _tell(self, store: dist.Store, beat: int, tick: float) -> None:
+        store.set(f"state {dist.get_rank()}", json.dumps([beat, *self._state(tick)]))
 
-    def _compare(self, store: dist.Store, seconds: int, tick: float, ended: threading.Event) -> None:
+    def _compare(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
         """Say how far this rank is; where it makes no progress, one rank compares them all."""
         with suppress(RuntimeError):  # the store is gone: _give_up counts on
             for beat in itertools.count(1):
                 if ended.wait(tick):
                     return
-                self._tell(store, beat)
+                self._tell(store, beat, tick)
                 if store.check(["verdict"]):
-                    self._end(store.get("verdict").decode(), seconds, store)
+                    self._end(store.get("verdict").decode(), store, tick)
                 self._answered = time.monotonic()
-                if self._stalled() > seconds - 4 * tick:
+                if self._overdue(4 * tick):
                     is_first = store.add("judges", 1) == 1
-                    if is_first or self._stalled() > seconds:  # by then the first has ended while it looked
-                        self._judge(store, seconds, tick)
+                    if is_first or self._overdue():  # by then the first has ended while it looked
+                        self._judge(store, tick)
                     store.add("judges", -1)
 
-    def _judge(self, store: dist.Store, seconds: int, tick: float) -> None:
-        """End the run, unless there is progress after all, or a rank that may take its time."""
+    def _judge(self, store: dist.Store, tick: float) -> None:
+        """End the run, unless there is progress after all, or a rank that is in time."""
         marks, before = self._marks, _states(store)
         time.sleep(2.5 * tick)
         states = [
             None if now is None or (then is not None and now[0] <= then[0]) else RankState(*now[1:])
             for then, now in zip(before, _states(store), strict=True)
         ]
-        states[dist.get_rank()] = RankState(*self._state())
+        states[dist.get_rank()] = RankState(*self._state(tick))
         told = verdict(states, [store.get(f"process {rank}").decode() for rank in range(len(states))])
         if told is not None and self._marks == marks:
+            told = f"{self._no_progress()}: {told}; the same command resumes from the last checkpoint"
+            told += f"; the last collectives of each rank are in {self._folder}" if _recorded(False) else ""
             store.set("verdict", told)
-            self._end(told, seconds, store)
+            self._end(told, store, tick)
 
-    def _end(self, told: str, seconds: int, store: dist.Store) -> None:
-        """End this rank; one of each node says why."""
-        if store.add(f"told on {socket.gethostname()}", 1) == 1:
-            exit_this_rank(
-                f"no progress for {seconds} s (trainer.hang_timeout): {told}; the same command resumes from the last "
-                "checkpoint",
-                TRAINING_FAILED,
-                of_another=True,
-            )
+    def _no_progress(self) -> str:
+        return f"no progress for {self._limits[self._option]} s ({self._option})"
+
+    def _end(self, told: str, store: dist.Store, tick: float) -> None:
+        """Write what the flight recorder holds and end this rank; one of each node says why."""
+        is_first = store.add(f"told on {socket.gethostname()}", 1) == 1
+        threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may hold it up.
+        time.sleep(1.5 * tick)  # Others look, and write theirs, before torchrun ends them for want of this one.
+        if is_first:
+            exit_this_rank(told, TRAINING_FAILED, of_another=True)
         time.sleep(1)  # the line is to be out before torchrun ends the node
         leave(TRAINING_FAILED)
 
-    def _give_up(self, store: dist.Store, seconds: int, tick: float, ended: threading.Event) -> None:
+    def _write_recorded(self) -> None:
+        with suppress(OSError):
+            if recorded := _recorded(True):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / f"rank_{dist.get_rank()}").write_bytes(recorded)
+
+    def _give_up(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
         """End this rank where the store does not answer."""
         while not ended.wait(tick):
-            if self._stalled() > seconds and time.monotonic() - self._answered > 6 * tick:
+            if self._overdue() and time.monotonic() - self._answered > 6 * tick:
                 let_the_first_speak(2.0)
                 exit_this_rank(
-                    f"no progress for {seconds} s (trainer.hang_timeout), and the store of the ranks does not answer: "
-                    f"rank 0 or torchrun is stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; the same "
-                    "command resumes from the last checkpoint",
+                    f"{self._no_progress()}, and the store of the ranks does not answer: rank 0 or torchrun is "
+                    f"stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; the same command resumes from the "
+                    "last checkpoint",
                     TRAINING_FAILED,
                 )
 
-    def _state(self) -> tuple[bool, int, str, bool, str]:
+    def _state(self, tick: float) -> tuple[bool, int, str, bool, str, int | None]:
         """The fields of this rank's :class:`RankState`."""
-        main = threading.main_thread().ident
-        assert main is not None
-        return (self._paused, self._marks, self._phase, *_place(sys._current_frames()[main]))
+        overdue, frame = self._overdue(4 * tick), sys._current_frames().get(self._thread.ident or 0)
+        return (not overdue, self._marks, self._phase, *_place(frame), _collectives() if overdue else None)
+
+
+def _recorded(entries: bool) -> bytes:
+    """What torch's flight recorder holds of this process, pickled, with its `entries` or without; empty without one."""
+    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    return dump(includeCollectives=entries, includeStackTraces=entries, onlyActive=False) if dump else b""
+
+
+def _collectives() -> int | None:
+    """How many collectives this process has begun, over all of its groups."""
+    groups = pickle.loads(recorded).get("pg_status", {}) if (recorded := _recorded(False)) else {}
+    return sum(group["last_enqueued_collective"] for group in groups.values()) if groups else None
 
 
 def _states(store: dist.Store) -> list[list | None]:

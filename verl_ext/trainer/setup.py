@@ -37,10 +37,11 @@ from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
 from verl_ext.text.tokenizer import TRUSTED
-from verl_ext.trainer.checkpoint import RunState, refuse_locked, verified
+from verl_ext.trainer.checkpoint import RunState, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts
+from verl_ext.trainer.run_lock import refuse_locked
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import leaves, plain, refuse, show
 

@@ -87,10 +87,7 @@ class SpikeWatch:
             numbers = self._run.plan.packs(step - 1).tolist()
             self._write({**facts, "packs": numbers, "documents": [_readable(document) for document in documents]})
         over = f" is over {self.factor:g} × the median {reference:.4g}" if is_spike else ", skipped"
-        worst = ""
-        if documents and documents[0]["loss"] is not None:
-            worst = "; worst: row {row} of {folder}, loss {loss:.4g}".format(**documents[0])
-        return f"step {step}: loss {loss:.4g}{over}; its documents are in {SPIKES}{worst}"
+        return f"step {step}: loss {loss:.4g}{over}; its documents are in {SPIKES}{worst_line(documents)}"
 
     def _documents(
         self, packs: Sequence[int | None], batch: StepBatch, nll: Sequence[torch.Tensor] | None
@@ -134,6 +131,14 @@ class SpikeWatch:
                 file.write(json.dumps(facts, ensure_ascii=False, allow_nan=False) + "\n")
         except OSError as error:
             print(f"warning: {path} cannot be written: {reason_of(error)}", file=sys.stderr, flush=True)
+
+
+def worst_line(documents: Sequence[Document]) -> str:
+    """The words that name the worst of documents, the worst first; none where all with a loss are alike."""
+    losses = [document for document in documents if document["loss"] is not None]
+    if not losses or (len(losses) > 1 and _badness(losses[0]) == _badness(losses[-1])):
+        return ""
+    return "; worst: row {row} of {folder}, loss {loss:.4g}".format(**losses[0])
 
 
 def _badness(document: Document) -> tuple[bool, float]:

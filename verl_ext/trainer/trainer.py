@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
+from verl_ext.config.output import FLIGHT_RECORDER
 from verl_ext.config.run import AFTER_EACH_EPOCH, worker_config
 from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
@@ -28,11 +30,12 @@ from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.redaction import redacted_text
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.checkpoint import Checkpoints, lock_folder, remove_run_files, remove_unfinished, save_final_memory
+from verl_ext.trainer.checkpoint import Checkpoints, remove_run_files, remove_unfinished, save_final_memory
 from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.loader import DataParallelRank
+from verl_ext.trainer.run_lock import lock_folder
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
 from verl_ext.trainer.spikes import SpikeWatch
@@ -88,7 +91,8 @@ class SFTTrainer:
         self.config = run.config
         self.is_rank0 = dist.get_rank() == 0
         with user_errors_end_the_run():  # before the weights are read; a measurement alone may go on beside a run
-            self._lock = lock_folder(run.output) if self.is_rank0 and not self.config.trainer.eval_only else None
+            if locks := self.is_rank0 and not self.config.trainer.eval_only:
+                lock_folder(run.output)
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
@@ -102,7 +106,7 @@ class SFTTrainer:
             self._say_which_head()
         if run.replaces_output and self.is_rank0:
             remove_run_files(run.output)  # not before the weights are read: a failure there costs no earlier run
-        if self._lock is not None:
+        if locks:
             remove_unfinished(run.output)
         dist.barrier()
         self.run_state = run.run_state()
@@ -110,9 +114,10 @@ class SFTTrainer:
         self.first_step = 0
         self.spikes: SpikeWatch | None = None
         self._pack_tokens = run.train_set.pack_tokens()
-        engine = self.engine
-        meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
-        limit_collectives(self.config.trainer.collective_timeout, meshes)
+        self._limit_collectives(first_step=True)
+        if not self.config.trainer.eval_only:
+            limits, folder = self.config.trainer.progress_limits, run.output / FLIGHT_RECORDER
+            watch.start(limits, "the start of the run", "trainer.first_step_timeout", folder)
 
     def _build_client(self) -> TrainingWorker:
         """verl's worker around the engine of the model."""
@@ -135,6 +140,11 @@ class SFTTrainer:
         if HEADS.index(runs) > HEADS.index(asked) and not told:
             why = "the module has no linear head whose logits it gives as they are"
             print(f"note: loss.head={asked} is {runs} here: {why}", file=sys.stderr, flush=True)
+
+    def _limit_collectives(self, first_step: bool) -> None:
+        engine = self.engine
+        meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
+        limit_collectives(self.config.trainer.collective_timeout(first_step), meshes)
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
@@ -164,6 +174,7 @@ class SFTTrainer:
             self.progress.say(f"resumed after step {self.first_step} of {self.run.total_steps}")
         batches = self.rank.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
         is_complete, requests.in_training = False, True
+        watch.mark(f"step {self.first_step + 1}")
         for step, batch in enumerate(batches, start=self.first_step + 1):
             self._profile(step, "start")
             self._seed_step(step)
@@ -183,14 +194,15 @@ class SFTTrainer:
             if logged and outcome.sums is not None:
                 self._log_step(step, outcome)
             self._validate_and_save(step)
-            if step == self.first_step + 1:  # which compiles
-                watch.start(self.config.trainer.hang_timeout)
-            watch.mark(f"step {step + 1}")
+            if step == self.first_step + 1:  # The first step compiles and may take minutes: the others may not.
+                self._limit_collectives(first_step=False)
+            watch.mark(f"step {step + 1}", "trainer.hang_timeout")
         else:
-            watch.end()
+            watch.mark("the end of the run", "trainer.save_timeout")
             done = max(self.first_step, self.run.total_steps)  # an earlier run may have gone further
             save_final_memory(self.engine, self.run.output, done, self.run.memory)
             is_complete = True
+        watch.end()
         self.progress.close()
         if self.tracking is not None:
             with _tracker_may_fail("trainer.logger did not end in order"):
@@ -255,13 +267,12 @@ class SFTTrainer:
 
     def _stop(self, step: int) -> None:
         """Save a checkpoint of the last completed step, unless there is one."""
-        watch.end()
         requests.leave_word()
         why = "a signal" if requests.pending is None else requests.pending
         self.progress.say(f"{why}: the run ends after step {step} of {self.run.total_steps}; the same command goes on")
-        with self.progress.aside(), self._going_on(True):
-            self.checkpoints.finish()
-        with self.progress.aside(), self._going_on(True, "the run ends"):
+        with self._training_waits(step), self._going_on(True, "the run ends"):
+            with self._going_on(True):
+                self.checkpoints.finish()
             if self.checkpoints.last != step:
                 self._refuse_changed_data()
                 self.checkpoints.save(step)
@@ -332,32 +343,37 @@ class SFTTrainer:
             self._track(metrics, step)
         saves = self.run.is_due(step, self.config.trainer.save_freq)
         if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
-            with watch.paused():  # what was written to is read again
+            with self._training_waits(step):
                 self._refuse_changed_data()
-        if saves:
-            with self.progress.aside(), watch.paused():
-                self._save(step)
+                if saves:
+                    self._save(step)
         self.progress.resume(paused)
+
+    @contextlib.contextmanager
+    def _training_waits(self, step: int) -> Iterator[None]:
+        """Watch what training waits for as the checkpoint of a step; what it prints stands above the bar."""
+        with self.progress.aside(), watch.within("trainer.save_timeout", f"the checkpoint of step {step}"):
+            yield
 
     def _refuse_changed_data(self) -> None:
         """End the run, before a checkpoint is made of it, where the files that it is trained on have changed."""
         if self.run.content is None:
             return
         if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
-            with self.progress.aside(), self._going_on(True):
+            with self._going_on(True):
                 self.checkpoints.finish()  # of the data as it was
-            with self.progress.aside():
-                self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
+            self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
 
     def _save(self, step: int) -> None:
         """Save a checkpoint; one before the last step that cannot be written does not end the run."""
-        is_last = step == self.run.total_steps
+        is_last, since = step == self.run.total_steps, time.perf_counter()
         with self._going_on(True):  # the one before, which threads wrote
             self.checkpoints.finish()
         with self._going_on(not is_last):
             self.checkpoints.save(step)
             if is_last:
                 self.checkpoints.finish()
+        self._track({"train/save_pause": time.perf_counter() - since}, step)
 
     @contextlib.contextmanager
     def _going_on(self, goes_on: bool, what: str = "training goes on") -> Iterator[None]:

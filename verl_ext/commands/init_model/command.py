@@ -19,7 +19,7 @@ from verl_ext.commands.init_model.model import (
     read_fields,
 )
 from verl_ext.commands.init_model.tokenizer import TokenizerOptions, TrainingText, trained_tokenizer
-from verl_ext.files import OutputFolder, write_json
+from verl_ext.files import OutputFolder, follow_umask, write_json
 from verl_ext.text.tokenizer import read_tokenizer
 from verl_ext.values import REQUIRED, DataError, option
 
@@ -85,6 +85,7 @@ def init_model(options: InitModelOptions) -> str:
         print(f"random weights: {count:,}", file=sys.stderr)
         model = random_model(config, options.seed, options.dtype)
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
+        follow_umask(folder.path)
         tokenizer.save_pretrained(folder.path)
         origin = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
         origin["parameters"], origin["parameters_without_embeddings"] = count_parameters(model)

@@ -1,0 +1,53 @@
+"""Files and folders that a run or a command writes have the modes that the umask leaves them."""
+
+import os
+import stat
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.test_init_model import SMALL
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import train_alone
+from verl_ext.commands import export, tokenize
+from verl_ext.commands.init_model import command as init_model
+
+
+def train_under(umask, overrides):
+    os.umask(umask)
+    train_alone(overrides)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+def test_the_files_of_a_run_an_export_a_model_and_tokenized_data_follow_the_umask(umask, tiny_model, tmp_path):
+    before = os.umask(umask)
+    try:
+        (tmp_path / "all").mkdir()
+        documents = random_documents(np.random.default_rng(0), [30] * 16, VOCABULARY, 1)
+        data = write_tokenized(tmp_path / "data", documents)
+        run = [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}"]
+        run += ["trainer.total_training_steps=2", "trainer.spike_factor=2", "trainer.save_freq=1"]
+        run += ["checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
+        run += [f"trainer.default_local_dir={tmp_path / 'all' / 'run'}", f"data.cache_dir={tmp_path / 'all' / 'cache'}"]
+        run_ranks(train_under, 1, umask, run)
+        exported = [f"checkpoint={tmp_path / 'all' / 'run'}", f"output_dir={tmp_path / 'all' / 'export'}"]
+        assert export.main(exported) == 0
+        (tmp_path / "records.jsonl").write_text('{"text": "a b c"}\n' * 20)
+        source = f"sources={{all:{tmp_path / 'records.jsonl'}}}"
+        assert (
+            tokenize.main(
+                [source, "format=text", f"model.path={tiny_model}", f"output_dir={tmp_path / 'all' / 'data'}"]
+            )
+            == 0
+        )
+        model = [f"tokenizer.path={tiny_model}", f"output_dir={tmp_path / 'all' / 'model'}", "model=tiny", SMALL]
+        assert init_model.main(model) == 0
+    finally:
+        os.umask(before)
+    written = sorted((tmp_path / "all").rglob("*"))
+    modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in written}
+    wrong = {name: oct(mode) for name, mode in modes.items() if mode not in (0o666 & ~umask, 0o777 & ~umask)}
+    assert not wrong
+    assert sum(name.endswith(".safetensors") for name in modes) >= 4
