@@ -1,6 +1,7 @@
 """The commands as a user types them: the seed's own line, a mistake, and a wheel in an empty folder."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,10 +61,9 @@ def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free
     paths = {"train_files": folder, "model_path": str(tiny_model), "save_path": str(tmp_path / "out"), "task_name": "t"}
     done = run(SEED_COMMAND, ROOT / "verl_ext", **seed, **paths)  # by file path, where the file lies
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "train/maths_loss:" in done.stdout
+    assert re.search(r"^step +1/\d+  loss \d", done.stdout, re.MULTILINE)
     assert "note: model.partial_pretrain (verl ≤ 0.6) is read as model.path" in done.stderr
     assert (tmp_path / "out" / "global_step_1").is_dir()
-    assert done.stderr.count("Loading weights: 100%") == 1  # rank 0's
     assert "Warning" not in done.stderr
 
 
@@ -96,7 +96,7 @@ def test_the_trainer_starts_from_an_installed_wheel_in_an_empty_folder(folder, t
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith(str(tmp_path / "site"))
-    assert "train/loss:" in done.stdout
+    assert "step 1/1  loss " in done.stdout
 
 
 def test_verl_does_not_import_megatron_for_a_run():

@@ -47,8 +47,9 @@ def metrics(folder: Path) -> dict[tuple[int, str], Any]:
 
 
 def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
-    """:func:`metrics` that two equal runs have in common: all but the speed."""
-    return {key: value for key, value in metrics(folder).items() if not key[1].endswith("per_second")}
+    """:func:`metrics` that two equal runs have in common: all but the speed and the memory."""
+    measured = ("per_second", "memory_gib")
+    return {key: value for key, value in metrics(folder).items() if not key[1].endswith(measured)}
 
 
 def stopped_at(whole: Path, folder: Path, step: int) -> Path:

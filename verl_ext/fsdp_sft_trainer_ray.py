@@ -8,7 +8,6 @@ else one that runs on this machine, else one of its own that ends with the run.
 """
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -101,11 +100,7 @@ def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, 
 
 def _environment(nodes: int) -> dict[str, str]:
     """Variables of every rank, beside those that torchrun would set."""
-    environment = {"NNODES": str(nodes)}  # a recipe's packs per step, on fewer nodes too
-    if sys.stderr.isatty():
-        size = shutil.get_terminal_size()
-        environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines)}  # of the progress bar
-    return environment
+    return {"NNODES": str(nodes)}  # a recipe's packs per step, on fewer nodes too
 
 
 def _exit_code(ends: Ends) -> int:
