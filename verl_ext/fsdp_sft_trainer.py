@@ -5,14 +5,20 @@
 Also started by file path, as the ``fsdp_sft_trainer.py`` of verl ≤ 0.6 was; that trainer's option names still work.
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__" and sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    # Started by file path: this folder would hide modules of the same names elsewhere (data, models).
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        # Started by file path: this folder would hide modules of the same names elsewhere (data, models).
+        sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from verl_ext.progress import announce
+
+    # Before the imports below, which take seconds.
+    announce(f"starting, ranks {os.environ.get('WORLD_SIZE', 1)}; importing torch and verl")
 
 import hydra
 import torch.distributed as dist
@@ -53,7 +59,10 @@ def train(config: DictConfig) -> None:
     print_on_rank0(report_lines(report))
     if report and run.config.trainer.plan_only:
         report |= predicted_memory(run)
-    trainer = None if run.config.trainer.plan_only else SFTTrainer(run)
+    trainer = None
+    if not run.config.trainer.plan_only:
+        print_on_rank0([f"reading the weights of {run.config.values['model']['path']} …"])
+        trainer = SFTTrainer(run)
     with user_errors_end_the_run():
         if trainer is not None:
             trainer.resume()  # before anything is written: it refuses other packs

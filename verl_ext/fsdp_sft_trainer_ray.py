@@ -15,6 +15,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+if __name__ == "__main__":
+    from verl_ext.progress import announce
+
+    announce("starting on Ray; importing Ray and verl")  # seconds
+
 import hydra
 import ray
 from omegaconf import DictConfig

@@ -4,6 +4,7 @@ A terminal gets a bar that moves, a log file a line now and then.
 """
 
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -14,9 +15,17 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from verl_ext import __version__
+
 _LINE = 80  # columns of a step's line
 _TALL = 30  # lines of a terminal from which on a step has more than one
 _HEADLINES = ("loss", "exact_match", "accuracy", "perplexity")
+
+
+def announce(work: str) -> None:
+    """Print once for all ranks, before there is a process group, that this version has begun with `work`."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"verl-ext {__version__}: {work} …", flush=True)
 
 
 class _LineBar(tqdm):

@@ -153,6 +153,7 @@ def _flash_arguments(
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": flash_attn, "varlen": varlen, "sdpa": sdpa}
 BACKENDS = tuple(KERNELS)
+KERNEL_NAMES = {"varlen": "varlen (FA2)"}  # as people call it; else the backend's name
 
 
 @dataclass(frozen=True)

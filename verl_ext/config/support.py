@@ -98,14 +98,19 @@ def block_problems(config: DictConfig, hf_config: Any) -> list[str]:
     return [f"loss.head_block_mib must be at least {least}, a row of the model's {vocabulary} logits; got {given}"]
 
 
-def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
-    """Says that a model's head needs more memory than `loss.head` asks for."""
+def head_in_use(config: DictConfig, hf_config: Any) -> str:
+    """The head that `loss.head` asks for, or the next best that the model allows."""
     cls, asked = _model_class(hf_config), config.loss.head
     if cls is None or asked not in HEADS:
-        return []
+        return asked
     with torch.device("meta"):
-        use = head_use(cls(copy.deepcopy(hf_config)))
-    if HEADS.index(use) <= HEADS.index(asked):
+        return max(asked, head_use(cls(copy.deepcopy(hf_config))), key=HEADS.index)
+
+
+def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
+    """Say that a model's head needs more memory than `loss.head` asks for."""
+    asked, use, cls = config.loss.head, head_in_use(config, hf_config), _model_class(hf_config)
+    if use == asked or cls is None:
         return []
     return [f"loss.head={asked} is {use} here: {cls.__name__} has no linear head whose logits it gives as they are"]
 

@@ -40,7 +40,7 @@ from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.checkpoint import RunState, refuse_locked, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
-from verl_ext.trainer.report import data_facts, step_facts
+from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import leaves, plain, refuse, show
 
@@ -207,6 +207,10 @@ def prepare(composed: DictConfig) -> Run:
         hf_config = check_run(composed, world_size, device, capability=capability)
         config = RunConfig.of(composed)
         notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
+        backend = config.model.attention_backend(composed, hf_config, config.trainer.device, capability)
+        if dist.get_rank() == 0:
+            head = config.model.head_in_use(composed, hf_config)
+            print(what_runs(config, world_size, backend, head), "reading the data …", sep="\n", flush=True)
         if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
             refuse_locked(Path(config.trainer.default_local_dir))
         output = check_output(composed, world_size)
@@ -241,7 +245,7 @@ def prepare(composed: DictConfig) -> Run:
             cost=cost,
             data_parallel_size=data_parallel,
             world_size=world_size,
-            backend=config.model.attention_backend(composed, hf_config, config.trainer.device, capability),
+            backend=backend,
             validation=None if val_set is None else _validation(config, val_set, cost, data_parallel),
             total_steps=total_steps,
             replaces_output=output.action is OutputAction.REPLACE,
