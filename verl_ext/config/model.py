@@ -116,7 +116,10 @@ class PackedModel(HFModelConfig, ActivationOptions):
     @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
         """Warnings about what is allowed and may not be intended."""
-        quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
+        quadratic = []
+        if device == "cuda":
+            quadratic = support.quadratic_memory_notices(config, hf_config, capability)
+            quadratic += support.kernel_notices(config, hf_config, capability)
         heads = support.padding_notices(config, hf_config) + support.output_notices(config, hf_config)
         return quadratic + support.router_notices(hf_config) + heads + support.tile_notices(config, hf_config)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.attention import HeadPadding, choose_backend, flash_limit
+from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS, tileable_mlps, untileable
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
@@ -290,10 +290,18 @@ def chosen_backend(
     where the backend that is asked for cannot run.
     """
     dtype = _DTYPES.get(OmegaConf.select(config, "engine.mixed_precision.param_dtype"), torch.bfloat16)
-    model = {} if hf_config is None else {"head_size": _head_size(hf_config.get_text_config())}
+    head_size = 128 if hf_config is None else _head_size(hf_config.get_text_config())
     dropout = 0.0 if hf_config is None else attention_dropout(hf_config)
-    limit = flash_limit(dtype, capability=capability, **model)
-    return choose_backend(config.attention.backend, device, limit, dropout), limit
+    limit = flash_limit(dtype, head_size, capability)
+    return choose_backend(config.attention.backend, device, limit, dropout, capability, head_size), limit
+
+
+def kernel_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
+    """Say that ``auto`` uses a slower kernel on a GPU, because an installed package cannot be used."""
+    backend, limit = chosen_backend(config, hf_config, "cuda", capability)
+    if limit or config.attention.backend != "auto":
+        return []
+    return fallback_notices(backend, attention_dropout(hf_config), capability, _head_size(hf_config.get_text_config()))
 
 
 def quadratic_memory_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
