@@ -32,7 +32,7 @@ def test_no_module_needs_what_only_linux_has_to_be_imported():
     assert int(done.stdout.splitlines()[-1]) > 50
 
 
-# What publishes wheels for every Python and torch that this package takes, or builds without torch. flash-attn does not:
+# What publishes wheels for every Python that this package takes, or builds without torch. flash-attn does not:
 # its setup.py imports torch, which pip's isolated build lacks, and takes all of an extra with it.
 BUILDS_WITHOUT_TORCH = {
     *("gcsfs", "hypothesis", "import-linter", "kubernetes-validate", "liger-kernel", "matplotlib", "megatron-core"),
