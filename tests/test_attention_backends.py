@@ -1,5 +1,7 @@
 """Which kernel runs where, and what it is given."""
 
+import importlib
+import multiprocessing
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,8 +15,10 @@ from verl_ext.attention import (
     DocumentLayout,
     choose_backend,
     document_layout,
+    fallback_notices,
     flash_limit,
     has_flash_attn,
+    unusable,
 )
 from verl_ext.attention.kernels import KERNELS, KernelOptions, in_autocast_dtype, varlen
 
@@ -40,7 +44,7 @@ def test_an_unknown_backend_is_refused():
 
 @pytest.mark.skipif(has_flash_attn(), reason="the flash-attn package is installed")
 def test_flash_attn_without_its_package_is_refused():
-    with pytest.raises(ValueError, match=r"^attention\.backend=flash_attn needs the flash-attn package"):
+    with pytest.raises(ValueError, match=r"^attention\.backend=flash_attn needs the package flash-attn"):
         choose_backend("flash_attn", "cuda")
 
 
@@ -66,10 +70,91 @@ def test_gpus_from_ampere_on_run_flash_kernels():
 
 
 def test_attention_dropout_goes_to_a_kernel_that_has_it_or_is_refused():
-    for installed, chosen in ((True, "flash_attn"), (False, "sdpa")):
-        assert choose_backend("auto", "cuda", dropout=0.1, flash_attn_installed=installed) == chosen
+    assert choose_backend("auto", "cuda", dropout=0.1) == ("flash_attn" if has_flash_attn() else "sdpa")
     with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a model without attention dropout"):
         choose_backend("varlen", "cuda", dropout=0.1)
+
+
+# Packages as a machine may have them: their files, by name.
+FLASH_ATTN = {"flash_attn/__init__.py": "def flash_attn_varlen_func(): ..."}
+OTHER_TORCH = {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c105Error')"}
+NO_LIBRARY = {"flash_attn/__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file')"}
+FA4_ALONE = {"flash_attn/cute/interface.py": "_flash_attn_fwd = _flash_attn_bwd = None"}
+FA3 = {
+    "flash_attn_interface.py": (
+        "import torch\nlibrary = torch.library.Library('flash_attn_3', 'DEF')\n"
+        "for name in ('fwd', 'bwd'):\n    library.define(name + '(Tensor x) -> Tensor')\n"
+    )
+}
+FA3_OF_ANOTHER_TORCH = {"flash_attn_interface.py": "raise ImportError('undefined symbol: aoti')"}
+
+
+def _choose(folder, requested, capability, given):
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    unusable.cache_clear()
+    try:
+        chosen = choose_backend(requested, "cuda", capability=capability, **given)
+    except ValueError as error:
+        return str(error), []
+    return chosen, fallback_notices(chosen, given.get("dropout", 0.0), capability, given.get("head_size", 128))
+
+
+def choice(folder, packages, requested, capability, **given):
+    """(the backend or the refusal, notices) in a process of its own that has these packages."""
+    for name, text in packages.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    with multiprocessing.get_context("fork").Pool(1) as process:
+        return process.apply(_choose, (folder, requested, capability, given))
+
+
+@pytest.mark.parametrize(
+    ("packages", "capability", "given", "chosen", "notice"),
+    [
+        (FLASH_ATTN, (8, 0), {}, "flash_attn", ""),
+        (FLASH_ATTN, (8, 0), {"dropout": 0.1}, "flash_attn", ""),
+        (OTHER_TORCH, (8, 0), {}, "varlen", "undefined symbol: _ZN3c105Error"),
+        (NO_LIBRARY, (8, 0), {"dropout": 0.1}, "sdpa", "libcudart.so.12"),
+        (FA4_ALONE, (9, 0), {}, "varlen", "flash_attn_varlen_func"),
+        (FA4_ALONE, (10, 0), {}, "fa4", ""),
+        (FA4_ALONE, (10, 0), {"head_size": 256}, "varlen", "flash_attn_varlen_func"),
+        ({**FA3, **FLASH_ATTN}, (9, 0), {}, "fa3", ""),
+        ({**FA3, **FLASH_ATTN}, (9, 0), {"dropout": 0.1}, "flash_attn", ""),
+        ({**FA3, **FLASH_ATTN}, (8, 0), {}, "flash_attn", ""),
+        ({**FA3_OF_ANOTHER_TORCH, **FLASH_ATTN}, (9, 0), {}, "flash_attn", "undefined symbol: aoti"),
+    ],
+)
+def test_auto_takes_the_fastest_package_that_can_be_imported(tmp_path, packages, capability, given, chosen, notice):
+    found, notices = choice(tmp_path, packages, "auto", capability, **given)
+    assert found == chosen
+    assert len(notices) == bool(notice)
+    assert all(notice in line and f"attention.backend=auto uses {chosen}: " in line for line in notices)
+
+
+@pytest.mark.parametrize(
+    ("packages", "requested", "capability", "given", "why"),
+    [
+        (OTHER_TORCH, "flash_attn", (8, 0), {}, "undefined symbol: _ZN3c105Error"),
+        (FA4_ALONE, "flash_attn", (9, 0), {}, "flash_attn_varlen_func"),
+        (FLASH_ATTN, "fa3", (9, 0), {}, "No module named 'flash_attn_interface'"),
+        (FA3_OF_ANOTHER_TORCH, "fa3", (9, 0), {}, "undefined symbol: aoti"),
+        (FA3, "fa3", (8, 0), {}, "compute capability 9.0; got 8.0"),
+        (FA3, "fa3", (9, 0), {"dropout": 0.1}, "without attention dropout"),
+        (FA4_ALONE, "fa4", (9, 0), {}, "compute capability 10.0; got 9.0"),
+        (FA4_ALONE, "fa4", (10, 0), {"head_size": 192}, "head size of at most 128"),
+    ],
+)
+def test_a_kernel_asked_for_by_name_that_cannot_run_is_one_line(tmp_path, packages, requested, capability, given, why):
+    refusal, _ = choice(tmp_path, packages, requested, capability, **given)
+    assert refusal.startswith(f"attention.backend={requested} needs ")
+    assert why in refusal
+    assert "\n" not in refusal
+
+
+def test_a_kernel_asked_for_by_name_is_taken(tmp_path):
+    assert choice(tmp_path / "3", FA3, "fa3", (9, 0)) == ("fa3", [])
+    assert choice(tmp_path / "4", FA4_ALONE, "fa4", (10, 0)) == ("fa4", [])
 
 
 def test_under_autocast_queries_keys_and_values_have_its_type():

@@ -11,7 +11,7 @@ from tests.babilong_data import write_babilong
 from tests.ranks import run_ranks
 from tests.tiny_titans import perturb
 from tests.titans_run import TITANS, fresh_model
-from tests.training import build, metrics, train, train_alone
+from tests.training import MEASURED, build, metrics, train, train_alone
 from verl_ext.data import BABILongDataset
 from verl_ext.models.qwen_titans import (
     QwenTitansForCausalLM,
@@ -57,7 +57,7 @@ def test_two_ranks_train_as_one_and_validate_alike(two_ranks_and_one, tmp_path):
         torch.testing.assert_close(two[name], ours, rtol=2e-4, atol=3e-5, msg=name)  # of steps of 1e-2
     first, second = metrics(tmp_path / "two"), metrics(tmp_path / "one")
     for (step, key), value in second.items():
-        if not key.endswith(("per_second", "save_pause", "grad_norm", "perplexity")):  # exp(loss): the loss is compared
+        if not key.endswith((*MEASURED, "grad_norm", "perplexity")):  # exp(loss): the loss is compared
             assert first[step, key] == pytest.approx(value, rel=1e-4), key
     assert {"val/qa1_1k_exact_match", "val/qa1_1k_accuracy", "val/qa1_1k_loss"} <= {key for _, key in first}
     saved = [read_memory_checkpoint(tmp_path / name / "final_memory_checkpoint.pt") for name in ("two", "one")]

@@ -1,6 +1,7 @@
 """The commands as a user types them: the seed's own line, a mistake, and a wheel in an empty folder."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import verl_ext
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,11 +62,15 @@ def test_the_seeds_command_runs_word_for_word(folder, tiny_model, tmp_path, free
     paths = {"train_files": folder, "model_path": str(tiny_model), "save_path": str(tmp_path / "out"), "task_name": "t"}
     done = run(SEED_COMMAND, ROOT / "verl_ext", **seed, **paths)  # by file path, where the file lies
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "train/maths_loss:" in done.stdout
+    start, line, *_ = done.stdout.splitlines()
+    assert start.startswith(f"verl-ext {verl_ext.__version__}: starting, ranks 2")  # before torch is imported
+    assert line == "2 × CPU (gloo) · fp32 · attention sdpa · head fused · AdamW"
+    assert done.stdout.count("verl-ext ") == done.stdout.count("reading the weights of") == 1  # rank 0's
+    assert not set("\r\x1b") & set(done.stdout + done.stderr)
+    assert re.search(r"^step +1/\d+  loss \d", done.stdout, re.MULTILINE)
     assert "note: model.partial_pretrain (verl ≤ 0.6) is read as model.path" in done.stderr
     assert (tmp_path / "out" / "global_step_1").is_dir()
     assert not (tmp_path / "out" / "run.lock").exists()
-    assert done.stderr.count("Loading weights: 100%") == 1  # rank 0's
     assert "Warning" not in done.stderr
 
 
@@ -97,7 +103,20 @@ def test_the_trainer_starts_from_an_installed_wheel_in_an_empty_folder(folder, t
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith(str(tmp_path / "site"))
-    assert "train/loss:" in done.stdout
+    assert "step 1/1  loss " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_waits_for_neither_torch_nor_verl(command):
+    code = (
+        "import sys\nfrom verl_ext.__main__ import main\n"
+        f"assert main({[command, '--help'] if command else ['--help']}) == 0\n"
+        "print({'torch', 'verl', 'transformers', 'ray', 'datasets', 'pandas'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    usage, *_, imported = done.stdout.splitlines()
+    assert usage.startswith(f"usage: verl-ext {command or 'COMMAND'} ")
+    assert imported == "set()"
 
 
 def test_verl_does_not_import_megatron_for_a_run():

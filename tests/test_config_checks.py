@@ -257,7 +257,8 @@ def test_packages_that_are_not_installed_name_the_extra(good):
         pytest.skip("both are installed here")
     found = lines(on_gpu, 1, "cuda")
     assert len(found) == len(missing)
-    assert all("pip install 'verl-ext[gpu]'" in line for line in found)
+    assert ("liger_kernel" in missing) == any("pip install 'verl-ext[gpu]'" in line for line in found)
+    assert ("flash_attn" in missing) == any("attention.backend=flash_attn needs the package" in line for line in found)
 
 
 def test_a_model_folder_without_config_json_is_told(good, tmp_path):

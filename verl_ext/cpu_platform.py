@@ -1,4 +1,4 @@
-"""verl's platform interface for CPU ranks: gloo instead of nccl, memory counters at zero, no streams.
+"""verl's platform interface for CPU ranks: gloo instead of nccl, few memory counters, no streams.
 
 verl 0.9.1 reaches every device call through :class:`verl.plugin.platform.PlatformBase`. This class gives it a CPU, so
 that FSDP2, Ulysses, checkpoints and the Ray worker group run unchanged on a laptop or in CI.
@@ -8,6 +8,8 @@ gives it. It is chosen by name alone (``VERL_PLATFORM=cpu``), which our trainer 
 """
 
 import os
+import resource
+import sys
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +42,12 @@ class CPUDevice:
     def memory_allocated(device: Any = None) -> int:
         return 0
 
-    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+    memory_reserved = max_memory_allocated = memory_allocated
+
+    @staticmethod
+    def max_memory_reserved(device: Any = None) -> int:
+        """The process's resident memory at its peak."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     @staticmethod
     def mem_get_info(device: Any = None) -> tuple[int, int]:

@@ -18,6 +18,10 @@ if __name__ == "__main__":
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Every pack has another length: segments of fixed size would leave gaps. torch reads this while it is imported.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    from verl_ext.progress import announce
+
+    # Before the imports below, which take seconds.
+    announce(f"starting, ranks {os.environ.get('WORLD_SIZE', 1)}; importing torch and verl")
 
 import hydra
 import torch.distributed as dist
@@ -58,7 +62,10 @@ def train(config: DictConfig) -> None:
     print_on_rank0(report_lines(report))
     if report and run.config.trainer.plan_only:
         report |= predicted_memory(run)
-    trainer = None if run.config.trainer.plan_only else SFTTrainer(run)
+    trainer = None
+    if not run.config.trainer.plan_only:
+        print_on_rank0([f"reading the weights of {run.config.values['model']['path']} …"])
+        trainer = SFTTrainer(run)
     with user_errors_end_the_run():
         if trainer is not None:
             trainer.resume()  # before anything is written: it refuses other packs

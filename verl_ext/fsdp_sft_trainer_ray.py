@@ -8,13 +8,17 @@ else one that runs on this machine, else one of its own that ends with the run.
 """
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+if __name__ == "__main__":
+    from verl_ext.progress import announce
+
+    announce("starting on Ray; importing Ray and verl")  # seconds
 
 import hydra
 import ray
@@ -109,11 +113,7 @@ def _start_of(trainer: TrainerOptions) -> str:
 
 def _environment(nodes: int) -> dict[str, str]:
     """Variables of every rank, beside those that torchrun would set."""
-    environment = {"NNODES": str(nodes)}  # a recipe's packs per step, on fewer nodes too
-    if sys.stderr.isatty():
-        size = shutil.get_terminal_size()
-        environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines)}  # of the progress bar
-    return environment
+    return {"NNODES": str(nodes)}  # a recipe's packs per step, on fewer nodes too
 
 
 def _exit_code(ends: Ends) -> int:

@@ -3,18 +3,60 @@
 A terminal gets a bar that moves, a log file a line now and then.
 """
 
+import math
+import os
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from verl_ext import __version__
+
+_LINE = 80  # columns of a step's line
+_TALL = 30  # lines of a terminal from which on a step has more than one
+_HEADLINES = ("loss", "exact_match", "accuracy", "perplexity")
+
+
+def announce(work: str) -> None:
+    """Print once for all ranks, before there is a process group, that this version has begun with `work`."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"verl-ext {__version__}: {work} …", flush=True)
+
+
+class _LineBar(tqdm):
+    """A bar for a file or a pipe: whole lines without control characters."""
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        return lambda line: print(line, file=file, flush=True)
+
+    def close(self) -> None:
+        if not self.disable:
+            self.display()
+            self.delay = math.inf  # tqdm then has nothing to clear
+        super().close()
+
 
 def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
-    """A tqdm bar over `total` units, redrawn often on a terminal and seldom in a log; `options`: tqdm's."""
-    return tqdm(total=total, desc=description, mininterval=0.2 if sys.stderr.isatty() else 10, **options)
+    """A tqdm bar over `total` units: redrawn often on a terminal, a line now and then in a log; `options`: tqdm's."""
+    if sys.stderr.isatty():
+        return tqdm(total=total, desc=description, mininterval=0.2, **options)
+    return _LineBar(total=total, desc=description, mininterval=10, ncols=_LINE, delay=10, **options)
+
+
+def four_digits(value: float) -> str:
+    """A number with four significant digits: 2.134, 987.0, 12.34k, 1.235M, 1.000e-05, nan."""
+    value = float(f"{value:.4g}")
+    for unit in ("", "k", "M", "G"):
+        if not 1e4 <= abs(value) < math.inf or unit == "G":
+            break
+        value /= 1000
+    return f"{value:#.4g}".rstrip(".") + unit
 
 
 class Done(Protocol):
@@ -29,7 +71,7 @@ class Done(Protocol):
 
 
 class Progress:
-    """A bar over the bytes of input files, with records/s, tokens/s and the time left.
+    """A bar over the bytes of input files, with records, tokens/s and the time left.
 
     total_bytes: None where it is not known; the bar has no end then.
     """
@@ -37,10 +79,8 @@ class Progress:
     def __init__(self, total_bytes: int | None, description: str = "tokenize") -> None:
         self.records = self.tokens = 0
         self.started = time.monotonic()
-        bar_format = "{desc}: {percentage:3.0f}%|{bar:24}| {postfix} [{elapsed}, {remaining} left]"
-        if total_bytes is None:
-            bar_format = "{desc}: {postfix} [{elapsed}]"
-        self.bar = progress_bar(description, total_bytes, bar_format=bar_format)
+        self._start = "{desc}: " if total_bytes is None else "{desc}: {percentage:3.0f}%|{bar}| "
+        self.bar = progress_bar(description, total_bytes, bar_format=f"{self._start}starting")
 
     def __enter__(self) -> "Progress":
         return self
@@ -55,14 +95,17 @@ class Progress:
         self.records += done.records
         self.tokens += done.tokens
         seconds = max(time.monotonic() - self.started, 1e-9)
-        rates = f"{self.records / seconds:,.0f} records/s, {self.tokens / seconds:,.0f} tokens/s"
-        self.bar.set_postfix_str(f"{self.records:,} records, {rates}", refresh=False)
         total = self.bar.total
+        left = ", {remaining} left" if total and done.num_bytes else ""
+        rate = four_digits(self.tokens / seconds)
+        self.bar.bar_format = f"{self._start}{self.records:,} records, {rate} tokens/s [{{elapsed}}{left}]"
         self.bar.update(done.num_bytes if total is None else min(done.num_bytes, total - self.bar.n))
 
 
 class StepProgress:
-    """A bar over optimizer steps; silent on other ranks.
+    """A bar over optimizer steps on a terminal, and verl's console logger: a line for the metrics of a step.
+
+    Silent on other ranks.
 
     Args:
         first_step: steps done before this process.
@@ -71,15 +114,20 @@ class StepProgress:
     """
 
     def __init__(self, first_step: int, total_steps: int, visible: bool) -> None:
-        self.visible = visible
-        self.bar = tqdm(initial=first_step, total=total_steps, desc="train", unit="step", disable=not visible)
-        self.started = self._since = time.perf_counter()
+        self.visible, self.total_steps = visible, total_steps
+        hidden = not (visible and sys.stderr.isatty())
+        self.bar = progress_bar("train", total_steps, initial=first_step, unit=" step", disable=hidden)
+        self.started = self._since = self._first_ended = time.perf_counter()
         self.total_tokens = self._tokens = 0  # of the run, and since the rate was last asked for
+        self._steps = 0
 
     def step(self, tokens: int) -> None:
         """One optimizer step over `tokens` tokens of all ranks has ended."""
         self._tokens += tokens
         self.total_tokens += tokens
+        self._steps += 1
+        if self._steps == 1:
+            self._first_ended = time.perf_counter()
         self.bar.update(1)
 
     def tokens_per_second(self) -> float:
@@ -91,8 +139,36 @@ class StepProgress:
 
     def show(self, metrics: Mapping[str, float]) -> None:
         """Put the loss and the rate beside the bar."""
-        rate = metrics["train/tokens_per_second"]
-        self.bar.set_postfix_str(f"loss {metrics['train/loss']:.4f}, {rate:,.0f} tokens/s")
+        loss, rate = (four_digits(metrics[f"train/{name}"]) for name in ("loss", "tokens_per_second"))
+        self.bar.set_postfix_str(f"loss {loss}, {rate} tokens/s")
+
+    def log(self, data: Mapping[str, float], step: int) -> None:
+        """Print the metrics of a step in one line of at most 80 columns; on a tall terminal its categories below.
+
+        Called where the bar is aside, as :meth:`aside` has it.
+        """
+        kind = next(iter(data)).partition("/")[0]  # train or val
+        values = {name.removeprefix(f"{kind}/"): value for name, value in data.items()}
+        parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}", *([kind] if kind != "train" else [])]
+        parts += [f"{name} {four_digits(values[name])}" for name in _HEADLINES if name in values]
+        if kind == "train":
+            parts += [
+                f"{four_digits(values['tokens_per_second'])} tokens/s",
+                f"{four_digits(values['memory_gib'])} GiB",
+                f"{tqdm.format_interval(self._seconds_left(step))} left",
+            ]
+        while len(line := "  ".join(parts)) > _LINE:
+            del parts[-1]
+        print(line, flush=True)
+        size = shutil.get_terminal_size()
+        if sys.stdout.isatty() and size.lines >= _TALL:
+            print("".join(_category_lines(values, size.columns - 1)), end="", flush=True)
+
+    def _seconds_left(self, step: int) -> float:
+        """By the steps after the first, which compiles; validations and checkpoints between them count."""
+        now = time.perf_counter()
+        seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
+        return seconds * (self.total_steps - step)
 
     def pause(self) -> float:
         """A moment from which :meth:`resume` takes time that is no training (validation, checkpoints)."""
@@ -120,10 +196,21 @@ class StepProgress:
             self.bar.refresh()
 
     def close(self) -> None:
-        """End the bar and print the run's totals."""
+        """End the bar and print the run's totals, if anything was trained."""
         self.bar.close()
         seconds = time.perf_counter() - self.started
-        self.say(f"trained on {self.total_tokens:,} tokens in {seconds:.1f} s")
+        if self.total_tokens:
+            self.say(f"trained on {self.total_tokens:,} tokens in {seconds:.1f} s")
+
+
+def _category_lines(values: Mapping[str, float], width: int) -> Iterator[str]:
+    """The losses of the categories among the metrics of a step, in a few lines."""
+    names = [name.removesuffix("_loss") for name in values if name.endswith("_loss")]
+    losses = [f"{name} {four_digits(values[f'{name}_loss'])}" for name in names if f"{name}_tokens" in values]
+    text = "  ".join(loss.replace(" ", "\0") for loss in losses)  # a name and its loss stay together
+    wrapper = textwrap.TextWrapper(width, "    ", "    ", break_on_hyphens=False, max_lines=4, placeholder="  …")
+    for line in wrapper.wrap(text):
+        yield line.replace("\0", " ") + "\n"
 
 
 Row = dict[str, str]

@@ -6,8 +6,10 @@ from verl_ext.attention.kernels import (
     PACKED_ATTENTION,
     AttentionOptions,
     choose_backend,
+    fallback_notices,
     flash_limit,
     gpu_capability,
     has_flash_attn,
+    unusable,
 )
 from verl_ext.attention.layout import DocumentLayout, ParallelOptions, SequenceShards, document_layout

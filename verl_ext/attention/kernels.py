@@ -1,12 +1,14 @@
 """Kernels for attention inside the documents of a pack.
 
-| backend      | where                | what                                              |
-|--------------|----------------------|---------------------------------------------------|
-| `flash_attn` | CUDA, package needed | `flash_attn_varlen_func`                          |
-| `varlen`     | CUDA, no dropout     | `torch.nn.attention.varlen.varlen_attn`, built in |
-| `sdpa`       | anywhere             | `scaled_dot_product_attention`, per document      |
+| backend      | where                         | what                                              |
+|--------------|-------------------------------|---------------------------------------------------|
+| `flash_attn` | CUDA, package flash-attn 2    | `flash_attn_varlen_func`                          |
+| `fa3`        | Hopper, `flash_attn_interface`| `varlen` with FlashAttention-3 inside             |
+| `fa4`        | Blackwell, `flash_attn.cute`  | `varlen` with FlashAttention-4 inside             |
+| `varlen`     | CUDA, no dropout              | `torch.nn.attention.varlen.varlen_attn`, built in |
+| `sdpa`       | anywhere                      | `scaled_dot_product_attention`, per document      |
 
-The first two need an Ampere GPU or a newer one, half precision and a head size that :func:`flash_limit` admits.
+All but the last need an Ampere GPU or a newer one, half precision and a head size that :func:`flash_limit` admits.
 Each takes and gives ``[T, heads, E]``. A document may have more keys than queries, which then are its last tokens.
 
 Legend: T tokens of a micro-batch with padding, H query heads, K key/value heads (H a multiple of K: grouped-query
@@ -23,11 +25,12 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from verl_ext.attention.layout import DocumentLayout
-from verl_ext.values import Options, check_choice, option
+from verl_ext.values import Options, check_choice, first_line, option
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
 _QUERY_BLOCK = 512  # queries of one call of sdpa with a window
@@ -103,7 +106,7 @@ def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> to
 def varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """torch's built-in flash attention with cumulative lengths (torch ≥ 2.11); half precision on CUDA."""
+    """torch's flash attention with cumulative lengths, its own or one that it was given; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert not options.dropout, "choose_backend refuses it"
@@ -153,8 +156,30 @@ def _flash_arguments(
     return padded, (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)
 
 
-KERNELS: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": flash_attn, "varlen": varlen, "sdpa": sdpa}
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "flash_attn": flash_attn,
+    "fa3": varlen,  # `unusable` has given torch the kernels
+    "fa4": varlen,
+    "varlen": varlen,
+    "sdpa": sdpa,
+}
 BACKENDS = tuple(KERNELS)
+KERNEL_NAMES = {"varlen": "varlen (FA2)", "fa3": "varlen (FA3)", "fa4": "varlen (FA4)"}  # else the backend's name
+
+
+class _TorchKernels(NamedTuple):
+    """Kernels that torch's varlen attention can be given: their name there, module, GPUs and widest head."""
+
+    name: str
+    module: str
+    capability: tuple[int, int]
+    head_size: int
+
+
+_TORCH_KERNELS = {
+    "fa3": _TorchKernels("FA3", "flash_attn_interface", (9, 0), 256),
+    "fa4": _TorchKernels("FA4", "flash_attn.cute", (10, 0), 128),
+}
 
 
 @dataclass(frozen=True)
@@ -177,12 +202,12 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def flash_limit(
     dtype: torch.dtype = torch.bfloat16, head_size: int = 128, capability: tuple[int, int] | None = None
 ) -> str | None:
-    """What `flash_attn` and `varlen` need that is not given here; None where both run.
+    """What flash kernels need that is not given here; None where both run.
 
     capability: of the GPU, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough.
     """
     if capability is not None and capability < (8, 0):
-        return f"a GPU of compute capability 8.0 (Ampere) or newer; got {capability[0]}.{capability[1]}"
+        return f"a GPU of compute capability 8.0 (Ampere) or newer; got {_dotted(capability)}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"half precision (engine.mixed_precision.param_dtype); got {dtype}"
     if head_size > 256 or head_size % 8:
@@ -195,33 +220,85 @@ def choose_backend(
     device_type: str,
     limit: str | None = None,
     dropout: float = 0.0,
-    flash_attn_installed: bool | None = None,
+    capability: tuple[int, int] | None = None,
+    head_size: int = 128,
 ) -> str:
     """The backend that `attention.backend` stands for: ``auto`` takes the fastest that runs what is asked.
 
-    limit: what :func:`flash_limit` says; dropout: of attention weights; flash_attn_installed: None to look.
+    limit: what :func:`flash_limit` says; dropout: of attention weights; capability: of the GPU, None to ask it.
     Raises ValueError where the name is none of them, or the kernel cannot run here.
     """
     check_choice("attention.backend", requested, ("auto", *BACKENDS))
-    installed = has_flash_attn() if flash_attn_installed is None else flash_attn_installed
     if requested == "auto":
         if device_type != "cuda" or limit:
             return "sdpa"
-        if installed:
-            return "flash_attn"
-        return "sdpa" if dropout else "varlen"
-    if requested != "sdpa" and device_type != "cuda":
+        usable = (name for name in _of_packages(dropout, capability, head_size) if not unusable(name))
+        return next(usable, "sdpa" if dropout else "varlen")
+    if requested == "sdpa":
+        return requested
+    if device_type != "cuda":
         raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device_type}")
-    if requested == "varlen" and dropout:
+    if requested != "flash_attn" and dropout:
         limit = limit or f"a model without attention dropout; the model's is {dropout}"
-    if requested != "sdpa" and limit:
+    capability = capability or gpu_capability()
+    if kernels := _TORCH_KERNELS.get(requested):
+        if capability not in (None, kernels.capability):
+            limit = f"a GPU of compute capability {_dotted(kernels.capability)}; got {_dotted(capability)}"
+        elif head_size > kernels.head_size:
+            limit = limit or f"a head size of at most {kernels.head_size}; the model's is {head_size}"
+    if limit:
         raise ValueError(f"attention.backend={requested} needs {limit}; attention.backend=auto uses one that runs")
-    if requested == "flash_attn" and not installed:
+    if why := unusable(requested):
+        package = f"{kernels.module} ({kernels.name})" if kernels else "flash-attn"
         raise ValueError(
-            "attention.backend=flash_attn needs the flash-attn package (pip install 'verl-ext[gpu]'); "
-            "attention.backend=auto uses torch's own varlen attention without it"
+            f"attention.backend={requested} needs the package {package}, built for torch {torch.__version__}; got "
+            f"'{why}'; attention.backend=auto uses torch's own varlen attention without it"
         )
     return requested
+
+
+def fallback_notices(chosen: str, dropout: float, capability: tuple[int, int] | None, head_size: int) -> list[str]:
+    """Say which installed packages ``auto`` would have taken before the kernel that it chose, and why they failed."""
+    notices = []
+    for name in _of_packages(dropout, capability, head_size):
+        if name == chosen:
+            break
+        module = _TORCH_KERNELS[name].module if name in _TORCH_KERNELS else name
+        is_installed = importlib.util.find_spec(module.partition(".")[0]) is not None
+        if is_installed and (why := unusable(name)):
+            notices.append(f"attention.backend=auto uses {chosen}: {module} is installed and cannot be used ({why})")
+    return notices
+
+
+def _of_packages(dropout: float, capability: tuple[int, int] | None, head_size: int) -> list[str]:
+    """The backends of packages that suit a GPU and a model, the fastest first."""
+    capability = capability or gpu_capability()
+    suited = [
+        name
+        for name, kernels in _TORCH_KERNELS.items()
+        if capability == kernels.capability and head_size <= kernels.head_size and not dropout
+    ]
+    return [*suited, "flash_attn"]
+
+
+@lru_cache
+def unusable(backend: str) -> str | None:
+    """Why a backend's package cannot be used, the first line of its error; None where it can.
+
+    Imports the package, and gives its kernels to torch's varlen attention where they are for that.
+    """
+    try:
+        if backend == "flash_attn":
+            from flash_attn import flash_attn_varlen_func  # noqa: F401
+        elif backend in _TORCH_KERNELS:
+            torch.nn.attention.activate_flash_attention_impl(_TORCH_KERNELS[backend].name)
+    except (ImportError, OSError, AttributeError, RuntimeError, ValueError) as error:  # AttributeError: an older torch
+        return first_line(error)
+    return None
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
 
 
 @lru_cache
@@ -230,6 +307,6 @@ def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-@lru_cache(maxsize=1)
 def has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+    """Whether the flash-attn package can be imported."""
+    return unusable("flash_attn") is None

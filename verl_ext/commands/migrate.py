@@ -13,11 +13,13 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from verl_ext.commands.command_line import command
-from verl_ext.config import schema
-from verl_ext.config.legacy import Item, translate
 from verl_ext.values import REQUIRED, Options, UsageError, option
+
+if TYPE_CHECKING:
+    from verl_ext.config.legacy import Item
 
 TRAINER = "verl_ext.fsdp_sft_trainer"
 # A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
@@ -41,6 +43,9 @@ class MigrateOptions(Options):
 
 def run(options: MigrateOptions) -> str:
     """The new command and its comments. Raises `UsageError` where the words are no command of that trainer."""
+    from verl_ext.config import schema  # here: it takes torch and verl, seconds that --help need not wait
+    from verl_ext.config.legacy import Item, translate
+
     text = options.command.replace("\\\n", " ").strip()
     if between := _WORD.sub("", text).strip(" \t\r"):
         what = "several lines" if between.isspace() else "a quote that is not closed"
@@ -62,8 +67,10 @@ def run(options: MigrateOptions) -> str:
     return "\n".join([" \\\n    ".join(lines), *comments])
 
 
-def _overrides(words: Sequence[str]) -> tuple[list[Item], list[str]]:
+def _overrides(words: Sequence[str]) -> "tuple[list[Item], list[str]]":
     """(the overrides among the words, the other words: flags, "$@", redirections and what follows them)."""
+    from verl_ext.config.legacy import Item
+
     items, others = [], []
     end = next((number for number, word in enumerate(words) if _ENDS.fullmatch(word)), len(words))
     for word in words[:end]:
@@ -84,12 +91,14 @@ def _plain(word: str) -> str:
         return word
 
 
-def _prefix(item: Item) -> str:
+def _prefix(item: "Item") -> str:
     """Without a + that the key does not need."""
     return "" if item.prefix.startswith("+") and _is_known(item) else item.prefix
 
 
-def _is_known(item: Item) -> bool:
+def _is_known(item: "Item") -> bool:
+    from verl_ext.config import schema
+
     return schema.is_known(item.key) or item.key in schema.groups()
 
 

@@ -126,9 +126,17 @@ class PackedModel(HFModelConfig, ModelOptions):
         return support.chosen_backend(config, hf_config, device, capability)[0]
 
     @classmethod
+    def head_in_use(cls, config: DictConfig, hf_config: Any) -> str:
+        """How the output embedding is computed: what `loss.head` asks for, or the next best."""
+        return support.head_in_use(config, hf_config)
+
+    @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
         """Warnings about what is allowed and may not be intended."""
-        quadratic = support.quadratic_memory_notices(config, hf_config, capability) if device == "cuda" else []
+        quadratic = []
+        if device == "cuda":
+            quadratic = support.quadratic_memory_notices(config, hf_config, capability)
+            quadratic += support.kernel_notices(config, hf_config, capability)
         heads = support.padding_notices(config, hf_config) + support.output_notices(config, hf_config)
         return quadratic + support.router_notices(hf_config) + heads + support.tile_notices(config, hf_config)
 
@@ -207,6 +215,10 @@ class QwenTitansModel(PackedModel):
         cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
     ) -> str:
         return "sdpa"  # transformers' own attention
+
+    @classmethod
+    def head_in_use(cls, config: DictConfig, hf_config: Any) -> str:
+        return "targets"
 
     @classmethod
     def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:

@@ -3,17 +3,22 @@
 Each function returns notices of what it changed against the user's words, and raises ValueError for unsupported values.
 """
 
+import glob
 import math
 import os
+import shutil
+import subprocess
+from contextlib import suppress
 
+import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.attention import has_flash_attn
+from verl_ext.attention import unusable
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import PlanOptions, dataset_class, sequence_parallel_size
 from verl_ext.data import SFTDataSet
 from verl_ext.overrides import restore
-from verl_ext.values import choice_problem, plain, refuse, show
+from verl_ext.values import choice_problem, first_line, plain, refuse, show
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -94,6 +99,11 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     notices: list[str] = []
     refuse([choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))])
     if config.trainer.device == "auto":
+        if accelerator is None and (why := idle_gpu()):
+            raise ValueError(
+                f"trainer.device=auto must find the GPU that this machine shows; got '{why}' from torch "
+                f"{torch.__version__}; trainer.device=cpu (parallel=cpu) trains on the CPU"
+            )
         config.trainer.device = accelerator or "cpu"
     on_cpu = config.trainer.device == "cpu"
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
@@ -103,6 +113,24 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
         config.model.use_liger = False
         notices.append("model.use_liger=true is off here: liger's kernels need a GPU, and trainer.device is cpu")
     return notices
+
+
+def idle_gpu() -> str | None:
+    """Why torch cannot use the NVIDIA GPU that this machine shows; None where it shows none."""
+    smi, shown = shutil.which("nvidia-smi"), bool(glob.glob("/dev/nvidia[0-9]*"))
+    if not shown and smi:
+        with suppress(OSError, subprocess.SubprocessError):
+            shown = b"GPU " in subprocess.run([smi, "-L"], capture_output=True, timeout=30).stdout
+    if not shown:
+        return None
+    if torch.version.cuda is None:
+        return "a build without CUDA"
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return first_line(error) + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})")
+    return None
 
 
 def plan_options(config: DictConfig) -> PlanOptions:
@@ -126,6 +154,6 @@ def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:
     if config.model.use_liger is True:
         config.model.use_liger = False
         notices.append("model.use_liger=true is planned without Liger's kernels, which need less memory")
-    if config.attention.backend == "flash_attn" and not has_flash_attn():
+    if unusable(config.attention.backend):
         config.attention.backend = "auto"  # torch's own flash attention, which takes the same memory
     return notices

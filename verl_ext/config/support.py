@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.attention import HeadPadding, choose_backend, flash_limit
+from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS, tileable_mlps, untileable
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
@@ -98,14 +98,19 @@ def block_problems(config: DictConfig, hf_config: Any) -> list[str]:
     return [f"loss.head_block_mib must be at least {least}, a row of the model's {vocabulary} logits; got {given}"]
 
 
-def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
-    """Says that a model's head needs more memory than `loss.head` asks for."""
+def head_in_use(config: DictConfig, hf_config: Any) -> str:
+    """The head that `loss.head` asks for, or the next best that the model allows."""
     cls, asked = model_class(hf_config), config.loss.head
     if cls is None or asked not in HEADS:
-        return []
+        return asked
     with torch.device("meta"):
-        use = head_use(cls(copy.deepcopy(hf_config)))
-    if HEADS.index(use) <= HEADS.index(asked):
+        return max(asked, head_use(cls(copy.deepcopy(hf_config))), key=HEADS.index)
+
+
+def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
+    """Say that a model's head needs more memory than `loss.head` asks for."""
+    asked, use, cls = config.loss.head, head_in_use(config, hf_config), model_class(hf_config)
+    if use == asked or cls is None:
         return []
     return [f"loss.head={asked} is {use} here: {cls.__name__} has no linear head whose logits it gives as they are"]
 
@@ -264,10 +269,18 @@ def chosen_backend(
     where the backend that is asked for cannot run.
     """
     dtype = _DTYPES.get(OmegaConf.select(config, "engine.mixed_precision.param_dtype"), torch.bfloat16)
-    model = {} if hf_config is None else {"head_size": _head_size(hf_config.get_text_config())}
+    head_size = 128 if hf_config is None else _head_size(hf_config.get_text_config())
     dropout = 0.0 if hf_config is None else attention_dropout(hf_config)
-    limit = flash_limit(dtype, capability=capability, **model)
-    return choose_backend(config.attention.backend, device, limit, dropout), limit
+    limit = flash_limit(dtype, head_size, capability)
+    return choose_backend(config.attention.backend, device, limit, dropout, capability, head_size), limit
+
+
+def kernel_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
+    """Say that ``auto`` uses a slower kernel on a GPU, because an installed package cannot be used."""
+    backend, limit = chosen_backend(config, hf_config, "cuda", capability)
+    if limit or config.attention.backend != "auto":
+        return []
+    return fallback_notices(backend, attention_dropout(hf_config), capability, _head_size(hf_config.get_text_config()))
 
 
 def quadratic_memory_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:

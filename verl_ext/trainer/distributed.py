@@ -61,6 +61,8 @@ def process_group() -> Iterator[None]:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
     _default_to_one_rank()
     _silence_upstream()
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # transformers', which writes control characters
     # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 
+from verl_ext.attention.kernels import KERNEL_NAMES
 from verl_ext.config.output import REPORT
+from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.mixture import mixture_table
 from verl_ext.files import write_json
@@ -19,6 +22,25 @@ from verl_ext.redaction import redacted
 from verl_ext.trainer.step_plan import StepPlan
 
 Facts = dict[str, Any]
+
+
+def what_runs(config: RunConfig, ranks: int, backend: str, head: str) -> str:
+    """The run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
+    values, name = config.values, "CPU (gloo)"
+    if config.trainer.device != "cpu":
+        planned = config.plan.gpu_memory
+        name = f"GPU of {planned}" if planned else torch.cuda.get_device_name()
+    optim = values["optim"]
+    given = optim["override_optimizer_config"] or {}
+    form = next((f" {form}" for form in ("fused", "foreach") if given.get(form)), "")
+    parts = (
+        f"{ranks} × {name}",
+        values["engine"]["mixed_precision"]["param_dtype"],
+        f"attention {KERNEL_NAMES.get(backend, backend)}",
+        f"head {head}",
+        f"{optim['optimizer']}{form}",
+    )
+    return " · ".join(parts)
 
 
 def data_facts(dataset: PackDataset) -> Facts:

@@ -40,7 +40,7 @@ from verl_ext.text.tokenizer import TRUSTED
 from verl_ext.trainer.checkpoint import RunState, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
-from verl_ext.trainer.report import data_facts, step_facts
+from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.run_lock import refuse_locked
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import leaves, plain, refuse, show
@@ -67,12 +67,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt")  # a card or a template that is edite
 _OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
 # Keys of a model's config.json that say nothing of its shape.
 _NOT_OF_THE_SHAPE = (
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "architectures",
-    "use_cache",
-    "output_router_logits",
+    *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
 
 
@@ -210,6 +205,10 @@ def prepare(composed: DictConfig) -> Run:
         if dist.get_rank() == 0 and planned.gpu_memory is None:  # else memory is predicted from the config alone
             notices += config.model.check_weights(composed, hf_config)
         notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
+        backend = config.model.attention_backend(composed, hf_config, config.trainer.device, capability)
+        if dist.get_rank() == 0:
+            head = config.model.head_in_use(composed, hf_config)
+            print(what_runs(config, world_size, backend, head), "reading the data …", sep="\n", flush=True)
         if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
             refuse_locked(Path(config.trainer.default_local_dir))
         output = check_output(composed, world_size)
@@ -244,7 +243,7 @@ def prepare(composed: DictConfig) -> Run:
             cost=cost,
             data_parallel_size=data_parallel,
             world_size=world_size,
-            backend=config.model.attention_backend(composed, hf_config, config.trainer.device, capability),
+            backend=backend,
             validation=None if val_set is None else _validation(config, val_set, cost, data_parallel),
             total_steps=total_steps,
             replaces_output=output.action is OutputAction.REPLACE,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_torch_device
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
@@ -164,6 +164,8 @@ class SFTTrainer:
         with user_errors_end_the_run():  # a tracker without a login ends every rank
             self.tracking = open_tracking(self.config, self.first_step) if self.is_rank0 else None
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
+        if self.tracking is not None and "console" in self.tracking.logger:
+            self.tracking.logger["console"] = self.progress  # verl's prints every number with 17 digits
         self._regroup()
         if self.config.trainer.spike_factor is not None:
             with user_errors_end_the_run():  # its file may be on a full disk
@@ -310,6 +312,7 @@ class SFTTrainer:
         if self.spikes is not None:
             metrics["train/spikes"] = self.run_state.spikes
         metrics["train/tokens_per_second"] = self.progress.tokens_per_second()
+        metrics["train/memory_gib"] = get_torch_device().max_memory_reserved() / 2**30  # rank 0's peak
         self.progress.show(metrics)
         self._track(metrics, step)
 
