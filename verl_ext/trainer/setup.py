@@ -67,12 +67,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt")  # a card or a template that is edite
 _OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
 # Keys of a model's config.json that say nothing of its shape.
 _NOT_OF_THE_SHAPE = (
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "architectures",
-    "use_cache",
-    "output_router_logits",
+    *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
 
 
