@@ -1,9 +1,9 @@
 """Which implementation of Adam a run takes: one kernel of all parameters, lists of them, or a loop over them.
 
-torch would take `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors, `fused` is the
-fastest, and leaves objects behind on torch < 2.13 with every step (https://github.com/pytorch/pytorch/issues/188174): of
-100 parameters on two gloo ranks, 506 objects and 51 KiB a step on 2.11, `foreach` 21 and 11 KiB, the loop 26 and 7 KiB;
-on 2.13 none of them any. A step took 1,088, 135 and 61 ms there (loop, foreach, fused).
+torch would take `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors `fused` is the
+fastest, and on torch < 2.13 each of its steps leaves objects behind (https://github.com/pytorch/pytorch/issues/188174).
+Of 100 parameters on two gloo ranks, on torch 2.11: 506 objects and 51 KiB a step (`foreach` 21 and 11 KiB, the loop 26
+and 7 KiB), in 61 ms (135 and 1,088 ms). On torch 2.13 none of them leaves any object.
 """
 
 import os
