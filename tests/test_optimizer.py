@@ -1,0 +1,67 @@
+"""Which implementation of Adam a run takes, and that its steps over FSDP2's shards leave nothing behind."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.ranks import run_ranks
+from verl_ext.engines.optimizer import implementation
+
+OPTIM = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "override_optimizer_config": None}
+
+
+@pytest.mark.parametrize(
+    ("optim", "run", "chosen"),
+    [
+        ({}, {"device": "cuda", "version": "2.13.0+cu130"}, "fused"),
+        ({}, {"device": "cuda", "version": "2.11.0"}, "foreach"),
+        ({}, {"device": "cuda", "version": "2.13.0", "half": True}, "foreach"),
+        ({}, {"device": "cuda", "version": "2.11.0", "offloads": True}, "fused"),
+        ({}, {"device": "cpu"}, "loop"),
+        ({"override_optimizer_config": {"fused": True}}, {"device": "cpu"}, "fused"),
+        ({"override_optimizer_config": {"foreach": True}}, {"device": "cuda", "version": "2.13.0"}, "foreach"),
+        ({"override_optimizer_config": {"foreach": False}}, {"device": "cuda", "version": "2.13.0"}, "loop"),
+        ({"override_optimizer_config": {"eps": 1e-9}}, {"device": "cuda", "version": "2.13.0"}, "fused"),
+        ({"optimizer": "Muon"}, {"device": "cuda"}, None),
+        ({"optimizer_impl": "torchao.optim"}, {"device": "cuda"}, None),
+    ],
+)
+def test_the_users_word_comes_before_device_and_version(optim, run, chosen):
+    assert implementation({**OPTIM, **optim}, **run) == chosen
+
+
+def _steps(options: dict) -> tuple[int, list[torch.Tensor]]:
+    """Objects that 30 steps left behind, and the parameters after them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for part in (*model, model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model(torch.randn(2, 8)).sum().backward()
+
+    def objects(steps: int) -> int:
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects(10)
+    left = objects(30) - before
+    return left, [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def _all_steps() -> list[tuple[int, list[torch.Tensor]]]:
+    return [_steps(options) for options in ({"foreach": False}, {"foreach": True}, {"fused": True})]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="every implementation leaves objects behind there")
+def test_steps_over_shards_leave_no_objects_behind_and_agree():
+    (_, loop), *others = run_ranks(_all_steps, 2)[0]
+    for left, parameters in others:
+        assert left < 30  # one a step
+        torch.testing.assert_close(parameters, loop, rtol=1e-5, atol=1e-7)
