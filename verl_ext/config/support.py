@@ -70,7 +70,7 @@ def _packing_problems(hf_config: Any) -> Iterator[str]:
             f"model.override_config.output_router_logits must be false for {type(hf_config).__name__}, of which "
             "transformers computes no router loss that can be taken over packs; got true"
         )
-    if "shared_kv_states" in inspect.signature(getattr(cls, "forward", lambda: None)).parameters:
+    if cls is not None and "shared_kv_states" in inspect.signature(cls.forward).parameters:
         yield f"{name} must be a model of its own; a {cls.__name__} drafts for another one, whose states it needs"
     if (both := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):
         yield f"{name} must have causal attention; got use_bidirectional_attention={both}"
@@ -323,7 +323,7 @@ def _head_size(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def model_class(hf_config: Any) -> type | None:
+def model_class(hf_config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(hf_config, "auto_map", None):

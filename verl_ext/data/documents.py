@@ -136,7 +136,7 @@ class _Rows(TokenizedData):
                 f"shape {lengths.shape}" + (f", the least {lengths.min()}" if lengths.size else "")
             )
         self.lengths = lengths.astype(index_type(int(lengths.max())), copy=False)
-        self.columns = dict.fromkeys(self._row(0))
+        self.columns: Any = dict.fromkeys(self._row(0))  # names alone: the values are read row by row
 
     def __len__(self) -> int:
         return len(self.lengths)

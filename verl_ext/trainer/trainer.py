@@ -164,8 +164,9 @@ class SFTTrainer:
         with user_errors_end_the_run():  # a tracker without a login ends every rank
             self.tracking = open_tracking(self.config, self.first_step) if self.is_rank0 else None
         self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
-        if self.tracking is not None and "console" in self.tracking.logger:
-            self.tracking.logger["console"] = self.progress  # verl's prints every number with 17 digits
+        loggers: dict[str, Any] = {} if self.tracking is None else self.tracking.logger
+        if "console" in loggers:
+            loggers["console"] = self.progress  # verl's prints every number with 17 digits
         self._regroup()
         if self.config.trainer.spike_factor is not None:
             with user_errors_end_the_run():  # its file may be on a full disk
