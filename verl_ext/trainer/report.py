@@ -17,6 +17,7 @@ from verl_ext.config.output import REPORT
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.mixture import mixture_table
+from verl_ext.engines.optimizer import LOOP, implementation
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
 from verl_ext.trainer.step_plan import StepPlan
@@ -25,20 +26,20 @@ Facts = dict[str, Any]
 
 
 def what_runs(config: RunConfig, ranks: int, backend: str, head: str) -> str:
-    """The run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
+    """Describe a run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
     values, name = config.values, "CPU (gloo)"
+    optim, engine = values["optim"], values["engine"]
+    dtype = engine["mixed_precision"]["param_dtype"]
     if config.trainer.device != "cpu":
         planned = config.plan.gpu_memory
         name = f"GPU of {planned}" if planned else torch.cuda.get_device_name()
-    optim = values["optim"]
-    given = optim["override_optimizer_config"] or {}
-    form = next((f" {form}" for form in ("fused", "foreach") if given.get(form)), "")
+    form = implementation(optim, config.trainer.device, engine["offload_policy"], half=dtype == "fp16")
     parts = (
         f"{ranks} × {name}",
-        values["engine"]["mixed_precision"]["param_dtype"],
+        dtype,
         f"attention {KERNEL_NAMES.get(backend, backend)}",
         f"head {head}",
-        f"{optim['optimizer']}{form}",
+        optim["optimizer"] if form in (None, LOOP) else f"{optim['optimizer']} {form}",
     )
     return " · ".join(parts)
 
