@@ -5,6 +5,7 @@
 No DictConfig leaves this package, but for what verl builds its own dataclasses from.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -187,6 +188,11 @@ class RunConfig:
             model=model_kind(config),
             values=values,
         )
+
+    @property
+    def model_folder(self) -> str:
+        """The path of the model, without `~`."""
+        return os.path.expanduser(str(self.values["model"]["path"]))
 
 
 def sequence_parallel_size(values: Any) -> int:

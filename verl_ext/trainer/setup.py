@@ -202,15 +202,15 @@ def prepare(composed: DictConfig) -> Run:
         notices += resolve_plan(composed, planned) + _ray_notices(composed)
         hf_config = check_run(composed, world_size, device, capability=capability)
         config = RunConfig.of(composed)
-        if dist.get_rank() == 0 and planned.gpu_memory is None:  # else memory is predicted from the config alone
-            notices += config.model.check_weights(composed, hf_config)
-        notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
         backend = config.model.attention_backend(composed, hf_config, config.trainer.device, capability)
         if dist.get_rank() == 0:
-            head = config.model.head_in_use(composed, hf_config)
-            print(what_runs(config, world_size, backend, head), "reading the data …", sep="\n", flush=True)
-        if dist.get_rank() == 0 and not (config.trainer.plan_only or config.trainer.eval_only):
-            refuse_locked(Path(config.trainer.default_local_dir))
+            print(what_runs(config, world_size, backend, config.model.head_in_use(composed, hf_config)), flush=True)
+            if planned.gpu_memory is None:  # else memory is predicted from the config alone
+                notices += config.model.check_weights(composed, hf_config)
+            print("reading the data …", flush=True)
+            if not (config.trainer.plan_only or config.trainer.eval_only):
+                refuse_locked(Path(config.trainer.default_local_dir))
+        notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
         output = check_output(composed, world_size)
         train_set, val_set = open_sets(config)
     with user_errors_end_the_run():  # every rank reads its share of the files
@@ -236,6 +236,12 @@ def prepare(composed: DictConfig) -> Run:
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
         _refuse_steps_without_target(train_set, plan, total_steps)
+        validation = None
+        if val_set is not None:
+            batch, costs = data_parallel * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
+            validation = Validation(
+                val_set, StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
+            )
         run = Run(
             config=config,
             train_set=train_set,
@@ -244,7 +250,7 @@ def prepare(composed: DictConfig) -> Run:
             data_parallel_size=data_parallel,
             world_size=world_size,
             backend=backend,
-            validation=None if val_set is None else _validation(config, val_set, cost, data_parallel),
+            validation=validation,
             total_steps=total_steps,
             replaces_output=output.action is OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
@@ -295,17 +301,15 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
         return
     facts: dict[str, str] = {}
     if os.environ["LOCAL_RANK"] == "0":
-        facts |= {key: show(value) for key, value in leaves(config.values)} | versions()
-        facts |= {
-            key: show(value) for key, value in config.loss.fingerprint.items()
-        }  # of a mode of one's own, its code
+        stated = {**dict(leaves(config.values)), **config.loss.fingerprint}  # the code of a loss mode of one's own
+        facts |= {key: show(value) for key, value in stated.items()} | versions()
         resumed = Path(output.checkpoint or "no checkpoint").name
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in datasets:
             facts |= {
                 f"the content of {dataset.key}, folder {n}": content(p) for n, p in enumerate(dataset.folders, start=1)
             }
-        facts["the content of model.path"] = content(_model_folder(config))
+        facts["the content of model.path"] = content(config.model_folder)
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
@@ -325,12 +329,8 @@ def _base(config: RunConfig) -> str:
     found = ""
     with user_errors_end_the_run():
         if dist.get_rank() == 0:
-            found = content(_model_folder(config), _WEIGHTS)
+            found = content(config.model_folder, _WEIGHTS)
     return RunRanks().broadcast(found)
-
-
-def _model_folder(config: RunConfig) -> str:
-    return os.path.expanduser(str(config.values["model"]["path"]))
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
@@ -398,11 +398,6 @@ def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray, dat
             f"data.train_batch_size={plan.batch_size}"
         )
     return plan
-
-
-def _validation(config: RunConfig, dataset: PackDataset, cost: CostModel, data_parallel: int) -> Validation:
-    batch, costs = data_parallel * config.data.micro_batch_size_per_gpu, dataset.pack_costs(cost)
-    return Validation(dataset, StepPlan(len(dataset), batch, config.dataset.seed, shuffle=False, costs=costs))
 
 
 def _refuse_steps_without_target(dataset: PackDataset, plan: StepPlan, total_steps: int) -> None:
