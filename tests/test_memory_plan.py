@@ -98,7 +98,7 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     alone = [override for override in peaks if " " not in override]
     assert alone == [
         "loss.head=fused",
-        "model.mlp_tile_tokens=4096",
+        "model.tile_tokens=4096",
         f"{CHECKPOINTING}=true",
         *(f"engine.ulysses_sequence_parallel_size={ranks}" for ranks in (2, 4)),
         *(f"parallel.context_parallel_size={groups}" for groups in (2, 4, 8)),
