@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.ranks import run_ranks
 from verl_ext.attention import document_layout
+from verl_ext.attention import packed as _packed  # noqa: F401 - registers it
 from verl_ext.attention.kernels import PACKED_ATTENTION
 from verl_ext.config import compose
 from verl_ext.config.model import model_kind

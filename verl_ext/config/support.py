@@ -134,8 +134,8 @@ def tile_notices(config: DictConfig, hf_config: Any) -> list[str]:
     if found is None or not any(found) or len(found[0]) >= layers:
         return []
     return [
-        f"model.tile_tokens={config.model.tile_tokens} is of {len(found[0])} of {layers} layers: of the others, mixtures "
-        "of experts say, their norms and plain MLPs alone are tiled"
+        f"model.tile_tokens={config.model.tile_tokens} is of {len(found[0])} of {layers} layers: of the others, "
+        "mixtures of experts say, their norms and plain MLPs alone are tiled"
     ]
 
 
