@@ -29,6 +29,7 @@ from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
     KernelOptions,
+    by_groups_of_heads,
     choose_backend,
     flash_limit,
     gpu_capability,
@@ -88,7 +89,7 @@ def packed_attention(
     query, key, value = in_autocast_dtype(query, key, value)
     capability = gpu_capability(query.device.index) if query.is_cuda else None
     limit = flash_limit(query.dtype, query.size(-1), capability)
-    kernel = KERNELS[choose_backend(_requested, query.device.type, limit, dropout)]
+    kernel = by_groups_of_heads(KERNELS[choose_backend(_requested, query.device.type, limit, dropout)])
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     options = KernelOptions(scaling, sliding_window, dropout)
     if shared is None:
