@@ -2,6 +2,7 @@
 
 import copy
 import types
+import weakref
 from collections import Counter
 
 import pytest
@@ -13,6 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.ranks import run_ranks
 from verl_ext.attention import document_layout
@@ -266,6 +269,33 @@ def test_each_tile_is_computed_twice_also_where_the_layer_is_recomputed(checkpoi
     apply_activation_options(model, ActivationOptions(tile_tokens=10))
     model(input_ids=torch.randint(64, (1, 25)), use_cache=False).logits.sum().backward()
     assert sorted(calls) == sorted([10, 10, 5] * 2 * times)
+
+
+def test_what_a_layer_gave_its_attention_is_freed_when_the_layer_has_its_gradients():
+    """Not kept by the graph of a tile, or a step would need the memory of all layers at once."""
+    model = model_of("qwen3", attn_implementation=PACKED_ATTENTION, num_hidden_layers=3)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tile(model, 7)
+    given: list[weakref.ref] = []
+    alive: list[int] = []
+
+    attention = ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION]
+
+    def seen(*args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
+        output, _ = attention(*args, **kwargs)
+        output = output.clone()
+        given.append(weakref.ref(output.untyped_storage()))
+        return output, None
+
+    AttentionInterface.register(PACKED_ATTENTION, seen)
+    try:
+        for layer in model.model.layers:
+            layer.register_full_backward_hook(lambda *_: alive.append(sum(one() is not None for one in given)))
+        model(input_ids=torch.randint(64, (1, 40)), use_cache=False).logits.sum().backward()
+    finally:
+        AttentionInterface.register(PACKED_ATTENTION, attention)
+    assert len(given) == 6  # in the forward, and when the layer is recomputed
+    assert alive == [0, 0, 0]
 
 
 class Collectives(TorchDispatchMode):

@@ -72,7 +72,7 @@ class TiledLayer:
         name = next(part.config._attn_implementation for part in self.layer.modules() if hasattr(part, "config"))
         attention: Callable = ALL_ATTENTION_FUNCTIONS[name]
         call: list[tuple] = []  # what the layer gives to attention beside queries, keys and values
-        output: list[Any] = []  # of the layer: a tensor, or a tuple with it
+        more: list[Any] = []  # what the layer gives in a tuple after its hidden states; None: it gives these alone
 
         def cut(at: slice) -> dict[str, Any]:
             def of_tile(x: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,10 @@ class TiledLayer:
 
         def after(at: slice, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor]:
             with _attention_is(lambda *_, **__: (attended, None), name):
-                output[:] = [self.whole(x, **cut(at))]
-            return (output[0] if isinstance(output[0], torch.Tensor) else output[0][0],)
+                output = self.whole(x, **cut(at))
+            alone = isinstance(output, torch.Tensor)
+            more[:] = [None if alone else output[1:]]  # not the tensor, whose graph would hold all of `attended`
+            return (output if alone else output[0],)
 
         heads = _Tiled(self.layer, self.tile, before)(hidden)
         ((module, args, given),) = call
@@ -106,7 +108,7 @@ class TiledLayer:
         attended, *_ = attention(module, *(x.transpose(1, 2) for x in heads), *args, **given)
         del heads
         (hidden,) = _Tiled(self.layer, self.tile, after)(hidden, attended)
-        return hidden if isinstance(output[0], torch.Tensor) else (hidden, *output[0][1:])
+        return hidden if more[0] is None else (hidden, *more[0])
 
 
 def slices(tokens: int, tile: int) -> list[slice]:
