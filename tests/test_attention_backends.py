@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_ext.attention import (
@@ -20,7 +22,7 @@ from verl_ext.attention import (
     has_flash_attn,
     unusable,
 )
-from verl_ext.attention.kernels import KERNELS, KernelOptions, in_autocast_dtype, varlen
+from verl_ext.attention.kernels import KERNELS, KernelOptions, by_groups_of_heads, in_autocast_dtype, sdpa, varlen
 
 
 def test_the_fastest_backend_of_a_device_is_chosen():
@@ -254,3 +256,28 @@ def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
     with Sizes() as sizes:
         KERNELS["sdpa"](x, x, x, DocumentLayout.of([4096], "cpu"), KernelOptions(window=100))
     assert max(sizes.seen) < 4096 * 4096 / 4
+
+
+@settings(max_examples=25)
+@given(shared=st.sampled_from([1, 2, 4, 6]), keys=st.integers(1, 4), most=st.integers(0, 30))
+def test_a_kernel_over_groups_of_heads_is_that_of_all_heads(shared, keys, most):
+    """most: query heads of a call by their bytes."""
+    layout, size, calls = DocumentLayout.of([3, 7], torch.device("cpu")), 4, []
+
+    def counted(query, key, value, *given):
+        calls.append(query.size(1))
+        assert query.size(1) % key.size(1) == 0
+        return sdpa(query, key, value, *given)
+
+    inputs = [
+        torch.randn(10, heads, size, dtype=torch.float64, requires_grad=True) for heads in (keys * shared, keys, keys)
+    ]
+    answers = []
+    for kernel in (sdpa, by_groups_of_heads(counted, most * 10 * size * 4)):
+        output = kernel(*inputs, layout, KernelOptions())
+        weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+        answers.append([output, *torch.autograd.grad((output * weights).sum(), inputs)])
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert sum(calls) == keys * shared
+    assert max(calls) <= max(most, 1)

@@ -101,7 +101,7 @@ def _first_gradients(options):
 
 
 # What is kept of activations: on the host, and of tiles of 20 tokens, which end inside rows and chunks.
-KEPT = {"mac": ["model.activation_offload=true", "model.mlp_tile_tokens=20"], "mal": ["model.mlp_tile_tokens=20"]}
+KEPT = {"mac": ["model.activation_offload=true", "model.tile_tokens=20"], "mal": ["model.tile_tokens=20"]}
 
 
 @pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal"])

@@ -108,9 +108,9 @@ TABLE = [
         "engine.offload_policy=true needs engine.strategy=fsdp2: verl's FSDP1 ignores it; got fsdp",
     ),
     ({"model__enable_activation_offload": True}, 1, None, "model.enable_activation_offload must be false: verl's"),
-    ({"model__tiled_mlp__enabled": True}, 1, None, "engine does not apply it; model.mlp_tile_tokens is what works"),
-    ({"model__mlp_tile_tokens": 0}, 1, None, "model.mlp_tile_tokens must be at least 1; got 0"),
-    ({"model__mlp_tile_tokens": 1.5}, 1, None, "model.mlp_tile_tokens must be a whole number; got 1.5"),
+    ({"model__tiled_mlp__enabled": True}, 1, None, "engine does not apply it; model.tile_tokens is what works"),
+    ({"model__tile_tokens": 0}, 1, None, "model.tile_tokens must be at least 1; got 0"),
+    ({"model__tile_tokens": 1.5}, 1, None, "model.tile_tokens must be a whole number; got 1.5"),
     ({"model__activation_offload": 3}, 1, None, "model.activation_offload must be true or false; got 3"),
     ({"engine__offload_policy": True}, 1, None, "engine.offload_policy must be false on CPU, where host memory holds"),
     (

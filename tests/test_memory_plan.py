@@ -98,7 +98,7 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     alone = [override for override in peaks if " " not in override]
     assert alone == [
         "loss.head=fused",
-        "model.mlp_tile_tokens=4096",
+        "model.tile_tokens=4096",
         f"{CHECKPOINTING}=true",
         *(f"engine.ulysses_sequence_parallel_size={ranks}" for ranks in (2, 4)),
         *(f"parallel.context_parallel_size={groups}" for groups in (2, 4, 8)),
@@ -112,9 +112,35 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     assert f"{together[-1]} does not fit: peak 0.00" in remedy_line(last)
 
 
+def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    data = write_tokenized(tmp_path / "data", random_documents(np.random.default_rng(0), [60] * 40, 100, 1))
+    reports = run_ranks(
+        planned,
+        1,
+        tmp_path,
+        [
+            *(f"data.train_dir={data}", f"model.path={model}", "data.max_tokens=64", "data.train_batch_size=16"),
+            *("trainer.plan_only=true", "plan.gpu_memory=8GiB", "plan.host_memory=1KiB", "plan.world_size=16"),
+            *("model.activation_offload=true", "plan.ranks_per_node=4"),
+        ],
+    )[0]
+    first = reports[0]
+    assert first["host"] > 256
+    assert (first["ranks_of_node"], first["host_memory"], first["fits"]) == (4, 1024, False)
+    assert first["peak"] + first["reserve"] < first["gpu_memory"]
+    fitting = dict(first, host_memory=2**40)
+    assert "does not fit" in "\n".join(memory_lines(first))
+    assert "of 1024.00 (plan.host_memory), its 4 ranks'" in "\n".join(memory_lines(fitting))
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
+        (
+            ["trainer.plan_only=true", "plan.host_memory=much"],
+            "plan.host_memory must be a size such as 80GiB, 80GB or a number of bytes; got much",
+        ),
         (["plan.world_size=8"], "plan.world_size needs trainer.plan_only=true; got 8 without it"),
         (["plan.gpu_memory=80GiB"], "plan.gpu_memory needs trainer.plan_only=true; got 80GiB without it"),
         (["trainer.plan_only=true", "plan.gpu_memory=80"], "plan.gpu_memory must be at least 1GiB; got 80"),

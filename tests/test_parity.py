@@ -83,7 +83,7 @@ LAYOUTS = {  # the fifth and sixth have more ranks than key/value heads, and pac
     Layout(3, 1, groups=3): CONTEXT_CASES[:2],
 }
 # What is kept of activations: on the host, of tiles of 5 tokens.
-_ON_HOST, _TILED = ("model.activation_offload=true",), ("model.mlp_tile_tokens=5",)
+_ON_HOST, _TILED = ("model.activation_offload=true",), ("model.tile_tokens=5",)
 _KEPT = {(2, 1): [_ON_HOST, _TILED + _ON_HOST], (2, 2): [_TILED, _TILED + _ON_HOST]}
 for shape, asked in _KEPT.items():
     for overrides in asked:

@@ -35,7 +35,7 @@ CASES = {
     "parameter offload": (*BF16, "engine.param_offload=true", "engine.optimizer_offload=true"),
     "offload policy": (*BF16, "engine.offload_policy=true"),
     "activation offload": (*BF16, "model.activation_offload=true"),
-    "tiled MLPs": (*BF16, "model.mlp_tile_tokens=64", "model.activation_offload=true"),
+    "tiled MLPs": (*BF16, "model.tile_tokens=64", "model.activation_offload=true"),
 }
 
 

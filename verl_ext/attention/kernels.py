@@ -33,6 +33,7 @@ from verl_ext.attention.layout import DocumentLayout
 from verl_ext.values import Options, check_choice, first_line, option
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
+GROUP_BYTES = 2**30  # of query heads in fp32 that a kernel is given at a time
 _QUERY_BLOCK = 512  # queries of one call of sdpa with a window
 
 
@@ -154,6 +155,40 @@ def _flash_arguments(
     padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
     keys = layout.keys
     return padded, (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)
+
+
+def by_groups_of_heads(
+    kernel: Callable[..., torch.Tensor], group_bytes: int = GROUP_BYTES
+) -> Callable[..., torch.Tensor]:
+    """The kernel over groups of query heads, as many at a time as have `group_bytes` in fp32; at least one.
+
+    Flash attention's backward sums dq in fp32, and holds dk and dv for every query head of a call: with 32 heads and
+    8 of keys, 4.5 times the size of the queries, which a group at a time do not take. Sequences whose heads are
+    together no larger are one call.
+    """
+
+    def grouped(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
+    ) -> torch.Tensor:
+        heads, shared = query.size(1), query.size(1) // key.size(1)
+        most = group_bytes // (4 * query[:, 0].numel())
+        # A group is within the heads that share keys, or several of those sets.
+        sizes = [
+            size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)
+        ]
+        size = max([size for size in sizes if size <= most], default=1)
+        if size == heads:
+            return kernel(query, key, value, layout, options)
+        of_keys = max(size // shared, 1)
+        keys, values = key.split(of_keys, 1), value.split(of_keys, 1)
+        calls = (
+            kernel(q, keys[first], values[first], layout, options)
+            for index, q in enumerate(query.split(size, 1))
+            for first in [index * size // (shared * of_keys)]
+        )
+        return torch.cat(list(calls), dim=1)
+
+    return grouped
 
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {

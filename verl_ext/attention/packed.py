@@ -19,6 +19,7 @@ from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
     KernelOptions,
+    by_groups_of_heads,
     choose_backend,
     flash_limit,
     gpu_capability,
@@ -77,7 +78,8 @@ def packed_attention(
     rows, length = query.shape[:2]
     capability = gpu_capability(query.device.index) if query.is_cuda else None
     limit = flash_limit(query.dtype, query.size(-1), capability)
-    kernel = KERNELS[choose_backend(_requested, query.device.type, limit, dropout, capability, query.size(-1))]
+    backend = choose_backend(_requested, query.device.type, limit, dropout, capability, query.size(-1))
+    kernel = by_groups_of_heads(KERNELS[backend])
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     output = document_layout.attend(kernel, query, key, value, KernelOptions(scaling, sliding_window, dropout))
     output = output.unflatten(0, (rows, length))

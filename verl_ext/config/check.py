@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "model.use_fused_kernels": (False, "verl 0.9.1's fused head fails under FSDP2"),
     "model.model_type": ("language_model", "packs train language models"),
     "model.mtp.enable": (False, "packs train the next token alone"),
-    "model.tiled_mlp.enabled": (False, "verl's SFT engine does not apply it; model.mlp_tile_tokens is what works here"),
+    "model.tiled_mlp.enabled": (False, "verl's SFT engine does not apply it; model.tile_tokens is what works here"),
     "model.enable_activation_offload": (
         False,
         "verl's computes the head and its logits twice; model.activation_offload=true is what works here",

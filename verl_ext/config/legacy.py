@@ -10,6 +10,7 @@ from functools import partial
 
 RENAMED = {
     "model.partial_pretrain": "model.path",
+    "model.mlp_tile_tokens": "model.tile_tokens",  # of this project's first versions
     "model.strategy": "engine.strategy",
     "model.fsdp_config.cpu_offload": "engine.offload_policy",
     "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",

@@ -91,7 +91,7 @@ def resolve_dataset(config: DictConfig) -> list[str]:
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
-    """Sets trainer.device, engine.mixed_precision where it is null, and model.use_liger, in place.
+    """Sets trainer.device, engine.mixed_precision and loss.head_block_mib where null, and model.use_liger, in place.
 
     accelerator is what is visible: "cuda", "npu" (refused by check_run) or None. auto becomes it, or cpu without one.
     fp32 throughout on CPU; bf16 parameters with fp32 reductions on accelerators.
@@ -109,6 +109,8 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
     with open_dict(config):  # what is not given must not become verl's bf16
         config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **given}
+    if config.loss.head_block_mib is None:  # each block of a GPU reads and writes the fp32 gradient of the weight
+        config.loss.head_block_mib = 256 if on_cpu else 1024
     if on_cpu and config.model.use_liger is True:
         config.model.use_liger = False
         notices.append("model.use_liger=true is off here: liger's kernels need a GPU, and trainer.device is cpu")

@@ -127,13 +127,17 @@ class PlanOptions(Options):
     gpu_memory: Any = option(
         None, "memory of each GPU, e.g. 80GiB: the peak is predicted for it; null: that of a visible GPU"
     )
+    host_memory: Any = option(
+        None, "memory of each node for its ranks, e.g. 2TiB: what they keep on the host must fit too; null: not asked"
+    )
+    ranks_per_node: int = option(8, "ranks that share a node's memory; fewer where there are fewer", least=1)
     reserve: Any = option("5GiB", "of gpu_memory, kept for what is not predicted: CUDA's context, NCCL, fragmentation")
 
     def problems(self) -> Iterable[str | None]:
-        for name in ("gpu_memory", "reserve"):
+        for name in ("gpu_memory", "host_memory", "reserve"):
             value = getattr(self, name)
             size = num_bytes(value)
-            if size is None and not (value is None and name == "gpu_memory"):
+            if size is None and (value is not None or name == "reserve"):
                 yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {show(value)}"
             elif name == "gpu_memory" and size is not None and size < _LEAST:
                 yield f"plan.gpu_memory must be at least 1GiB; got {show(value)}"

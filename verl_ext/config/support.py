@@ -14,9 +14,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
-from verl_ext.engines.activations import NEEDS_CHECKPOINTS, tileable_mlps, untileable
+from verl_ext.engines.activations import NEEDS_CHECKPOINTS
 from verl_ext.engines.head import head_use
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
+from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.values import nearest_name
 
@@ -120,36 +121,36 @@ def activation_problems(config: DictConfig) -> Iterator[str]:
     model = config.model
     if model.activation_offload is True and model.enable_gradient_checkpointing is False:
         yield NEEDS_CHECKPOINTS
-    if model.mlp_tile_tokens is not None and config.engine.strategy == "fsdp":
-        yield "model.mlp_tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp"
+    if model.tile_tokens is not None and config.engine.strategy == "fsdp":
+        yield "model.tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp"
 
 
 def tile_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Whether a model's layers have MLPs that `model.mlp_tile_tokens` can tile."""
-    tokens, mlps = config.model.mlp_tile_tokens, _tileable(config, hf_config)
-    if mlps is None or mlps:
+    """Whether a model has layers or modules that `model.tile_tokens` can tile."""
+    found = _tileable(config, hf_config)
+    if found is None or any(found):
         return []
-    return [untileable(f"a {type(hf_config).__name__}", tokens)]
+    return [untileable(f"a {type(hf_config).__name__}", config.model.tile_tokens)]
 
 
 def tile_notices(config: DictConfig, hf_config: Any) -> list[str]:
-    """Says how many layers `model.mlp_tile_tokens` leaves as they are."""
-    mlps, layers = _tileable(config, hf_config), hf_config.get_text_config().num_hidden_layers
-    if mlps is None or mlps >= layers:
+    """Says how many layers `model.tile_tokens` does not tile as a whole."""
+    found, layers = _tileable(config, hf_config), hf_config.get_text_config().num_hidden_layers
+    if found is None or not any(found) or len(found[0]) >= layers:
         return []
     return [
-        f"model.mlp_tile_tokens={config.model.mlp_tile_tokens} is of {mlps} of {layers} layers: the others, mixtures "
-        "of experts say, are computed for all tokens at once"
+        f"model.tile_tokens={config.model.tile_tokens} is of {len(found[0])} of {layers} layers: of the others, "
+        "mixtures of experts say, their norms and plain MLPs alone are tiled"
     ]
 
 
-def _tileable(config: DictConfig, hf_config: Any) -> int | None:
-    """How many MLPs can be tiled, None where that is not asked for or not known yet."""
+def _tileable(config: DictConfig, hf_config: Any) -> tuple[list[Any], list[Any]] | None:
+    """The layers and modules that can be tiled, None where that is not asked for or not known yet."""
     cls = model_class(hf_config)
-    if config.model.mlp_tile_tokens is None or cls is None:
+    if config.model.tile_tokens is None or cls is None:
         return None
     with torch.device("meta"):
-        return len(tileable_mlps(cls(copy.deepcopy(hf_config))))
+        return tileable(cls(copy.deepcopy(hf_config)))
 
 
 def router_notices(hf_config: Any) -> list[str]:

@@ -175,7 +175,9 @@ class LossOptions(Options):
         "logits in memory: fused: a block of the targets'; targets: those of all targets; plain: those of all tokens",
         choices=HEADS,
     )
-    head_block_mib: int = option(256, "MiB of logits that head=fused holds at a time", least=1)
+    head_block_mib: int | None = option(
+        None, "MiB of logits that head=fused holds at a time; null: 256, on GPUs 1024", least=1
+    )
     custom_cls: CustomLoss = option(CustomLoss, "a mode of one's own")
 
     def __post_init__(self) -> None:
@@ -203,7 +205,7 @@ class LossOptions(Options):
     @property
     def head_flags(self) -> dict[str, Any]:
         """What a batch says to the engine about its head."""
-        return {"head": self.head, "head_block_bytes": self.head_block_mib * 2**20}
+        return {"head": self.head, "head_block_bytes": (self.head_block_mib or 256) * 2**20}
 
     def spec(self, names: Sequence[str]) -> "LossSpec":
         """The loss over data whose categories have these names."""

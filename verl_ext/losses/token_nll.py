@@ -154,22 +154,24 @@ def head_terms(
     """
     assert labels.shape == coefficients.shape
     weight = factors[0][1]
-    rows = max(1, block_bytes // row_bytes(weight.shape[0], weight.dtype))
+    rows = max(1, block_bytes // row_bytes(weight.shape[0], weight.dtype, weight.is_cpu))
     with torch.autocast(labels.device.type, enabled=False):
         learns = torch.is_grad_enabled()  # asked here: inside forward it never is
         return _HeadTerms.apply(labels, coefficients, bias, rows, learns, *(x for pair in factors for x in pair))
 
 
-def row_bytes(vocabulary: int, dtype: torch.dtype) -> int:
-    """Bytes of one row of a block: its logits in fp32; of a shorter type, also as they are and as their gradient."""
-    return vocabulary * (4 if dtype == torch.float32 else 4 + 2 * dtype.itemsize)
+def row_bytes(vocabulary: int, dtype: torch.dtype, on_cpu: bool = True) -> int:
+    """Bytes of one row of a block: its logits in fp32; of a shorter type, also their gradient, and on a CPU, whose
+    products have the type of their factors, the logits as they are."""
+    return vocabulary * (4 if dtype == torch.float32 else 4 + (1 + on_cpu) * dtype.itemsize)
 
 
 def _logits(
     hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], bias: torch.Tensor | None, block: slice
 ) -> torch.Tensor:
     """fp32[R, V], owned by the caller."""
-    parts = [x[block] @ weight.t() for x, weight in zip(hidden, weights, strict=True)]
+    half = {} if weights[0].is_cpu or weights[0].dtype.itemsize >= 4 else {"out_dtype": torch.float32}
+    parts = [torch.mm(x[block], weight.t(), **half) for x, weight in zip(hidden, weights, strict=True)]
     logits = parts[0]
     for part in parts[1:]:
         logits += part

@@ -263,6 +263,8 @@ class MemoryTracker(TorchDispatchMode):
         self._add(block, self._rounded(storage.nbytes(), block))
 
     def _rounded(self, size: int, block: "_Block") -> int:
+        if block.on_host and self.block > 1 and size:  # as PyTorch's allocator rounds what it page-locks
+            return 1 << (size - 1).bit_length()
         return size if block.on_host else -(-size // self.block) * self.block
 
     def _add(self, block: "_Block", size: int) -> None:

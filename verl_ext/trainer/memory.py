@@ -45,7 +45,7 @@ class Remedy:
 # In the order of what they cost a step.
 REMEDIES = (
     Remedy("loss.head", ("fused",), "nothing"),
-    Remedy("model.mlp_tile_tokens", (4096,), "with gradient checkpointing nothing, else each MLP's forward once more"),
+    Remedy("model.tile_tokens", (4096,), "with gradient checkpointing nothing, else each MLP's forward once more"),
     Remedy("engine.use_no_sync_for_gradient_accumulation", (False,), "a reduction of gradients every micro-batch"),
     Remedy("data.micro_batch_size_per_gpu", (1,), "smaller forwards, more of them"),
     Remedy("model.enable_gradient_checkpointing", (True,), "every layer's forward once more"),
@@ -80,8 +80,10 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         except PredictionFailed as error:
             yield facts | {"failed": str(error)}
             return
-        fits = prediction.peak + reserve <= memory
-        facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host, "fits": fits}
+        facts |= {"host_memory": num_bytes(run.config.plan.host_memory)}
+        facts |= {"ranks_of_node": min(run.world_size, run.config.plan.ranks_per_node)}
+        facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host}
+        facts["fits"] = fits = _fits(prediction, facts)
         yield facts
         if fits:
             return
@@ -90,15 +92,22 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
             tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
             facts["remedies"].append(tried)
             try:
-                peak = predictor.predict(job_of(run, trial.values)).peak
+                tried_one = predictor.predict(job_of(run, trial.values))
             except PredictionFailed as error:
                 tried["failed"] = str(error)
             else:
-                tried |= {"peak": peak, "fits": peak + reserve <= memory}
-                saved.append((prediction.peak - peak, trial))
+                tried |= {"peak": tried_one.peak, "host": tried_one.host, "fits": _fits(tried_one, facts)}
+                saved.append((prediction.peak - tried_one.peak, trial))
             yield facts
             if tried.get("fits"):
                 return
+
+
+def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
+    """Whether the peak fits a GPU beside the reserve, and what the ranks of a node keep on the host that node."""
+    on_node = prediction.host * facts["ranks_of_node"]
+    on_gpu = prediction.peak + facts["reserve"]
+    return on_gpu <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
 
 
 def gpu_memory(run: Run) -> int | None:
@@ -262,11 +271,14 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"  {'peak':<{width}} {facts['peak'] / _GIB:9.2f}"
     if facts["host"] >= _MIB:
         yield f"  {'on the host':<{width}} {facts['host'] / _GIB:9.2f}"
+        on_node, ranks, given = facts["host"] * facts["ranks_of_node"], facts["ranks_of_node"], facts["host_memory"]
+        compared = "" if given is None else f" of {given / _GIB:.2f} (plan.host_memory)"
+        over = ", which does not fit" if given is not None and on_node > given else ""
+        yield f"  {'of a node':<{width}} {on_node / _GIB:9.2f}{compared}, its {ranks} ranks'{over}"
     left = (facts["gpu_memory"] - facts["reserve"] - facts["peak"]) / _GIB
     of = f"of {facts['gpu_memory'] / _GIB:.2f}, {facts['reserve'] / _GIB:.2f} of it reserved (plan.reserve)"
-    yield (
-        f"memory: it fits, {left:.2f} left {of}" if facts["fits"] else f"memory: it does not fit, {-left:.2f} over {of}"
-    )
+    verdict = "fits" if facts["fits"] else "does not fit"
+    yield f"memory: it {verdict}, {abs(left):.2f} {'left' if left >= 0 else 'over'} {of}"
 
 
 def remedy_line(facts: Mapping[str, Any]) -> str:

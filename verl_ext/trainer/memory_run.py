@@ -104,6 +104,10 @@ def _prepare_process() -> None:
     functional.scaled_dot_product_attention = fake_sdpa  # type: ignore[assignment]
     from verl.plugin.platform import set_platform
 
+    from verl_ext.engines import tiles
+    from verl_ext.engines.tiles import slices
+
+    tiles.slices = lambda tokens, tile: slices(tokens, tile)[:2] + slices(tokens, tile)[2:][-1:]  # of equal memory
     set_platform(FakePlatform())  # before verl's engines are imported, which ask for the device's name
     import transformers
     import verl.workers.engine.fsdp.transformer_impl as engine

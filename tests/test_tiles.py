@@ -1,7 +1,8 @@
-"""MLPs over tiles of tokens: the values and gradients of the whole sequence, its memory a tile's, no more work."""
+"""Layers and MLPs over tiles of tokens: the values and gradients of the whole sequence, in the memory of a tile."""
 
 import copy
 import types
+import weakref
 from collections import Counter
 
 import pytest
@@ -13,12 +14,18 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.ranks import run_ranks
+from verl_ext.attention import document_layout
+from verl_ext.attention import packed as _packed  # noqa: F401 - registers it
+from verl_ext.attention.kernels import PACKED_ATTENTION
 from verl_ext.config import compose
 from verl_ext.config.model import model_kind
 from verl_ext.config.support import tile_notices, tile_problems
-from verl_ext.engines.activations import ActivationOptions, TiledMLP, apply_activation_options, tileable_mlps
+from verl_ext.engines.activations import ActivationOptions, apply_activation_options
+from verl_ext.engines.tiles import TiledModule, tile, tileable
 
 H, INTERMEDIATE = 24, 80
 SIZES = {
@@ -52,11 +59,24 @@ def model_of(name: str, **more: object) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(config_of(name, **more)).train()
 
 
+def mlps_of(model: nn.Module) -> list[nn.Module]:
+    return [part.mlp for part in model.modules() if hasattr(part, "mlp") and hasattr(part.mlp, "parameters")]
+
+
 def gradients(module: nn.Module, output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Of a weighted sum of the output, with respect to the inputs and the parameters."""
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
     wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)]
+
+
+def assert_models_close(
+    model: nn.Module, expected: nn.Module, ids: torch.Tensor, tolerance: float = 1e-5, **more: object
+) -> None:
+    """The logits, and the gradients of all parameters."""
+    assert_close(
+        *(gradients(m, m(input_ids=ids, use_cache=False, **more).logits) for m in (model, expected)), tolerance
+    )
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-6) -> None:
@@ -67,27 +87,75 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
 
 @settings(max_examples=25)
 @given(
-    family=st.sampled_from(sorted(FAMILIES)), rows=st.integers(1, 2), tokens=st.integers(1, 40), tile=st.integers(1, 50)
+    family=st.sampled_from(sorted(FAMILIES)),
+    rows=st.integers(1, 2),
+    tokens=st.integers(1, 40),
+    tokens_of_tile=st.integers(1, 50),
 )
-def test_an_mlp_of_any_family_is_that_of_the_whole_sequence(family, rows, tokens, tile):
-    whole = tileable_mlps(model_of(family))[-1].double()
+def test_an_mlp_of_any_family_is_that_of_the_whole_sequence(family, rows, tokens, tokens_of_tile):
+    whole = mlps_of(model_of(family))[-1].double()
     tiled = copy.deepcopy(whole)
-    TiledMLP(tiled, tile)
+    TiledModule(tiled, tokens_of_tile)
     x = torch.randn(rows, tokens, H, dtype=torch.float64, requires_grad=True)
     assert_close(gradients(tiled, tiled(x), x), gradients(whole, whole(x), x), tolerance=1e-13)
     with torch.no_grad():
         torch.testing.assert_close(tiled(x), whole(x))
 
 
+@settings(max_examples=30)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    implementation=st.sampled_from(["sdpa", PACKED_ATTENTION]),
+    checkpointing=st.booleans(),
+    rows=st.integers(1, 2),
+    tokens=st.integers(1, 40),
+    tokens_of_tile=st.integers(1, 50),
+)
+def test_a_model_of_any_family_is_that_of_the_whole_sequence(
+    family, implementation, checkpointing, rows, tokens, tokens_of_tile
+):
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0} if family == "gpt2" else {}
+    softcap = {"attn_logit_softcapping": None} if family == "gemma2" else {}
+    expected = model_of(family, attn_implementation=implementation, **dropout, **softcap)
+    model = copy.deepcopy(expected)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tile(model, tokens_of_tile)
+    ids = torch.randint(64, (rows, tokens))
+    assert_models_close(model, expected, ids)
+    with torch.no_grad():
+        torch.testing.assert_close(*(m(input_ids=ids, use_cache=False).logits for m in (model, expected)))
+
+
+def test_layers_of_frozen_weights_pass_gradients_to_the_adapters_of_all_layers():
+    model = get_peft_model(model_of("qwen3"), LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    expected = copy.deepcopy(model)
+    tile(model, 7)
+    assert_models_close(model, expected, torch.randint(64, (1, 30)))
+
+
+def test_documents_of_a_pack_stay_apart_and_keep_their_positions():
+    expected = model_of("qwen3", attn_implementation=PACKED_ATTENTION)
+    model = copy.deepcopy(expected)
+    tile(model, 7)
+    positions = torch.cat([torch.arange(11), torch.arange(19)])[None]
+    layout = document_layout(positions[0], torch.device("cpu"))
+    given = {"position_ids": positions, "document_layout": layout}
+    assert_models_close(model, expected, torch.randint(64, (1, 30)), **given)
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_dropout_draws_the_same_masks_again(adapted):
     """Of its own, or of adapters inside; the reference runs the same tiles one by one and keeps them all."""
     model = model_of("gpt2", resid_pdrop=0.4)
-    mlp = tileable_mlps(model)[0]
+    mlp = mlps_of(model)[0]
     if adapted:
         get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["c_fc"], fan_in_fan_out=True))
     reference = copy.deepcopy(mlp)
-    TiledMLP(mlp, 6)
+    TiledModule(mlp, 6)
     x = torch.randn(1, 20, H, requires_grad=True)
     torch.manual_seed(3)
     expected = torch.cat([reference(part) for part in x.split(6, dim=1)], dim=1)
@@ -100,11 +168,11 @@ def test_dropout_draws_the_same_masks_again(adapted):
 
 
 def test_half_precision_sums_the_tiles_of_a_weight_in_fp32():
-    whole = tileable_mlps(model_of("llama"))[0]
+    whole = mlps_of(model_of("llama"))[0]
     exact, tiled = copy.deepcopy(whole).double(), copy.deepcopy(whole).bfloat16()
     exact.load_state_dict(tiled.state_dict())
     untiled = copy.deepcopy(tiled)
-    TiledMLP(tiled, 2)
+    TiledModule(tiled, 2)
     x = torch.randn(1, 400, H).bfloat16().requires_grad_()
     reference = gradients(exact, exact(x.double()), x)
 
@@ -115,9 +183,9 @@ def test_half_precision_sums_the_tiles_of_a_weight_in_fp32():
 
 
 def test_under_autocast_values_and_gradients_are_those_of_the_whole_sequence():
-    whole = tileable_mlps(model_of("llama"))[0]
+    whole = mlps_of(model_of("llama"))[0]
     tiled = copy.deepcopy(whole)
-    TiledMLP(tiled, 8)
+    TiledModule(tiled, 8)
     x = torch.randn(1, 30, H, requires_grad=True)
     answers = []
     for mlp in (tiled, whole):
@@ -150,9 +218,9 @@ def test_a_forward_that_a_kernel_package_has_put_in_its_place_is_tiled():
 
     model = model_of("qwen2")
     expected = copy.deepcopy(model)
-    for mlp in tileable_mlps(model):
+    for mlp in mlps_of(model):
         mlp.forward = types.MethodType(swiglu, mlp)
-    apply_activation_options(model, ActivationOptions(mlp_tile_tokens=7))
+    apply_activation_options(model, ActivationOptions(tile_tokens=7))
     ids = torch.randint(64, (1, 30))
     answers = [gradients(m, m(input_ids=ids).logits) for m in (model, expected)]
     assert_close(*answers, tolerance=1e-5)
@@ -186,7 +254,7 @@ def test_no_intermediate_activation_is_larger_than_a_tile(checkpointing):
         return seen.tokens
 
     assert largest() == 300
-    apply_activation_options(model, ActivationOptions(mlp_tile_tokens=32))
+    apply_activation_options(model, ActivationOptions(tile_tokens=32))
     assert largest() == 32
 
 
@@ -194,13 +262,40 @@ def test_no_intermediate_activation_is_larger_than_a_tile(checkpointing):
 def test_each_tile_is_computed_twice_also_where_the_layer_is_recomputed(checkpointing, times):
     model = model_of("llama")
     calls = []
-    for mlp in tileable_mlps(model):
+    for mlp in mlps_of(model):
         mlp.act_fn.register_forward_hook(lambda _, __, output: calls.append(output.shape[-2]))
     if checkpointing:
         model.gradient_checkpointing_enable()
-    apply_activation_options(model, ActivationOptions(mlp_tile_tokens=10))
+    apply_activation_options(model, ActivationOptions(tile_tokens=10))
     model(input_ids=torch.randint(64, (1, 25)), use_cache=False).logits.sum().backward()
     assert sorted(calls) == sorted([10, 10, 5] * 2 * times)
+
+
+def test_what_a_layer_gave_its_attention_is_freed_when_the_layer_has_its_gradients():
+    """Not kept by the graph of a tile, or a step would need the memory of all layers at once."""
+    model = model_of("qwen3", attn_implementation=PACKED_ATTENTION, num_hidden_layers=3)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tile(model, 7)
+    given: list[weakref.ref] = []
+    alive: list[int] = []
+
+    attention = ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION]
+
+    def seen(*args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
+        output, _ = attention(*args, **kwargs)
+        output = output.clone()
+        given.append(weakref.ref(output.untyped_storage()))
+        return output, None
+
+    AttentionInterface.register(PACKED_ATTENTION, seen)
+    try:
+        for layer in model.model.layers:
+            layer.register_full_backward_hook(lambda *_: alive.append(sum(one() is not None for one in given)))
+        model(input_ids=torch.randint(64, (1, 40)), use_cache=False).logits.sum().backward()
+    finally:
+        AttentionInterface.register(PACKED_ATTENTION, attention)
+    assert len(given) == 6  # in the forward, and when the layer is recomputed
+    assert alive == [0, 0, 0]
 
 
 class Collectives(TorchDispatchMode):
@@ -235,7 +330,7 @@ def _collectives(options: ActivationOptions) -> dict[str, int]:
 
 
 def _collectives_of_both() -> list[dict[str, int]]:
-    return [_collectives(ActivationOptions()), _collectives(ActivationOptions(mlp_tile_tokens=4))]
+    return [_collectives(ActivationOptions()), _collectives(ActivationOptions(tile_tokens=4))]
 
 
 def test_parameters_are_gathered_and_gradients_reduced_as_often_as_without_tiles():
@@ -244,19 +339,27 @@ def test_parameters_are_gathered_and_gradients_reduced_as_often_as_without_tiles
     assert {"c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"} <= whole.keys()
 
 
-def test_a_parameter_that_is_not_gathered_around_the_mlp_is_an_error():
+def _backward_of_a_part_that_fsdp_wraps() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mlp = mlps_of(model_of("llama"))[0]
+    TiledModule(mlp, 4)
+    fully_shard(mlp.up_proj, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(AssertionError) as error:
+        mlp(torch.randn(1, 9, H))
+    return str(error.value)
+
+
+def test_a_parameter_that_is_not_gathered_around_the_tiles_is_an_error():
     """As where FSDP wraps a part of it: no gradient is lost in silence."""
-    mlp = tileable_mlps(model_of("llama"))[0]
-    mlp.register_parameter("unused", nn.Parameter(torch.ones(1)))
-    TiledMLP(mlp, 4)
-    with pytest.raises(RuntimeError, match="not have been used"):
-        mlp(torch.randn(1, 9, H)).sum().backward()
+    assert "FSDP must gather around the tiles" in run_ranks(_backward_of_a_part_that_fsdp_wraps, 1)[0]
 
 
 @pytest.fixture(scope="module")
 def told():
     """What is said of 64 tokens a tile for a model: (problems, notices)."""
-    config = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", "model.mlp_tile_tokens=64"])
+    config = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", "model.tile_tokens=64"])
 
     def of(name: str, **more: object) -> tuple[list[str], list[str]]:
         hf_config = config_of(name, **more)
@@ -265,26 +368,35 @@ def told():
     return of
 
 
-def test_layers_of_experts_are_left_as_they_are_and_a_model_of_them_alone_is_refused(told):
+def test_of_layers_of_experts_norms_alone_are_tiled_and_a_notice_says_so(told):
     for family in FAMILIES:
         problems, notices = told(family)
         assert problems == []
         assert [line.split(":")[0] for line in notices] == (
-            ["model.mlp_tile_tokens=64 is of 1 of 2 layers"] if "moe" in family else []
+            ["model.tile_tokens=64 is of 1 of 2 layers"] if "moe" in family else []
         )
     for family, experts in {"qwen3_moe": EXPERTS, "mixtral": {"num_local_experts": 4}}.items():
-        (problem,), _ = told(family, **experts)
-        assert problem.endswith("none of whose layers has an MLP that reads each token by itself; got 64")
-        model = model_of(family, **experts)
-        with pytest.raises(ValueError, match=r"model\.mlp_tile_tokens must be null for"):
-            apply_activation_options(model, ActivationOptions(mlp_tile_tokens=64))
+        problems, (notice,) = told(family, **experts)
+        assert problems == []
+        assert notice.startswith("model.tile_tokens=64 is of 0 of 2 layers")
+        model, expected = model_of(family, **experts), model_of(family, **experts)
+        tile(model, 7)
+        assert_models_close(model, expected, torch.randint(64, (1, 30)))
 
 
-def test_an_mlp_of_remote_code_or_of_unknown_parts_is_not_tiled():
+def test_a_model_without_anything_to_tile_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"model\.tile_tokens must be null for Linear.*got 64"):
+        tile(nn.Linear(3, 3), 64)
+
+
+def test_a_layer_or_mlp_of_remote_code_or_of_unknown_parts_is_not_tiled():
     model = model_of("llama")
-    model.model.layers[0].mlp.shift = nn.Conv1d(H, H, 3)
-    model.model.layers[1].mlp.__class__ = type("LlamaMLP", (type(model.model.layers[1].mlp),), {"__module__": "remote"})
-    assert tileable_mlps(model) == []
+    first, second = model.model.layers
+    first.mlp.shift = nn.Conv1d(H, H, 3)
+    second.mlp.__class__ = type("LlamaMLP", (type(second.mlp),), {"__module__": "remote"})
+    layers, modules = tileable(model)
+    assert layers == []
+    assert not {first.mlp, second.mlp} & set(modules)
 
 
 REFUSED = [
@@ -293,8 +405,8 @@ REFUSED = [
         "model.activation_offload=true needs model.enable_gradient_checkpointing=true; got false",
     ),
     (
-        ["model.mlp_tile_tokens=64", "engine.strategy=fsdp"],
-        "model.mlp_tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp",
+        ["model.tile_tokens=64", "engine.strategy=fsdp"],
+        "model.tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp",
     ),
 ]
 

@@ -1,0 +1,347 @@
+"""The token-wise work of a model over tiles of tokens, `model.tile_tokens`: attention alone sees the whole sequence.
+
+```
+              tiles of [tile, H]                   whole                      tiles of [tile, H]
+ hidden ─► norm, q k v, their norms, rotation ─► attention ─► output projection, residual, norm, MLP, residual ─►
+```
+
+Both parts of a layer are its own forward on a tile, which attention's interface interrupts: the first part ends there,
+the second begins with the layer's input and the output of attention. Each tile is computed again for its gradient, so
+that a layer keeps its input, the inputs of attention and its output: what ALST does for MLPs
+(https://arxiv.org/abs/2506.13996), for all that reads each token by itself. Parameters are gathered, and their
+gradients reduced, once a layer, as without tiles.
+
+Legend: B rows (1 for a pack), T tokens of a micro-batch on this rank, H hidden size, E head size.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import get_device_states, set_device_states
+from transformers import AttentionInterface
+from transformers.activations import ACT2CLS
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class TiledModule:
+    """The forward of a module that reads each token by itself, over tiles of `tile` tokens.
+
+    It takes the place of ``module.forward``: hooks around the module, FSDP's among them, run once, and adapters that
+    are put inside later are a part of it. A sequence of one tile is computed as it always was.
+    """
+
+    def __init__(self, module: nn.Module, tile: int) -> None:
+        self.module, self.tile = module, tile
+        self.whole: Any = module.forward  # the class's own, or a kernel's that was put in its place
+        module.forward = self._forward
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[…, H]`` of ``[…, H]``; with heads, ``[B, T, heads, E]`` of the same."""
+        flat = x.flatten(0, min(x.dim(), 3) - 2).unsqueeze(0)
+        if flat.shape[1] <= self.tile:
+            return self.whole(x)
+        (output,) = _Tiled(self.module, self.tile, lambda _, part: (self.whole(part),))(flat)
+        return output.view(x.shape)
+
+
+class TiledLayer:
+    """The forward of a decoder layer, over tiles of `tile` tokens but for its attention."""
+
+    def __init__(self, layer: nn.Module, tile: int) -> None:
+        self.layer, self.tile = layer, tile
+        self.whole: Any = layer.forward
+        self.names = list(inspect.signature(layer.forward).parameters)[1:]
+        layer.forward = self._forward
+
+    def _forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        """As the layer's own, of ``hidden[B, T, H]``; `others` that have a row for each token are cut with it."""
+        kwargs |= dict(zip(self.names, others, strict=False))
+        tokens, cache = hidden.shape[1], kwargs.get("past_key_values", kwargs.get("layer_past"))
+        if tokens <= self.tile or cache is not None:
+            return self.whole(hidden, **kwargs)
+        name = next(part.config._attn_implementation for part in self.layer.modules() if hasattr(part, "config"))
+        attention: Callable = ALL_ATTENTION_FUNCTIONS[name]
+        call: list[tuple] = []  # what the layer gives to attention beside queries, keys and values
+        more: list[Any] = []  # what the layer gives in a tuple after its hidden states; None: it gives these alone
+
+        def cut(at: slice) -> dict[str, Any]:
+            def of_tile(x: torch.Tensor) -> torch.Tensor:
+                assert not x.requires_grad, "gradients of a layer go through its hidden states"
+                return x[:, at] if x.dim() > 1 and x.shape[1] == tokens else x
+
+            return {
+                key: x if key == "attention_mask" else tree_map_only(torch.Tensor, of_tile, x)
+                for key, x in kwargs.items()
+            }
+
+        def before(at: slice, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            try:
+                with _attention_is(_reach, name):
+                    self.whole(x, **cut(at))
+            except _Reached as reached:
+                call[:] = [reached.call]
+                return reached.heads
+            raise ValueError(
+                f"model.tile_tokens: {type(self.layer).__name__} does not call transformers' attention interface"
+            )
+
+        def after(at: slice, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor]:
+            with _attention_is(lambda *_, **__: (attended, None), name):
+                output = self.whole(x, **cut(at))
+            alone = isinstance(output, torch.Tensor)
+            more[:] = [None if alone else output[1:]]  # not the tensor, whose graph would hold all of `attended`
+            return (output if alone else output[0],)
+
+        heads = _Tiled(self.layer, self.tile, before)(hidden)
+        ((module, args, given),) = call
+        given |= {key: kwargs[key] for key in given if key in kwargs}  # of all tokens
+        attended, *_ = attention(module, *(x.transpose(1, 2) for x in heads), *args, **given)
+        del heads
+        (hidden,) = _Tiled(self.layer, self.tile, after)(hidden, attended)
+        return hidden if more[0] is None else (hidden, *more[0])
+
+
+def slices(tokens: int, tile: int) -> list[slice]:
+    """The tiles of so many tokens."""
+    return [slice(start, start + tile) for start in range(0, tokens, tile)]
+
+
+class _Reached(Exception):
+    """Ends a layer's forward where it calls attention."""
+
+    def __init__(self, heads: tuple[torch.Tensor, ...], call: tuple) -> None:
+        self.heads, self.call = heads, call
+
+
+def _reach(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **given: Any
+) -> Any:
+    raise _Reached(tuple(x.transpose(1, 2) for x in (query, key, value)), (module, args, given))
+
+
+@contextmanager
+def _attention_is(function: Callable, name: str) -> Iterator[None]:
+    """Let `function` be the attention that layers call by this name."""
+    before = ALL_ATTENTION_FUNCTIONS[name]
+    AttentionInterface.register(name, function)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(name, before)
+
+
+class _Tiled:
+    """A function of tiles, with the parameters of a module, as one of whole sequences.
+
+    function: gives tensors ``[B, tile, …]`` of a slice of tokens and tensors ``[B, tile, …]``.
+    """
+
+    def __init__(self, module: nn.Module, tile: int, function: Function) -> None:
+        self.module, self.tile, self.function = module, tile, function
+        self.upstream: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors ``[B, T, …]`` of tensors ``[B, T, …]``."""
+        parameters = self.trainable() if torch.is_grad_enabled() else []
+        kept = _Keep.apply(self, len(inputs), *inputs, *parameters)
+        return _Run.apply(self, kept, *(x.detach() for x in inputs))
+
+    def trainable(self) -> list[torch.Tensor]:
+        """The parameters that have gradients, as FSDP has gathered them."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        assert not any(isinstance(parameter, DTensor) for parameter in parameters), "FSDP must gather around the tiles"
+        return parameters
+
+    def run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        outputs: tuple[torch.Tensor, ...] = ()
+        for at in slices(inputs[0].shape[1], self.tile):
+            parts = self.function(at, *(x[:, at] for x in inputs))
+            outputs = outputs or tuple(x.new_empty(x.shape[0], inputs[0].shape[1], *x.shape[2:]) for x in parts)
+            for whole, part in zip(outputs, parts, strict=True):
+                whole[:, at] = part
+            del parts  # before the next tile
+        return outputs
+
+    def gradients(
+        self, inputs: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+    ) -> list[torch.Tensor | None]:
+        """Of the inputs that are wanted and of each of :meth:`trainable`; those are summed in fp32."""
+        parameters = self.trainable()
+        of_inputs = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=True)]
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        for at in slices(inputs[0].shape[1], self.tile):
+            tiles = [x[:, at].detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)]
+            with torch.enable_grad():
+                pairs = [
+                    (part, whole[:, at].to(part.dtype))
+                    for part, whole in zip(self.function(at, *tiles), upstream, strict=True)
+                    if part.requires_grad
+                ]
+            sources = [x for x in tiles if x.requires_grad] + parameters
+            parts, of_parts = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(parts, sources, of_parts, allow_unused=True))
+            del pairs, parts, of_parts
+            for total in of_inputs:
+                if total is not None:
+                    gradient = next(found)
+                    total[:, at] = 0 if gradient is None else gradient
+            for index, gradient in enumerate(found):
+                if gradient is not None:
+                    total = sums[index]
+                    if total is None:
+                        sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+                    else:
+                        total += gradient
+            del found  # before the next tile
+        return [*of_inputs, *(None if s is None else s.to(p.dtype) for p, s in zip(parameters, sums, strict=True))]
+
+    @property
+    def draws(self) -> bool:
+        return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in self.module.modules())
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps the inputs of tiled work, and computes the gradients; its output, an empty tensor, goes to :class:`_Run`.
+
+    Apart from that, because a checkpointed layer is recomputed as far as the last tensor that it keeps: where that is
+    one of these inputs, the work is not done once more before its tiles are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, work: _Tiled, inputs: int, *tensors: torch.Tensor) -> torch.Tensor:
+        x = tensors[0]
+        ctx.work = work
+        ctx.state = _State(x) if work.draws else None
+        ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        ctx.save_for_backward(*tensors[:inputs])
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        upstream, ctx.work.upstream = ctx.work.upstream, ()
+        enabled, dtype = ctx.autocast
+        with (
+            nullcontext() if ctx.state is None else ctx.state.restored(),
+            torch.autocast(inputs[0].device.type, dtype, enabled=enabled),
+        ):
+            return None, None, *ctx.work.gradients(inputs, upstream, ctx.needs_input_grad[2 : 2 + len(inputs)])
+
+
+class _Run(torch.autograd.Function):
+    """The outputs of tiled work; what they get in the backward pass waits for :class:`_Keep`, which is next."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Tiled, kept: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.work, ctx.inputs = work, len(inputs)
+        return work.run(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.work.upstream = grad_outputs
+        return None, grad_outputs[0].new_empty(0), *([None] * ctx.inputs)
+
+
+class _State:
+    """The state of the random numbers of the host and of a tensor's device."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._kind = x.device.type
+        self._host = torch.get_rng_state()
+        self._devices, self._states = get_device_states(x)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """What is drawn inside is drawn as after that state, and changes nothing outside."""
+        with torch.random.fork_rng(self._devices, device_type=self._kind):
+            torch.set_rng_state(self._host)
+            set_device_states(self._devices, self._states, device_type=self._kind)
+            yield
+
+
+# What token-wise modules may be made of: parts that read the last dimension alone.
+_PARTS = (nn.Linear, Conv1D, nn.Dropout, nn.Identity)
+_ACTIVATIONS = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
+# What a layer may be given: what has a row for each token, or is read by its attention alone.
+_ARGUMENTS = {
+    *("hidden_states", "position_ids", "position_embeddings", "attention_mask", "past_key_values", "layer_past"),
+    *("use_cache", "encoder_hidden_states", "encoder_attention_mask", "kwargs"),
+}
+
+
+def tile(model: nn.Module, tokens: int) -> None:
+    """Let the model's token-wise work run over tiles of so many tokens. Raises ValueError where there are none."""
+    layers, modules = tileable(model)
+    if not layers + modules:
+        raise ValueError(untileable(type(model).__name__, tokens))
+    for layer in layers:
+        TiledLayer(layer, tokens)
+    for module in modules:
+        TiledModule(module, tokens)
+
+
+def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Decoder layers of a model of transformers' that read each token by itself but for their attention; of the rest of
+    the model, the MLPs and norms that do.
+
+    They are made of linear layers, norms, activations and dropout. Mixtures of experts, whose parameters and routers
+    are their own, are none of them.
+    """
+    layers = [layer for layer in model.modules() if _is_tileable_layer(layer)]
+    inside = {part for layer in layers for part in layer.modules()}
+    rest = [part for part in model.modules() if part not in inside]
+    mlps = [
+        part.mlp for part in rest if isinstance(getattr(part, "mlp", None), nn.Module) and _reads_each_token(part.mlp)
+    ]
+    return layers, mlps + [part for part in rest if _is_norm(part)]
+
+
+def _is_tileable_layer(layer: nn.Module) -> bool:
+    if not isinstance(layer, GradientCheckpointingLayer) or not _is_known(layer):
+        return False
+    names = set(inspect.signature(type(layer).forward).parameters) - {"self"}
+    return names <= _ARGUMENTS and any(
+        getattr(part, "is_causal", False) and part.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        for part in layer.modules()
+    )
+
+
+def _reads_each_token(mlp: nn.Module) -> bool:
+    return len(inspect.signature(type(mlp).forward).parameters) == 2 and _is_known(mlp)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether each part is transformers' own code, not remote code, and all parameters are those of known parts."""
+    return all(
+        type(part) in _ACTIVATIONS
+        or type(part) in _PARTS
+        or _is_norm(part)
+        or (
+            type(part).__module__.startswith("transformers.")
+            and any(True for _ in part.children())
+            and not list(part.parameters(recurse=False))
+        )
+        for part in module.modules()
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and not list(module.children())
+
+
+def untileable(model_class: str, tokens: int) -> str:
+    """The line that refuses `model.tile_tokens` for a model without such layers and modules."""
+    return (
+        f"model.tile_tokens must be null for {model_class}, none of whose layers reads each token by itself but for "
+        f"attention; got {tokens}"
+    )
