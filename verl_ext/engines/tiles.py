@@ -58,8 +58,8 @@ class TiledLayer:
     """The forward of a decoder layer, over tiles of `tile` tokens but for its attention."""
 
     def __init__(self, layer: nn.Module, tile: int) -> None:
-        self.layer, self.tile = layer, tile
-        self.whole: Any = layer.forward
+        self.layer: Any = layer
+        self.tile, self.whole = tile, layer.forward
         self.names = list(inspect.signature(layer.forward).parameters)[1:]
         layer.forward = self._forward
 
@@ -69,7 +69,8 @@ class TiledLayer:
         tokens, cache = hidden.shape[1], kwargs.get("past_key_values", kwargs.get("layer_past"))
         if tokens <= self.tile or cache is not None:
             return self.whole(hidden, **kwargs)
-        name = next(part.config._attn_implementation for part in self.layer.modules() if hasattr(part, "config"))
+        parts: Any = self.layer.modules()
+        name = next(part.config._attn_implementation for part in parts if hasattr(part, "config"))
         attention: Callable = ALL_ATTENTION_FUNCTIONS[name]
         call: list[tuple] = []  # what the layer gives to attention beside queries, keys and values
         more: list[Any] = []  # what the layer gives in a tuple after its hidden states; None: it gives these alone
@@ -158,7 +159,7 @@ class _Tiled:
 
     def trainable(self) -> list[torch.Tensor]:
         """The parameters that have gradients, as FSDP has gathered them."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        parameters: list[torch.Tensor] = [p for p in self.module.parameters() if p.requires_grad]
         assert not any(isinstance(parameter, DTensor) for parameter in parameters), "FSDP must gather around the tiles"
         return parameters
 
@@ -300,19 +301,18 @@ def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     layers = [layer for layer in model.modules() if _is_tileable_layer(layer)]
     inside = {part for layer in layers for part in layer.modules()}
     rest = [part for part in model.modules() if part not in inside]
-    mlps = [
-        part.mlp for part in rest if isinstance(getattr(part, "mlp", None), nn.Module) and _reads_each_token(part.mlp)
-    ]
+    inner = [mlp for part in rest if isinstance(mlp := getattr(part, "mlp", None), nn.Module)]
+    mlps = [mlp for mlp in inner if _reads_each_token(mlp)]
     return layers, mlps + [part for part in rest if _is_norm(part)]
 
 
 def _is_tileable_layer(layer: nn.Module) -> bool:
     if not isinstance(layer, GradientCheckpointingLayer) or not _is_known(layer):
         return False
-    names = set(inspect.signature(type(layer).forward).parameters) - {"self"}
+    names, parts = set(inspect.signature(type(layer).forward).parameters) - {"self"}, list[Any](layer.modules())
     return names <= _ARGUMENTS and any(
         getattr(part, "is_causal", False) and part.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
-        for part in layer.modules()
+        for part in parts
     )
 
 

@@ -170,7 +170,7 @@ def _logits(
     hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], bias: torch.Tensor | None, block: slice
 ) -> torch.Tensor:
     """fp32[R, V], owned by the caller."""
-    half = {} if weights[0].is_cpu or weights[0].dtype.itemsize >= 4 else {"out_dtype": torch.float32}
+    half: Any = {} if weights[0].is_cpu or weights[0].dtype.itemsize >= 4 else {"out_dtype": torch.float32}
     parts = [torch.mm(x[block], weight.t(), **half) for x, weight in zip(hidden, weights, strict=True)]
     logits = parts[0]
     for part in parts[1:]:
