@@ -142,9 +142,8 @@ class SFTTrainer:
             print(f"note: loss.head={asked} is {runs} here: {why}", file=sys.stderr, flush=True)
 
     def _limit_collectives(self, first_step: bool) -> None:
-        engine = self.engine
-        meshes = filter(None, (engine.device_mesh, engine.ulysses_device_mesh, engine.context_device_mesh))
-        limit_collectives(self.config.trainer.collective_timeout(first_step), meshes)
+        meshes = (self.engine.device_mesh, self.engine.ulysses_device_mesh, self.engine.context_device_mesh)
+        limit_collectives(self.config.trainer.collective_timeout(first_step), filter(None, meshes))
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
@@ -343,8 +342,7 @@ class SFTTrainer:
     def _validate_and_save(self, step: int) -> None:
         paused = self.progress.pause()
         if self.evaluation is not None and self.run.is_due(step, self.config.trainer.test_freq):
-            metrics = self.validate()
-            self._track(metrics, step)
+            self._track(self.validate(), step)
         saves = self.run.is_due(step, self.config.trainer.save_freq)
         if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
             with self._training_waits(step):
