@@ -3,7 +3,7 @@
     python benchmarks/gpu/run.py                 # writes RESULTS.md beside this file
     python benchmarks/gpu/run.py --quick         # tiny shapes, on a CPU too: whether it runs
 
-TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR trl`, then `--trl DIR`.
+TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR 'trl>=1.16'`, then `--trl DIR`.
 
 Every cell is a process of its own, so that its memory is its own. A contestant that is not installed, or does not fit,
 is a row that says so.
@@ -79,7 +79,11 @@ def cell(kind: str, folder: Path, trl: str | None = None, **given: Any) -> dict[
     print(f"{kind}: {', '.join(f'{key} {value}' for key, value in given.items())}", file=sys.stderr, flush=True)
     command = [sys.executable, str(Path(__file__).with_name(script)), spec]
     paths = [trl] if trl and given.get("contestant") == "trl" else []
-    environment = {**os.environ, **allocator(), "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        **allocator(),
+        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+    }
     return {**given, **outcome(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment))}
 
 
