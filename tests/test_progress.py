@@ -32,6 +32,8 @@ for step in range(1, 4):
     with progress.aside():
         shares = {{"val/exact_match": 0.91234, "val/accuracy": 0.91234}}
         progress.log({{"val/loss": 2.0123456, "val/perplexity": 7.48083456, **shares}}, step)
+    with progress.aside():
+        progress.log({{"train/save_pause": 0.123456789}}, step)
 progress.close()
 """
 FILES = """
@@ -77,13 +79,14 @@ def test_a_steps_line_fits_80_columns_and_redirected_output_has_no_control_chara
     done = in_pipes(STEPS.format(total=total, visible=True))
     assert done.stderr == ""  # no bar in a file
     lines = done.stdout.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 10
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     width = len(str(total))
     first = rf"step {1:>{width}}/{total}  loss 2\.138  123\.5k tokens/s  141\.2 GiB  \d+(:\d\d)+ left"
     assert re.fullmatch(first, lines[0])
     assert lines[1].startswith(f"step {1:>{width}}/{total}  val  loss 2.012  exact_match 0.9123  accuracy 0.9123")
-    assert lines[6].startswith("trained on 370,368 tokens in ")
+    assert lines[2] == f"step {1:>{width}}/{total}  saved, training waited 0.1235 s"
+    assert lines[9].startswith("trained on 370,368 tokens in ")
 
 
 def test_an_80_column_terminal_shows_a_line_a_step_and_a_bar_that_fits():

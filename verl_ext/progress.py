@@ -151,7 +151,9 @@ class StepProgress:
         values = {name.removeprefix(f"{kind}/"): value for name, value in data.items()}
         parts = [f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}", *([kind] if kind != "train" else [])]
         parts += [f"{name} {four_digits(values[name])}" for name in _HEADLINES if name in values]
-        if kind == "train":
+        if "save_pause" in values:
+            parts.append(f"saved, training waited {four_digits(values['save_pause'])} s")
+        elif kind == "train":
             parts += [
                 f"{four_digits(values['tokens_per_second'])} tokens/s",
                 f"{four_digits(values['memory_gib'])} GiB",

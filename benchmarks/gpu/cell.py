@@ -62,8 +62,7 @@ def contestant(spec: dict[str, Any], budget: int, documents: list[Document], ste
     if spec["contestant"] == "ours_liger":
         shared.append("model.use_liger=true")
     if spec["contestant"] == "ours_fa3":
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-        shared.append("attention.backend=varlen")
+        shared.append("attention.backend=fa3")
     if spec["contestant"].startswith("ours"):
         shared += spec.get("overrides", [])
     name = f"{spec['contestant']}-{spec['shape']}-{budget}"
@@ -72,6 +71,32 @@ def contestant(spec: dict[str, Any], budget: int, documents: list[Document], ste
         if spec["contestant"].startswith("ours"):
             return common.packed(name, "best_fit")
         return common.stock(name, None)
+
+
+def implementations(built: Any, packed: bool) -> dict[str, Any]:
+    """Name the kernel, head and optimizer of a contestant, by its kind; packed: rows hold several documents.
+
+    Returns also whether its mask is quadratic in the pack, and whether its head computes the targets' logits alone.
+    """
+    from verl.utils import torch_functional
+
+    from benchmarks.contestants import PackedContestant
+    from verl_ext.losses import HEADS
+    from verl_ext.trainer import report
+
+    if isinstance(built, PackedContestant):
+        run = built.run
+        head = max(run.config.loss.head, built.trainer.engine.head_use, key=HEADS.index)
+        kernel, head, optimizer = report.implementations(run.config, run.backend, head)
+        found = {"kernel": kernel, "head": head, "optimizer": optimizer}
+        return {**found, "quadratic": False, "targets_only": head != "plain"}
+    fused = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    return {
+        **setting.kernel_of(built.engine.module, packed),
+        "head": f"plain, {'flash-attn cross entropy' if fused else 'log-softmax by rows'}",
+        "optimizer": setting.optimizer_of(built.engine.optimizer),
+        "targets_only": False,
+    }
 
 
 def as_step(documents: list[Document], folder: Path) -> Any:
@@ -86,15 +111,18 @@ def throughput(spec: dict[str, Any]) -> dict[str, Any]:
     """Of the contestant at one size of pack."""
     documents = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], spec["steps"])
     built = contestant(spec, spec["pack"], documents[0], spec["steps"] + 2)
+    found = implementations(built, packed=True)
+    setting.report(**found)
     own = Path(spec["folder"]) / f"steps-{os.getpid()}"
     batches = [built.load(as_step(step, own / str(index))) for index, step in enumerate(documents)]
-    return setting.throughput(built.train, batches, spec, documents)
+    return setting.throughput(built.train, batches, spec, documents, found["targets_only"])
 
 
 def longest(spec: dict[str, Any]) -> dict[str, Any]:
     """Of the contestant: single documents, a quarter of whose tokens are targets."""
     few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
     built = contestant(spec, POSITIONS, few, 1000)
+    setting.report(**implementations(built, packed=False))
     rng = np.random.default_rng(0)
 
     def train(length: int) -> None:

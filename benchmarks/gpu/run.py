@@ -3,7 +3,7 @@
     python benchmarks/gpu/run.py                 # writes RESULTS.md beside this file
     python benchmarks/gpu/run.py --quick         # tiny shapes, on a CPU too: whether it runs
 
-TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR trl`, then `--trl DIR`.
+TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR 'trl>=1.16'`, then `--trl DIR`.
 
 Every cell is a process of its own, so that its memory is its own. A contestant that is not installed, or does not fit,
 is a row that says so.
@@ -24,6 +24,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("throughput", "longest", "shares")
+IMPLEMENTATIONS = ("kernel", "head", "optimizer")
 CONTESTANTS = ("ours", "ours_liger", "ours_fa3", "verl", "trl")
 SHAPES: dict[str, dict[str, int]] = {  # Qwen3's; tied embeddings, heads of 128
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -34,10 +35,16 @@ NOTES = """\
 Same random weights, documents, AdamW, bf16 compute over fp32 weights and gradient checkpointing for everybody; a
 step's documents differ, and are the same for all. Lengths are LongAlign's mixture scaled to the pack
 (benchmarks/lengths.py), a quarter of the tokens are targets. `verl` is 0.9.1 with dynamic batches under the same token
-limit and no padding (its fused head fails under FSDP2); `trl` packs best-fit without padding, with its chunked loss.
-`ours_fa3` is torch's varlen attention with its switch to FlashAttention 3. Tokens are the documents' own. MFU: 6 FLOPs
-for each token and matrix parameter, the head over all tokens included, and causal attention inside documents; nothing
-for recomputation. Peak: `torch.cuda.max_memory_reserved`."""
+limit and no padding (its fused head fails under FSDP2); `trl` packs best-fit without padding. `ours` is
+`attention.backend=auto`, which takes FlashAttention 3 by itself where it can; `ours_fa3` asks for it by name. Kernel,
+head and optimizer are those that ran. Tokens are the documents' own. MFU: 6 FLOPs for each token and matrix parameter,
+and causal attention inside documents; nothing for recomputation. Model MFU counts the head over all tokens whatever a
+contestant computes; computed MFU counts it over the targets alone where no more is computed. GB are 10⁹ bytes at the
+peak: reserved is `torch.cuda.max_memory_reserved`, which `in 80 GB` compares, allocated is `max_memory_allocated`."""
+MARK = "¹"
+QUADRATIC = f"""\
+{MARK} Without flash-attn transformers gives every layer a mask of all tokens by all tokens of a pack. The row says what
+that costs, and no ratio is taken of it or to it."""
 
 
 def arguments() -> argparse.Namespace:
@@ -72,13 +79,31 @@ def cell(kind: str, folder: Path, trl: str | None = None, **given: Any) -> dict[
     print(f"{kind}: {', '.join(f'{key} {value}' for key, value in given.items())}", file=sys.stderr, flush=True)
     command = [sys.executable, str(Path(__file__).with_name(script)), spec]
     paths = [trl] if trl and given.get("contestant") == "trl" else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    environment = {
+        **os.environ,
+        **allocator(),
+        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+    }
+    return {**given, **outcome(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment))}
+
+
+def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return what a cell's process printed before it ended, and "failed": why, where it did."""
+    found: dict[str, Any] = {}
+    lines = [line for line in done.stdout.splitlines() if line.startswith(('{"', "{}"))]  # TRL prints dicts of Python
+    for line in lines:
+        found |= json.loads(line)
     if done.returncode or not lines:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {**given, "failed": "out of memory" if "out of memory" in done.stderr else reason[:160]}
-    return {**given, **json.loads(lines[-1])}
+        found["failed"] = "out of memory" if "out of memory" in done.stderr else reason[:160]
+    return found
+
+
+def allocator() -> dict[str, str]:
+    """Return the caching allocator's setting of every cell: the user's own, else the default of a run."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    return given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -122,11 +147,14 @@ def report(found: dict[str, list[dict[str, Any]]]) -> str:
         f"    python {' '.join(['benchmarks/gpu/run.py', *sys.argv[1:]])}",
     ]
     lines += ["", NOTES]
+    if any(row.get("quadratic") for rows in found.values() for row in rows):
+        lines += ["", QUADRATIC]
     if rows := found.get("throughput"):
-        head = ("shape", "pack", "contestant", "tokens/s", "× verl", "MFU", "peak GB")
+        figures = ("tokens/s", "× verl", "model MFU", "computed MFU", "GB reserved", "GB allocated")
+        head = ("shape", "pack", "contestant", *IMPLEMENTATIONS, *figures)
         lines += ["", "## Tokens per second", "", *table(head, [throughput_row(row, rows) for row in rows])]
     if rows := found.get("longest"):
-        head = ("shape", "contestant", "in 80 GB", "in the whole card", "tokens/s there")
+        head = ("shape", "contestant", *IMPLEMENTATIONS, "in 80 GB", "in the whole card", "tokens/s there")
         lines += ["", "## Longest document", "", *table(head, [longest_row(row) for row in rows])]
     if rows := found.get("shares"):
         kinds = ("attention", "mlp", "head", "optimizer", "other", "waiting")
@@ -143,20 +171,28 @@ def report(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def throughput_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """The figures, or why there are none."""
-    start = [row["shape"], f"{row['pack']:,}", row["contestant"]]
+    """Return the figures, or why there are none; no ratio is taken of a quadratic mask, or to one."""
+    start = [row["shape"], f"{row['pack']:,}", *what_ran(row)]
     if "failed" in row:
         return [*start, row["failed"]]
     peers = [r for r in rows if (r["shape"], r["pack"]) == (row["shape"], row["pack"]) and "failed" not in r]
-    stock = next((r["tokens_per_second"] for r in peers if r["contestant"] == "verl"), None)
-    mfu = "–" if row["mfu"] is None else f"{row['mfu']:.2f}"
+    comparable = [r for r in peers if not (r["quadratic"] or row["quadratic"])]
+    stock = next((r["tokens_per_second"] for r in comparable if r["contestant"] == "verl"), None)
     ratio = "–" if stock is None else f"{row['tokens_per_second'] / stock:.2f}"
-    return [*start, f"{row['tokens_per_second']:,.0f}", ratio, mfu, f"{row['peak'] / 1e9:.1f}"]
+    mfus = ["–" if row[key] is None else f"{row[key]:.2f}" for key in ("mfu", "computed_mfu")]
+    peaks = [f"{row[key] / 1e9:.1f}" for key in ("reserved", "allocated")]
+    return [*start, f"{row['tokens_per_second']:,.0f}", ratio, *mfus, *peaks]
+
+
+def what_ran(row: dict[str, Any]) -> list[str]:
+    """Return the contestant, marked where its mask is quadratic, and its implementations, as far as it got."""
+    mark = f" {MARK}" if row.get("quadratic") else ""
+    return [row["contestant"] + mark, *(row.get(kind, "–") for kind in IMPLEMENTATIONS)]
 
 
 def longest_row(row: dict[str, Any]) -> list[str]:
     """The figures, or why there are none."""
-    start = [row["shape"], row["contestant"]]
+    start = [row["shape"], *what_ran(row)]
     if "failed" in row:
         return [*start, row["failed"]]
     return [*start, f"{row['in_80_gb']:,}", f"{row['longest']:,}", f"{row['tokens_per_second']:,.0f}"]
@@ -169,7 +205,7 @@ def table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
 
 
 def machine() -> str:
-    """GPU, driver and versions in a line."""
+    """Return the GPU, driver, versions and the allocator's setting in a line."""
     parts = [platform.processor() or platform.machine()]
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -181,6 +217,7 @@ def machine() -> str:
             parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             parts.append(f"no {package}")
+    parts += [f"{name}={value}" for name, value in allocator().items()]
     return ", ".join(parts)
 
 

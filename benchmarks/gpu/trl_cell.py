@@ -13,24 +13,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu import setting
+from verl_ext.attention.kernels import unusable
 
 
 class Counting(SFTTrainer):
-    """Keeps what each micro-batch held: lengths of documents, by optimizer step."""
+    """TRL's trainer, which keeps positions and labels of each micro-batch by optimizer step, to be read afterwards."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lengths: dict[int, list[int]] = {}
+        self.kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        positions = inputs["position_ids"].flatten().cpu().numpy()
-        lengths = np.diff(np.append(np.flatnonzero(positions == 0), len(positions)))
-        self.lengths.setdefault(self.state.global_step, []).extend(lengths.tolist())
+        self.kept.setdefault(self.state.global_step, []).append((inputs["position_ids"], inputs["labels"]))
         return super().training_step(model, inputs, *args, **kwargs)
+
+
+def lengths_of(position_ids: torch.Tensor) -> list[int]:
+    """Return the lengths of the documents in a row of packed positions."""
+    positions = position_ids.flatten().cpu().numpy()
+    return np.diff(np.append(np.flatnonzero(positions == 0), len(positions))).tolist()
 
 
 class Clock(TrainerCallback):
@@ -51,10 +55,10 @@ class Clock(TrainerCallback):
 
 
 def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulation: int, steps: int) -> Counting:
-    """TRL's best for long packs: best-fit packing without padding, flash attention if installed, its chunked loss."""
+    """Build TRL's best for long packs: best-fit packing without padding, flash-attn if it runs, its own fused head."""
     cuda = torch.cuda.is_available()
     folder = Path(spec["folder"])
-    attention = "flash_attention_2" if cuda and is_flash_attn_2_available() else "sdpa"
+    attention = "flash_attention_2" if cuda and not unusable("flash_attn") else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
         folder / spec["shape"], dtype=torch.float32, attn_implementation=attention
     )
@@ -72,7 +76,6 @@ def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulati
         use_cpu=not cuda,
         gradient_checkpointing=True,
         optim="adamw_torch_fused" if cuda else "adamw_torch",
-        loss_type="chunked_nll",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -86,29 +89,35 @@ def trainer(spec: dict[str, Any], documents: list[dict], budget: int, accumulati
     return Counting(model, args=config, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer)
 
 
+def report(built: Counting, packed: bool) -> bool:
+    """Print kernel, head and optimizer; return whether the head computes the logits of targets alone."""
+    targets_only = torch.cuda.is_available()  # TRL's choice: elsewhere its tiles have one shape, of all tokens
+    head = f"fused, {'targets' if targets_only else 'all tokens'}"
+    optimizer = setting.optimizer_of(built.create_optimizer())
+    setting.report(**setting.kernel_of(built.model, packed), head=head, optimizer=optimizer)
+    return targets_only
+
+
 def throughput(spec: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second, MFU and peak over all steps but the first."""
+    """Measure all steps but the first."""
     steps = setting.steps_of_documents(spec["shape"], spec["pack"], spec["step_tokens"], spec["steps"])
     accumulation = max(round(spec["step_tokens"] / spec["pack"]), 1)
     documents = [document for step in steps for document in step]
     built, clock = trainer(spec, documents, spec["pack"], accumulation, spec["steps"] + 1), Clock()
+    targets_only = report(built, packed=True)
     built.add_callback(clock)
     built.train()
-    lengths = [length for step, found in built.lengths.items() if step > 0 for length in found]
-    measured = [{"input_ids": np.empty(length)} for length in lengths]
-    seconds = sum(clock.seconds[1:])
-    return {
-        "tokens_per_second": sum(lengths) / seconds,
-        "mfu": setting.mfu(setting.flops(spec["shape"], measured), seconds),
-        "peak": setting.peak_memory(),
-    }
+    measured = [micro for step, kept in built.kept.items() if step > 0 for micro in kept]
+    lengths = [length for positions, _ in measured for length in lengths_of(positions)]
+    targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in measured)
+    return setting.figures(spec["shape"], lengths, targets if targets_only else sum(lengths), sum(clock.seconds[1:]))
 
 
 def longest(spec: dict[str, Any]) -> dict[str, Any]:
     """Single documents, a quarter of whose tokens are targets."""
     few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
     built = trainer(spec, few, 512, 1, 1)
-    built.create_optimizer()
+    report(built, packed=False)
     built.current_gradient_accumulation_steps = 1  # set by its train()
     model = built.accelerator.prepare(built.model)
     model.train()

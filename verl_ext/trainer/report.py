@@ -17,7 +17,7 @@ from verl_ext.config.output import REPORT
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.mixture import mixture_table
-from verl_ext.engines.optimizer import LOOP, implementation
+from verl_ext.engines.optimizer import implementation
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
 from verl_ext.trainer.step_plan import StepPlan
@@ -26,22 +26,22 @@ Facts = dict[str, Any]
 
 
 def what_runs(config: RunConfig, ranks: int, backend: str, head: str) -> str:
-    """Describe a run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
-    values, name = config.values, "CPU (gloo)"
-    optim, engine = values["optim"], values["engine"]
-    dtype = engine["mixed_precision"]["param_dtype"]
+    """The run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
+    name = "CPU (gloo)"
     if config.trainer.device != "cpu":
         planned = config.plan.gpu_memory
         name = f"GPU of {planned}" if planned else torch.cuda.get_device_name()
-    form = implementation(optim, config.trainer.device, engine["offload_policy"], half=dtype == "fp16")
-    parts = (
-        f"{ranks} × {name}",
-        dtype,
-        f"attention {KERNEL_NAMES.get(backend, backend)}",
-        f"head {head}",
-        optim["optimizer"] if form in (None, LOOP) else f"{optim['optimizer']} {form}",
-    )
-    return " · ".join(parts)
+    kernel, head, optimizer = implementations(config, backend, head)
+    dtype = config.values["engine"]["mixed_precision"]["param_dtype"]
+    return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))
+
+
+def implementations(config: RunConfig, backend: str, head: str) -> tuple[str, str, str]:
+    """Name a run's attention kernel, head and optimizer: `("varlen (FA3)", "fused", "AdamW fused")`."""
+    optim, engine = config.values["optim"], config.values["engine"]
+    half = engine["mixed_precision"]["param_dtype"] == "fp16"
+    form = implementation(optim, config.trainer.device, bool(engine["offload_policy"]), half)
+    return KERNEL_NAMES.get(backend, backend), head, f"{optim['optimizer']} {form or ''}".strip()
 
 
 def data_facts(dataset: PackDataset) -> Facts:
