@@ -30,7 +30,7 @@ def test_the_files_of_a_run_an_export_a_model_and_tokenized_data_follow_the_umas
         run = [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}"]
         run += ["trainer.total_training_steps=2", "trainer.spike_factor=2", "trainer.save_freq=1"]
         run += ["checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
-        run += [f"trainer.default_local_dir={tmp_path / 'all' / 'run'}", f"data.cache_dir={tmp_path / 'all' / 'cache'}"]
+        run += [f"trainer.default_local_dir={tmp_path / 'all' / 'run'}"]
         run_ranks(train_under, 1, umask, run)
         exported = [f"checkpoint={tmp_path / 'all' / 'run'}", f"output_dir={tmp_path / 'all' / 'export'}"]
         assert export.main(exported) == 0
