@@ -31,7 +31,7 @@ from verl_ext.values import show
 
 _GIB = 2**30
 _MIB = 2**20
-OTHERS = 6  # steps beside the heaviest that a plan gives to the model of PyTorch's allocator
+OTHERS = 3  # steps beside the heaviest that a plan gives to the model of PyTorch's allocator; each costs seconds
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     dataset, data = run.train_set, values["data"]
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
     size = data["micro_batch_size_per_gpu"]
-    micro_steps = _micro_steps(run, values)
+    micro_steps = data["train_batch_size"] * sp // run.world_size // size
     collate = _collator(run)
     tokens, targets = dataset.pack_tokens(), dataset.pack_targets()
 
@@ -147,24 +147,15 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
 
 
 def other_steps(run: Run) -> list[list[StepBatch]]:
-    """:data:`OTHERS` steps of packs from the shortest to the longest, in random order, of at most two micro-batches."""
-    data, collate = run.config.values["data"], _collator(run)
-    size, micro_steps = data["micro_batch_size_per_gpu"], min(_micro_steps(run, run.config.values), 2)
-    order = np.argsort(run.train_set.pack_tokens(), kind="stable")
-    spread = np.linspace(0, len(order) - 1, OTHERS * micro_steps * size).round().astype(int)
-    drawn = np.random.default_rng(0).permutation(order[spread]).reshape(OTHERS, micro_steps, size)
-    return [[collate([run.train_set[int(i)] for i in micro]) for micro in step] for step in drawn]
+    """:data:`OTHERS` steps of one micro-batch, of packs from the shortest to the longest."""
+    order, size = np.argsort(run.train_set.pack_tokens()), run.config.values["data"]["micro_batch_size_per_gpu"]
+    spread = order[np.linspace(0, len(order) - 1, OTHERS * size).round().astype(int)].reshape(OTHERS, size)
+    return [[_collator(run)([run.train_set[int(index)] for index in step])] for step in spread]
 
 
 def _collator(run: Run) -> StepCollator:
     dataset = run.train_set
     return StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
-
-
-def _micro_steps(run: Run, values: Mapping[str, Any]) -> int:
-    """Micro-batches of a rank in a step."""
-    size = values["data"]["micro_batch_size_per_gpu"]
-    return values["data"]["train_batch_size"] * sequence_parallel_size(values) // run.world_size // size
 
 
 def _targets(batch: StepBatch) -> int:
@@ -302,7 +293,7 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         f"{size / _GIB:.2f} ({size / facts['peak']:.3f} ×)" for size in facts["reserved_by_allocator"].values()
     )
     yield (
-        f"memory: over {REPLAYED} steps, {OTHERS} of packs of all lengths and the heaviest in random order, PyTorch's "
+        f"memory: over {REPLAYED} steps, the heaviest and {OTHERS} others in random order, PyTorch's "
         f"allocator reserves {expandable} with expandable segments, {fixed} with segments of fixed size"
     )
     left = (facts["gpu_memory"] - facts["reserve"] - facts["peak"]) / _GIB

@@ -36,7 +36,7 @@ from verl_ext.trainer.fake_gpu import (
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, GATHERED, BACKWARD = "activations", "head and loss", "gathered by FSDP", "backward pass"
-REPLAYED = 200
+REPLAYED = 40
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, GATHERED, BACKWARD)
 
 
