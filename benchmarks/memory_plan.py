@@ -65,6 +65,11 @@ CASES = (
     Case("LoRA", "dense", 1, 4096, 1, (f"{_CHECKPOINTING}=false", "model=lora", "loss.head=targets")),
     # a small block of logits: the peak is in the backward pass of a layer
     Case("dense, checkpointing, small head", "dense", 1, 8192, 1, (f"{_CHECKPOINTING}=true", "loss.head_block_mib=16")),
+    Case(
+        "the same over tiles of 512 tokens",
+        *("dense", 1, 8192, 1),
+        (f"{_CHECKPOINTING}=true", "loss.head_block_mib=16", "model.tile_tokens=512"),
+    ),
     Case("experts, checkpointing, 2 ranks", "experts", 2, 4096, 1, (f"{_CHECKPOINTING}=true",)),
     Case("tied, sequence parallel 2", "tied", 2, 8192, 1, (f"{_CHECKPOINTING}=false", "parallel=ulysses2")),
     Case(

@@ -108,6 +108,11 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     assert peaks["engine.ulysses_sequence_parallel_size=2"] < first["peak"]
     together = [override for override in peaks if " " in override]
     assert peaks[together[-1]] < min(peaks[override] for override in alone)
+    reserved = first["reserved_by_allocator"]
+    assert all(
+        first["peak"] < size < first["peak"] + 200 * 2**20 for size in reserved.values()
+    )  # a segment a stream, or two
+    assert "PyTorch's allocator reserves" in list(memory_lines(first))[-2]
     assert "memory: it does not fit" in list(memory_lines(first))[-1]
     assert f"{together[-1]} does not fit: peak 0.00" in remedy_line(last)
 
@@ -130,7 +135,7 @@ def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
     assert (first["ranks_of_node"], first["host_memory"], first["fits"]) == (4, 1024, False)
     assert first["peak"] + first["reserve"] < first["gpu_memory"]
     fitting = dict(first, host_memory=2**40)
-    assert "does not fit" in "\n".join(memory_lines(first))
+    assert ", which does not fit" in "\n".join(memory_lines(first))
     assert "of 1024.00 (plan.host_memory), its 4 ranks'" in "\n".join(memory_lines(fitting))
 
 

@@ -29,6 +29,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from verl_ext.attention import DocumentLayout
 from verl_ext.attention.kernels import KernelOptions
 from verl_ext.cpu_platform import CPUPlatform
+from verl_ext.trainer.caching_allocator import Event
 
 GPU = "gpu"
 OTHER = "other"  # kind of what is allocated outside the steps
@@ -149,6 +150,7 @@ class MemoryTracker(TorchDispatchMode):
         kind: what tensors are allocated for from now on; :meth:`allocating` sets it for a while.
         now, peak: bytes by kind on the device, as they are and where their sum was highest.
         host_now, host_peak: bytes of what was copied from the device to the host.
+        events: each change of a block on the device, its bytes after it and the stream, until :meth:`take_events`.
     """
 
     def __init__(self, device: str, fake: bool = True, block: int = 1) -> None:
@@ -158,6 +160,7 @@ class MemoryTracker(TorchDispatchMode):
         self.now: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = {}
         self.host_now = self.host_peak = 0
+        self.events: list[Event] = []
         self._total = self._peak_total = 0
         self._fake = _NoData() if fake else None
         self._blocks: dict[int, _Block] = {}
@@ -192,6 +195,11 @@ class MemoryTracker(TorchDispatchMode):
         """Let the peak be of what comes from now on."""
         self._peak_total, self.host_peak = 0, self.host_now
         self._keep_peak()
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return events
 
     def assign(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Count tensors that are in memory already as of this kind, each part of a DTensor included."""
@@ -273,6 +281,7 @@ class MemoryTracker(TorchDispatchMode):
             self.host_now += size
             self.host_peak = max(self.host_peak, self.host_now)
             return
+        self.events.append((block, block.bytes, torch.cpu.current_stream()))
         self.now[block.kind] += size
         self._total += size
         self._keep_peak()
@@ -282,7 +291,7 @@ class MemoryTracker(TorchDispatchMode):
             self._peak_total, self.peak = self._total, dict(self.now)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Block:
     """Memory behind a storage."""
 

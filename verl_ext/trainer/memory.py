@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 import numpy as np
@@ -25,12 +25,13 @@ from verl_ext.config.run import num_bytes, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.trainer.batch import StepBatch, StepCollator
-from verl_ext.trainer.memory_run import Job, Prediction
+from verl_ext.trainer.memory_run import REPLAYED, Job, Prediction
 from verl_ext.trainer.setup import Run
 from verl_ext.values import show
 
 _GIB = 2**30
 _MIB = 2**20
+OTHERS = 3  # steps beside the heaviest that a plan gives to the model of PyTorch's allocator; each costs seconds
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,14 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         job = job_of(run, run.config.values)
         facts |= {"micro_batch_tokens": _tokens(job), "sequence_parallel_rank": job.rank, "backend": job.backend}
         try:
-            prediction = predictor.predict(job)
+            prediction = predictor.predict(replace(job, others=other_steps(run)))
         except PredictionFailed as error:
             yield facts | {"failed": str(error)}
             return
         facts |= {"host_memory": num_bytes(run.config.plan.host_memory)}
         facts |= {"ranks_of_node": min(run.world_size, run.config.plan.ranks_per_node)}
         facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host}
+        facts |= {"reserved_by_allocator": prediction.reserved}
         facts["fits"] = fits = _fits(prediction, facts)
         yield facts
         if fits:
@@ -129,7 +131,7 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
     size = data["micro_batch_size_per_gpu"]
     micro_steps = data["train_batch_size"] * sp // run.world_size // size
-    collate = StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
+    collate = _collator(run)
     tokens, targets = dataset.pack_tokens(), dataset.pack_targets()
 
     def micro_batch(order: Any) -> StepBatch:
@@ -142,6 +144,18 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
     rank = _rank_with_most_targets(longest, SequenceShards(sp // context, context))
     return Job(values, steps, run.world_size, rank, run.backend, run.config.model.engine_vendor)
+
+
+def other_steps(run: Run) -> list[list[StepBatch]]:
+    """:data:`OTHERS` steps of one micro-batch, of packs from the shortest to the longest."""
+    order, size = np.argsort(run.train_set.pack_tokens()), run.config.values["data"]["micro_batch_size_per_gpu"]
+    spread = order[np.linspace(0, len(order) - 1, OTHERS * size).round().astype(int)].reshape(OTHERS, size)
+    return [[_collator(run)([run.train_set[int(index)] for index in step])] for step in spread]
+
+
+def _collator(run: Run) -> StepCollator:
+    dataset = run.train_set
+    return StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
 
 
 def _targets(batch: StepBatch) -> int:
@@ -269,12 +283,19 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     for kind, size in facts["kinds"].items():
         yield f"  {kind:<{width}} {size / _GIB:9.2f}"
     yield f"  {'peak':<{width}} {facts['peak'] / _GIB:9.2f}"
-    if facts["host"] >= _MIB:
+    if facts["host"] >= (_MIB if facts["host_memory"] is None else 1):
         yield f"  {'on the host':<{width}} {facts['host'] / _GIB:9.2f}"
         on_node, ranks, given = facts["host"] * facts["ranks_of_node"], facts["ranks_of_node"], facts["host_memory"]
         compared = "" if given is None else f" of {given / _GIB:.2f} (plan.host_memory)"
         over = ", which does not fit" if given is not None and on_node > given else ""
         yield f"  {'of a node':<{width}} {on_node / _GIB:9.2f}{compared}, its {ranks} ranks'{over}"
+    expandable, fixed = (
+        f"{size / _GIB:.2f} ({size / facts['peak']:.3f} ×)" for size in facts["reserved_by_allocator"].values()
+    )
+    yield (
+        f"memory: over {REPLAYED} steps, the heaviest and {OTHERS} others in random order, PyTorch's "
+        f"allocator reserves {expandable} with expandable segments, {fixed} with segments of fixed size"
+    )
     left = (facts["gpu_memory"] - facts["reserve"] - facts["peak"]) / _GIB
     of = f"of {facts['gpu_memory'] / _GIB:.2f}, {facts['reserve'] / _GIB:.2f} of it reserved (plan.reserve)"
     verdict = "fits" if facts["fits"] else "does not fit"

@@ -12,10 +12,11 @@ import gc
 import importlib
 import os
 import pickle
+import random
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from verl_ext.trainer.caching_allocator import Event, reserved
 from verl_ext.trainer.fake_gpu import (
     GPU,
     FakePlatform,
@@ -34,6 +36,7 @@ from verl_ext.trainer.fake_gpu import (
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, GATHERED, BACKWARD = "activations", "head and loss", "gathered by FSDP", "backward pass"
+REPLAYED = 40
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, GATHERED, BACKWARD)
 
 
@@ -47,6 +50,7 @@ class Job:
         world_size, rank: the ranks, and the one that is run.
         backend: of attention; sdpa takes one kernel call a document.
         vendor: of the engine, in :mod:`verl_ext.plugin`.
+        others: steps of other packs, which PyTorch's allocator meets in the same run.
         on_gpu: False where memory is that of CPU ranks: no rounding of blocks, no foreach in the optimizer.
     """
 
@@ -57,6 +61,7 @@ class Job:
     backend: str
     vendor: str
     on_gpu: bool = True
+    others: Sequence[Sequence[Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,14 @@ class Prediction:
         kinds: at the peak of a step, by what it is allocated for.
         standing: before a step.
         host: on the host, of what was copied there from the device, at its most.
+        reserved: of a job with other packs: what PyTorch's allocator reserves over :data:`REPLAYED` steps of them all,
+            with `expandable` segments and with segments of `fixed` size.
     """
 
     kinds: dict[str, int]
     standing: int
     host: int
+    reserved: dict[str, int] | None = None
 
     @property
     def peak(self) -> int:
@@ -156,11 +164,25 @@ def predicted(job: Job) -> Prediction:
             fill_optimizer(engine, tracker)
             standing = sum(tracker.now.values())
             tracker.forget_peak()
-            take_steps(engine, job, tracker)
-        return Prediction({kind: tracker.peak.get(kind, 0) for kind in KINDS}, standing, tracker.host_peak)
+            events = [tracker.take_events()]
+            for step in job.steps:
+                take_steps(engine, replace(job, steps=[step]), tracker)
+                events.append(tracker.take_events())
+            kinds, host = {kind: tracker.peak.get(kind, 0) for kind in KINDS}, tracker.host_peak
+            for step in job.others:
+                take_steps(engine, replace(job, steps=[step]), tracker)
+                events.append(tracker.take_events())
+        return Prediction(kinds, standing, host, _reserved(events) if job.others else None)
     finally:
         dist.destroy_process_group()
         gc.collect()
+
+
+def _reserved(events: list[list[Event]]) -> dict[str, int]:
+    """What an allocator reserves, by its kind of segments, of what stands and of steps in random order."""
+    standing, *steps = events
+    steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))
+    return {name: reserved(standing, steps, name == "expandable") for name in ("expandable", "fixed")}
 
 
 def build_engine(job: Job) -> Any:
