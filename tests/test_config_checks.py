@@ -205,7 +205,12 @@ TABLE = [
     ({"engine__strategy": "fsdp"}, 1, None, "engine.strategy must be fsdp2 on CPU"),
     ({"attention__backend": "flash_attn"}, 1, None, "attention.backend=flash_attn needs a CUDA GPU"),
     ({"attention__backend": "varlen"}, 1, None, "attention.backend=varlen needs a CUDA GPU"),
-    ({"attention__backend": "flash"}, 1, None, "attention.backend must be one of auto, flash_attn, fa3, fa4, varlen, sdpa"),
+    (
+        {"attention__backend": "flash"},
+        1,
+        None,
+        "attention.backend must be one of auto, flash_attn, fa3, fa4, varlen, sdpa",
+    ),
     ({"model__use_fused_kernels": True}, 1, None, "model.use_fused_kernels must be false"),
     ({"model__use_remove_padding": False}, 1, None, "model.use_remove_padding must be true"),
     ({"model__lora_rank": -1}, 1, None, "model.lora_rank must be at least 0; got -1"),

@@ -27,7 +27,10 @@ from verl_ext.losses import LossOptions
         (lambda: LossOptions(category_weights={"code": float("nan")}), "must be finite and at least 0; got nan"),
         (lambda: LossOptions(category_weights={"code": "x"}), "loss.category_weights.code must be a number; got x"),
         (lambda: LossOptions(category_weights=[1]), "loss.category_weights must map categories to weights; got [1]"),
-        (lambda: AttentionOptions(backend="flash"), "attention.backend must be one of auto, flash_attn, fa3, fa4, varlen, sdpa"),
+        (
+            lambda: AttentionOptions(backend="flash"),
+            "attention.backend must be one of auto, flash_attn, fa3, fa4, varlen, sdpa",
+        ),
         (lambda: SFTOptions(max_tokens=0), "data.max_tokens must be at least 2; got 0"),
         (lambda: SFTOptions(max_tokens="abc"), "data.max_tokens must be a whole number; got abc"),
         (lambda: SFTOptions(max_tokens=None), "data.max_tokens must be a whole number; got null"),

@@ -36,12 +36,7 @@ def test_the_files_of_a_run_an_export_a_model_and_tokenized_data_follow_the_umas
         assert export.main(exported) == 0
         (tmp_path / "records.jsonl").write_text('{"text": "a b c"}\n' * 20)
         source = f"sources={{all:{tmp_path / 'records.jsonl'}}}"
-        assert (
-            tokenize.main(
-                [source, "format=text", f"model.path={tiny_model}", f"output_dir={tmp_path / 'all' / 'data'}"]
-            )
-            == 0
-        )
+        assert tokenize.main([source, f"model.path={tiny_model}", f"output_dir={tmp_path / 'all' / 'data'}"]) == 0
         model = [f"tokenizer.path={tiny_model}", f"output_dir={tmp_path / 'all' / 'model'}", "model=tiny", SMALL]
         assert init_model.main(model) == 0
     finally:
