@@ -1,5 +1,6 @@
 # make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
-# make test         the tests
+# make test         the tests of what a change can break cheaply, parity included
+# make test-all     all tests: programs, signals, Ray, the commands of the docs, benchmarks too
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one
 # make test-chaos   kill -9 a rank of a run fifty times: within 30 minutes
 # make fuzz         damage what readers read, SECONDS of it (600)
@@ -21,7 +22,7 @@ VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help quickstart test test-gpu test-chaos fuzz cluster verl-versions lint bench clean distclean
+.PHONY: help quickstart test test-all test-gpu test-chaos fuzz cluster verl-versions lint bench clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -32,6 +33,10 @@ quickstart: $(VENV)/.installed-test
 # One thread a process: the tests and the ranks that they start share the cores. OMP_NUM_THREADS=4 make test passes too.
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not cluster and not slow' $(PYTEST_ARGS)
+
+test-all: export OMP_NUM_THREADS ?= 1
+test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-test

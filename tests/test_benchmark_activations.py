@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import activation_memory
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_case_has_the_loss_and_gradients_of_plain_layers():
     cells = [activation_memory.measure(case, 24, 16, 48, 2, 5) for case in activation_memory.CASES]

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu import run, setting
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 PACK = 512
 COUNTED = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # as its addmm
 OURS = {"kernel": "varlen (FA2)", "head": "fused", "optimizer": "AdamW fused", "quadratic": False}

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import head_memory
 
+pytestmark = pytest.mark.slow
+
 HEADS = ["plain", "targets", "fused", "verl"]
 
 

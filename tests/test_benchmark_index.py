@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import index, index_samples
 
+pytestmark = pytest.mark.slow
+
 _SIZES = (
     *("--megabytes", "0.5", "--repeats", "1", "--workers", "1", "--tokens", "50000", "--seq-len", "32"),
     *("--mean-tokens", "20", "--read-tokens", "20000", "--reads", "10"),

@@ -13,6 +13,8 @@ from benchmarks.large_dataset import write_large_dataset
 from benchmarks.readers import NAMES, build_readers
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SHORT = Kind("short", ((3, 9),) * 4, 256)
 DOCUMENTS = 24
 

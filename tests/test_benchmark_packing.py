@@ -10,6 +10,8 @@ from benchmarks import packers, packing, step_balance
 from benchmarks.length_distributions import DISTRIBUTIONS
 from tests.test_packing import first_fit_decreasing_count
 
+pytestmark = pytest.mark.slow
+
 # Step cost over ideal by ranks, of cost-sorted groups and of packs in random order, on another draw of the lengths.
 SORTED = {"A": {8: 1.0006, 32: 1.0027, 128: 1.0085}, "B": {8: 1.0001, 32: 1.0002, 128: 1.0011}}
 RANDOM = {"A": {8: 1.38, 32: 1.48, 128: 1.51}, "B": {8: 1.17, 32: 1.22, 128: 1.23}}

@@ -7,6 +7,8 @@ from transformers import AutoConfig
 from benchmarks.scaling import Cluster, Work, simulated, step_time, table
 from verl_ext.packing import cost_over_ideal
 
+pytestmark = pytest.mark.slow
+
 PERFECT = Cluster(flops=1.0, node_link=np.inf, network=np.inf, latency=0, jitter=0, memory=np.inf, storage=np.inf)
 PERFECT_STORAGE = {"node_storage": np.inf}
 COSTS = np.random.default_rng(0).uniform(1, 5, 8 * 4 * 3)

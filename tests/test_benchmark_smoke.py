@@ -11,6 +11,8 @@ from benchmarks.document_order import dealt_out, sorted_batching
 from benchmarks.lengths import long_tailed_lengths, make_documents
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 _CONTESTANTS = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 _OPTIONS = (
     *("--documents", "12", "--budget", "256", "--hidden", "128", "--layers", "1"),

@@ -10,6 +10,8 @@ import torch
 from benchmarks import titans_memory
 from benchmarks.titans_memory import ANSWER, MODELS, VOCABULARY, WORK
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("--quick", "--longest-step", "128")  # 128 and 256 tokens in chunks of 64
 
 

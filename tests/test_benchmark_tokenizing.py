@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import tokenizing
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_command_has_its_ratio(tmp_path):
     options = tokenizing.arguments(["--chats", "60", "--repeats", "1", "--workers", "1", "--backends", "local"])

@@ -20,6 +20,8 @@ from verl_ext.models.qwen_titans import (
     save_memory_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def files(tmp_path):

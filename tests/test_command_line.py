@@ -14,6 +14,8 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.__main__ import COMMANDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The training script of the document that asked for this project, word for word but for the sequence-parallel size.

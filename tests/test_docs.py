@@ -247,6 +247,7 @@ HANDLERS: dict[str, Callable[[Command], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")])
 def test_the_commands_of_a_page_work_one_after_the_other(page, folder):
     for command in commands(page):

@@ -30,6 +30,8 @@ from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import BABILongDataset, MultiDocDataset, PreTrainDataset, SFTDataSet
 
+pytestmark = pytest.mark.slow
+
 VERL = tuple(map(int, version("verl").split(".")[:2]))
 VOCABULARY = 64
 MAX_TOKENS = 48

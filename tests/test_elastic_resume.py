@@ -19,6 +19,8 @@ from verl_ext.config import compose
 from verl_ext.config.checkpoints import MANIFEST
 from verl_ext.trainer.setup import prepare
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAVED = 6, 2
 OWN_FORM = "optim.optimizer_impl=torch.optim.adamw"  # the same optimizer under another module's name: verl's own form
 # name: (ranks, overrides) of runs that go on from the first checkpoint of a run on two data-parallel ranks

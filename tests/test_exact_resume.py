@@ -17,6 +17,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, stopped_at, train
 from verl_ext.config.checkpoints import saved_folders
 
+pytestmark = pytest.mark.slow
+
 # name: (ranks, steps of the run, those it is resumed after)
 CASES = {
     "packed, a mixture, saved aside": (2, 4, (1, 2)),  # an epoch has 2 steps: inside one, and between two

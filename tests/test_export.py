@@ -15,6 +15,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import stopped_at, train
 from verl_ext.commands.export import main
 
+pytestmark = pytest.mark.slow
+
 RUNS = {
     "plain": [],
     "lora": ["model=lora", "model.lora_rank=4"],

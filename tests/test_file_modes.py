@@ -14,6 +14,8 @@ from tests.training import train_alone
 from verl_ext.commands import export, tokenize
 from verl_ext.commands.init_model import command as init_model
 
+pytestmark = pytest.mark.slow
+
 
 def train_under(umask, overrides):
     os.umask(umask)

@@ -18,6 +18,8 @@ from verl_ext.config.output import TRACKER
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
+pytestmark = pytest.mark.slow
+
 COSINE = ("optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.1")
 STEPS = 14
 TOO_HIGH = 2.0**24  # as a scale that has grown through a quiet stretch

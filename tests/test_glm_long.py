@@ -14,6 +14,8 @@ from verl_ext.data.mixture import MixtureOptions
 from verl_ext.packing.mixture import TOLERANCE, draw_mixture
 from verl_ext.packing.strategies import plan_repeated
 
+pytestmark = pytest.mark.slow
+
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "glm_long"
 BUDGETS = {  # tokens and the shortest length of each source, as published
     "stage1_128k": {"original": (4e9, None), "over_8k": (3e9, 2**13), "over_32k": (3e9, 2**15)},

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,8 @@ from verl_ext.config.run import TrainerOptions
 from verl_ext.engines.saving import Save
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
 from verl_ext.trainer.hang import RankState, verdict, watch
+
+pytestmark = pytest.mark.slow
 
 SECONDS = 6  # trainer.hang_timeout; a busy machine may hold a step of a tiny model up for a while
 

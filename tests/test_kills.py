@@ -1,8 +1,12 @@
 """A run of two ranks survives kill -9 while it saves; `make test-chaos` does it fifty times, at any moment."""
 
+import pytest
+
 from tests.chaos.kills import options_of, survive
 from tests.ranks import run_ranks
 from tests.training import train_alone
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_that_is_killed_while_it_saves_ends_as_an_uninterrupted_one(tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 MODULE = ["-m", "verl_ext.fsdp_sft_trainer"]
 ONE_NODE = ["torchrun", "--standalone", "--local_addr=127.0.0.1"]

@@ -23,6 +23,8 @@ from verl_ext.trainer.loader import LoadingFailed, PackLoader, loader_deaths_rep
 from verl_ext.trainer.signals import SIGNALS
 from verl_ext.trainer.step_plan import StepPlan
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A dataset whose pack 3 does to the loader's process what VERL_EXT_TEST_FATE says.

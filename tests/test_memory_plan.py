@@ -23,6 +23,8 @@ from verl_ext.trainer.memory_run import KINDS, Job, build_engine, fill_optimizer
 from verl_ext.trainer.setup import prepare
 from verl_ext.values import plain
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINTING = "model.enable_gradient_checkpointing"
 
 

@@ -19,6 +19,8 @@ from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
+pytestmark = pytest.mark.slow
+
 SEQ_LEN = 16
 LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "2 ranks share a sample": (2, 2)}
 

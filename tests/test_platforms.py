@@ -4,7 +4,10 @@ import subprocess
 import sys
 from importlib.metadata import requires
 
+import pytest
 from packaging.requirements import Requirement
+
+pytestmark = pytest.mark.slow
 
 # Every module, where the functions are gone that only Linux has.
 IMPORT_ALL = """

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # On a GPU host: torch sees a device and nvidia-smi answers, before verl is imported; then the GPU is gone.
 _OTHER_PROGRAM = """
 import json, os, sys

@@ -17,6 +17,8 @@ from verl_ext.commands.preflight import PreflightOptions, run
 from verl_ext.nodes import PACKAGES, content, differences, versions
 from verl_ext.values import UsageError
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 120  # in which what is waited for must come about
 
 _of_this_thread = threading.local()

@@ -11,6 +11,8 @@ import pytest
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.init_model.command import InitModelOptions, init_model
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CATEGORIES = ("arithmetic", "ordering", "documents")
 

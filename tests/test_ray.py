@@ -31,6 +31,8 @@ from verl_ext.trainer.ray_ranks import Ends
 from verl_ext.trainer.run_lock import refuse_locked
 from verl_ext.trainer.setup import prepare
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 _PATIENCE = 240
 

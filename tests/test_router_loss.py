@@ -24,6 +24,8 @@ from verl_ext.config.check import check_run
 from verl_ext.config.support import model_support_problems
 from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
 
+pytestmark = pytest.mark.slow
+
 COEFFICIENT = 0.7
 MOE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 MODELS = {

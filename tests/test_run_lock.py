@@ -29,6 +29,8 @@ from verl_ext.trainer.run_lock import lock_folder, refuse_locked
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120  # in which what is waited for must come about
 

@@ -17,6 +17,8 @@ from verl_ext.data.scan import FILE_NAME, shares
 from verl_ext.text.dataset_folder import DatasetWriter
 from verl_ext.text.documents import Counts, Documents
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (5, 1, 9, 16, 3, 7, 2, 12, 30, 4)
 
 

@@ -29,6 +29,8 @@ from verl_ext.config.checkpoints import saved_folders
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 120  # in which what is waited for must come about
 STEPS = 5
 

@@ -17,6 +17,8 @@ from verl_ext.data.megatron.index import IndexWriter, TokenIndex
 from verl_ext.trainer.batch import StepLoss
 from verl_ext.trainer.spikes import worst_line
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, STEPS = 100, 11
 ODD = 18  # the row of the document that is like no other: of the 10th step
 LAYOUTS = {"one rank": (1, 1), "two groups of two": (4, 2)}  # ranks, those that share a pack

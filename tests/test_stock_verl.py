@@ -10,6 +10,8 @@ from tests.stock_verl import train_with_stock_verl
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def output(tmp_path):

@@ -6,6 +6,8 @@ import torch
 from tests.tiny_titans import CHUNK, random_tokens, tiny_titans
 from verl_ext.models.qwen_titans import VARIANTS, generate_greedily
 
+pytestmark = pytest.mark.slow
+
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 

@@ -14,6 +14,8 @@ from verl_ext.config import compose
 from verl_ext.models.qwen_titans import read_memory_checkpoint
 from verl_ext.trainer.setup import prepare
 
+pytestmark = pytest.mark.slow
+
 
 def _trained_and_refused(options, changes):
     """What is told of each change to a run that has saved a checkpoint; "" where it is allowed."""

@@ -26,6 +26,8 @@ from verl_ext.text.dataset_folder import SHARD_BYTES
 from verl_ext.text.readers import CHUNK
 from verl_ext.values import DataError, UsageError
 
+pytestmark = pytest.mark.slow
+
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1), "kind": f"k{i % 3}"} for i in range(24)]
 
 

@@ -17,6 +17,8 @@ from verl_ext.__main__ import main
 from verl_ext.commands import train
 from verl_ext.commands.torchrun import run_torchrun
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "parallel=cpu",
     "data.max_tokens=64",

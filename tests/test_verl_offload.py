@@ -14,6 +14,8 @@ from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, exact_metrics, train
 
+pytestmark = pytest.mark.slow
+
 OFFLOAD = ("engine.param_offload=true", "engine.optimizer_offload=true")
 
 
