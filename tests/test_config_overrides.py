@@ -317,12 +317,12 @@ def test_a_primary_config_of_the_users_own_finds_ours(tmp_path):
 
 # A plain file of differences as a user writes it: (group, its lines, key, value, another key that the default has).
 PLAIN = [
-    ("loss", "mode: sequence\ncategory_weights: {code: 2}\n", {"loss.mode": "sequence", "loss.head_block_mib": 256}),
+    ("loss", "mode: sequence\ncategory_weights: {code: 2}\n", {"loss.mode": "sequence", "loss.head_block_mib": None}),
     ("data", "max_tokens: 333\n", {"data.max_tokens": 333, "data.strategy": "best_fit"}),
     ("model", "lora_rank: 4\n", {"model.lora_rank": 4, "model.use_remove_padding": True}),
     ("parallel", "engine:\n  fsdp_size: 2\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
     ("parallel", "# @package _global_\nengine: {fsdp_size: 2}\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
-    ("recipe", "optim:\n  lr: 3e-4\n", {"optim.lr": 3e-4, "loss.head_block_mib": 256}),
+    ("recipe", "optim:\n  lr: 3e-4\n", {"optim.lr": 3e-4, "loss.head_block_mib": None}),
     ("recipe", "defaults:\n  - override /loss: sqrt\noptim: {lr: 3e-4}\n", {"optim.lr": 3e-4, "loss.mode": "sqrt"}),
     ("engine", "fsdp_size: 2\n", {"engine.fsdp_size": 2, "engine.strategy": "fsdp2"}),
     ("optim", "lr: 7e-4\n", {"optim.lr": 7e-4, "optim.clip_grad": 1.0}),
@@ -356,7 +356,7 @@ def test_a_recipe_of_a_config_folder_chooses_plain_files_of_it(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(text)
     config = composed_with(tmp_path, ["recipe=mine"])
-    assert (config.loss.mode, config.loss.head_block_mib, config.data.max_tokens) == ("sequence", 256, 333)
+    assert (config.loss.mode, config.loss.head_block_mib, config.data.max_tokens) == ("sequence", None, 333)
     assert composed_with(tmp_path, ["recipe=mine", "loss=pack"]).loss.mode == "pack"
 
 

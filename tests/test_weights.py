@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
+from transformers.utils import logging as transformers_logging
 
 from tests.ranks import run_ranks
 from tests.tiny_model import write_tiny_model
@@ -81,6 +82,17 @@ def test_any_weight_that_is_missing_is_named(name, data, folders, tmp_path_facto
     assert of_model in line
     assert "\n" not in line
     assert str(folders[name].parent.parent) in line
+
+
+def test_an_expert_without_a_part_is_named_also_when_transformers_is_silenced(folders, tmp_path):
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        gone = "model.layers.0.mlp.experts.0.gate_proj.weight"
+        line = refusal(rewritten(folders["experts"], tmp_path, lambda weights: weights.pop(gone)))
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in line
 
 
 def test_a_weight_of_another_shape_is_named_with_both(folders, tmp_path):

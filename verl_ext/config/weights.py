@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import glob
-from logging import LogRecord, getLogger
+from logging import WARNING, LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +157,12 @@ def held_back(name: str) -> Iterator[list[str]]:
         return False
 
     logger.addFilter(keep)
+    level = logger.level
+    logger.setLevel(WARNING)  # ranks silence transformers, whose reports are read here
     try:
         yield messages
     finally:
+        logger.setLevel(level)
         logger.removeFilter(keep)
 
 
