@@ -37,6 +37,8 @@ from verl_ext.files import write_errors
 from verl_ext.trainer.checkpoint import RunState, remove_unfinished
 from verl_ext.trainer.setup import prepare
 
+pytestmark = pytest.mark.slow
+
 FILES = {"state/__0_0.distcp": 300, "state/__1_0.distcp": 200, "state/.metadata": 50, "extra.json": 20}
 
 

@@ -18,6 +18,8 @@ from verl_ext.data import CategoryTable, DocumentDataset, SFTDataSet
 from verl_ext.data.dataset import ONE_RANK
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
 
+pytestmark = pytest.mark.slow
+
 OWN = """
 import json
 

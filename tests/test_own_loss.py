@@ -15,6 +15,8 @@ from verl_ext.data import CategoryTable
 from verl_ext.losses import LossOptions, LossSpec, category_weight_table
 from verl_ext.trainer.batch import StepCollator
 
+pytestmark = pytest.mark.slow
+
 OWN = '''
 import numpy as np
 

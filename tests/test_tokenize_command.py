@@ -13,6 +13,8 @@ from datasets import load_from_disk
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.files import OutputFolder
 
+pytestmark = pytest.mark.slow
+
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "verl_ext", "tokenize", *arguments]

@@ -20,6 +20,8 @@ from verl_ext.config import compose
 from verl_ext.trainer.distributed import limit_collectives
 from verl_ext.trainer.setup import prepare
 
+pytestmark = pytest.mark.slow
+
 NAMES = {1: "maths", 2: "code"}
 LENGTHS = (2, 3, 64, 17, 9, 30, 31, 5, 48, 12, 7, 22, 40, 11, 19, 26, 33, 8, 14, 61, 4, 27)
 
