@@ -343,5 +343,5 @@ def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
 
 
 def has_flash_attn() -> bool:
-    """Whether the flash-attn package can be imported."""
+    """Tell whether the flash-attn package can be imported."""
     return unusable("flash_attn") is None

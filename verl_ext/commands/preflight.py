@@ -177,7 +177,7 @@ def _other_node_0(options: PreflightOptions) -> "_Line | None":
 
 
 def _run_has_begun(options: PreflightOptions) -> bool:
-    """Whether torchrun's store is at the port of node 0, with the rendezvous of this run in it."""
+    """Ask the port of node 0 for a torchrun store that has this run's rendezvous."""
     if options.rdzv_id is None:
         return False
     command = [sys.executable, "-c", _RUN_HAS_BEGUN, options.master_addr, str(options.master_port), options.rdzv_id]
@@ -299,7 +299,7 @@ def _resolved(name: str) -> str | None:
 
 
 def _is_of_this_host(address: str) -> bool:
-    """Whether an address is one of this host's interfaces."""
+    """Tell whether an address belongs to an interface of this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as any_socket:
         any_socket.bind((address, 0))

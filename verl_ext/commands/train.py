@@ -153,7 +153,7 @@ class Texts:
 
 
 def _those_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """The overrides of these keys, and of what is below them."""
+    """Return the overrides of these keys and of the keys below them."""
     nodes = tuple(f"{key}." for key in keys)
     return [word for word in words if f"{word.partition('=')[0].lstrip('+~')}.".startswith(nodes)]
 
