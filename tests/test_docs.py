@@ -315,6 +315,7 @@ def test_the_readme_fits_on_a_screen_and_lists_every_recipe_command_and_page():
     assert all(f"`verl-ext {name}`" in PAGES["docs/data.md"] or name == "tokenize" for name in COMMANDS)
 
 
+@pytest.mark.slow
 def test_the_quickstart_ends_with_a_table_curves_and_an_answer(tmp_path):
     done = subprocess.run(
         [ROOT / "recipes/quickstart/run.sh", tmp_path / "run", "trainer.total_training_steps=12"],

@@ -46,6 +46,7 @@ def option(
     most: float | None = None,
     above: float | None = None,
     required: bool = False,
+    resume: str = "may_change",
 ) -> Any:
     """A field of an :class:`Options` dataclass.
 
@@ -55,9 +56,11 @@ def option(
         choices: the values that are allowed.
         least, most, above: bounds of a number; null passes where the annotation allows it.
         required: null and an empty value are refused.
+        resume: "same" if a resumed run must have the value of its checkpoint, "may_grow" if only an extended stream
+            may change it, "may_change" otherwise.
     """
     facts = {"choices": tuple(choices), "least": least, "most": most, "above": above, "required": required}
-    metadata = {"meaning": meaning, **facts}
+    metadata = {"meaning": meaning, **facts, "resume": resume}
     if isinstance(default, (list, dict, type)):
         factory = default if isinstance(default, type) else functools.partial(type(default), default)
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -131,6 +134,7 @@ class Option:
     most: float | None = None
     above: float | None = None
     required: bool = False
+    resume: str = "may_change"
 
     def converted(self, value: Any) -> Any:
         """The value as its annotation has it: a whole number as a float, a name that reads as a number as a text."""
