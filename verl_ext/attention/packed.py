@@ -59,6 +59,8 @@ def packed_attention(
 
     n is the sequence-parallel size; ``document_layout`` covers all T tokens, None: each row is one document.
     """
+    if document_layout is None:  # a model may hand no keyword arguments to its layers
+        document_layout = getattr(getattr(module, "running_pack", None), "layout", None)
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
     shared = document_layout if isinstance(document_layout, ContextLayout) else None

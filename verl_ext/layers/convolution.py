@@ -1,0 +1,143 @@
+"""Causal convolutions over the tokens of each document, whose ranks know the last tokens of each other.
+
+A kernel of K taps reads K - 1 tokens before each one. A rank that begins inside a document gets them from the rank
+that holds them (the halo); a document's first tokens have zeros before them:
+
+```
+documents   │ A A A A A A │ B B B B B B B B │         K = 3
+rank 0      │ A A A A A A   B │
+rank 1           halo:  (0 B)   B B B B B B B        one of the two tokens before is B's
+```
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pinned
+from verl_ext.layers.pack import RunningPack
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The rows that a rank sends to and reads from others for a convolution.
+
+    L tokens a rank, W rows that each rank sends, P pieces of documents of a rank, each behind its halo.
+
+    Attributes:
+        sent: int64[W], rows of this rank's L that others may read.
+        read: int64[T'], rows of the L own tokens and the n · W gathered ones, piece by piece.
+        kept: int64[L], where the own tokens lie among these T'.
+        layout: the P pieces as documents of T' tokens.
+    """
+
+    sent: torch.Tensor
+    read: torch.Tensor
+    kept: torch.Tensor
+    layout: DocumentLayout
+
+    @classmethod
+    def from_layout(cls, layout: DocumentLayout, shards: SequenceShards, taps: int) -> "Halo":
+        """The halo of a convolution of `taps` taps, worked out on the host."""
+        offsets, tokens, device = layout.offsets, layout.offsets[-1], layout.cu_seqlens.device
+        sent = [_last_tokens(replace(shards, rank=rank), tokens, taps - 1) for rank in range(shards.ranks)]
+        width = max(map(len, sent))
+        held = tokens // shards.ranks
+        gathered = {t: held + rank * width + i for rank, tails in enumerate(sent) for i, t in enumerate(tails)}
+        own = [t for start, end in shards.spans(tokens) for t in range(start, end)]
+        place = {t: row for row, t in enumerate(own)}
+        read, kept, lengths = [], [], []
+        for first, last in shards.spans(tokens):
+            for document, start, end in pieces(offsets, first, last):
+                halo = range(max(offsets[document], start - taps + 1), start)
+                read += [gathered[t] for t in halo]
+                kept += range(len(read), len(read) + end - start)
+                read += range(place[start], place[start] + end - start)
+                lengths.append(len(halo) + end - start)
+        rows = [place[t] for t in sent[shards.rank]]
+        rows += [0] * (width - len(rows))
+        sent_rows, read_rows, kept_rows = (
+            pinned(torch.tensor(x), device).to(device, non_blocking=True) for x in (rows, read, kept)
+        )
+        return cls(sent_rows, read_rows, kept_rows, DocumentLayout.of(lengths, device))
+
+
+def _last_tokens(shards: SequenceShards, tokens: int, count: int) -> list[int]:
+    """The last `count` tokens of each run of a rank, by their place in the pack."""
+    return [t for start, end in shards.spans(tokens) for t in range(max(start, end - count), end)]
+
+
+def convolve(
+    pack: RunningPack,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """Convolve ``x[1, C, L]`` with ``weight[C, K]`` inside documents; the signature is causal_conv1d_fn's."""
+    assert pack.layout is not None
+    rows, layout, halo = x.squeeze(0).transpose(0, 1), pack.layout, None  # [L, C]
+    if pack.group is not None:
+        taps = weight.size(-1)
+        halo = pack.derived(("halo", taps), lambda: Halo.from_layout(pack.layout, pack.shards, taps))
+        others = _GatherRows.apply(rows[halo.sent], pack.group)
+        rows, layout = torch.cat([rows, others])[halo.read], halo.layout
+    kernel = convolution_kernel(x.device.type)
+    output = kernel(rows, weight, bias, activation, layout)
+    return (output if halo is None else output[halo.kept]).transpose(0, 1).unsqueeze(0)
+
+
+@cache
+def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
+    """The kernel for a type of device: flash-linear-attention's where it is installed, torch's else."""
+    if device == "cuda":
+        try:
+            from fla.modules.causal_conv1d import causal_conv1d
+        except ImportError:
+            return by_document
+        return lambda x, weight, bias, activation, layout: causal_conv1d(
+            x.unsqueeze(0), weight, bias, activation=activation, cu_seqlens=layout.cu_seqlens.long()
+        )[0].squeeze(0)
+    return by_document
+
+
+def by_document(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, layout: DocumentLayout
+) -> torch.Tensor:
+    """Convolve ``x[T, C]`` one document after the other, as transformers does for one."""
+    taps, channels = weight.size(-1), weight.size(0)
+    documents = [x[start:end].transpose(0, 1) for start, end in pairwise(layout.offsets)]
+    outputs = [
+        F.conv1d(document, weight.unsqueeze(1), bias, padding=taps - 1, groups=channels)[:, : document.size(1)]
+        for document in documents
+    ]
+    output = torch.cat(outputs, dim=1).transpose(0, 1)
+    return output if activation is None else ACT2FN[activation](output)
+
+
+class _GatherRows(torch.autograd.Function):
+    """``[n · W, C]`` of all ranks from ``[W, C]`` of each; a rank's gradient is the sum of what all ranks give."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = rows.new_empty(dist.get_world_size(group) * len(rows), rows.size(1))
+        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grad_outputs
+        received = torch.empty_like(grad)
+        dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)  # gloo has no reduce-scatter
+        ranks = dist.get_world_size(ctx.group)
+        total = received.unflatten(0, (ranks, -1)).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+        return total.to(grad.dtype), None

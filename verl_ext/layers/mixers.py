@@ -1,0 +1,224 @@
+"""The table of layers that carry a state over time, and the way each computes packs.
+
+Transformers' mixers are linear maps around one or two functions over time: a short convolution and a recurrence. Only
+these are replaced, and only while a pack runs; everything else of a layer stays transformers' own code:
+
+| time | replaced | between ranks |
+|---|---|---|
+| `delta` | `causal_conv1d_fn` and `chunk_gated_delta_rule`, attributes of the layer | a halo; tokens for heads |
+| `state_space` | `causal_conv1d_fn` and `mamba_chunk_scan_combined`, names in the layer's module | the same |
+| `convolution` | `causal_conv1d_fn`, or the forward of a convolution | a halo |
+| `documents` | nothing: the layer runs once for each document | whole documents are dealt to ranks |
+
+A layer class that is not in the table and is no attention is refused (:func:`unknown_mixers`).
+"""
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_ext.layers.convolution import convolve
+from verl_ext.layers.dealing import by_document
+from verl_ext.layers.pack import RunningPack
+from verl_ext.layers.scans import delta_rule, state_space
+
+# Names of classes that mix tokens, as transformers gives them. Sparse mixers of experts mix none.
+_MIXER_NAMES = re.compile(
+    r"(Mixer|MambaLayer|Mamba|ShortConv(olution)?|GatedDeltaNet|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
+    r"|RecurrentBlock|RetentionLayer|SSM)$"
+)
+_swapped = threading.RLock()  # names of a modeling module are those of the process
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What layers of one class need in a pack.
+
+    Attributes:
+        time: a row of the module's table.
+        install: puts a pack's functions into a layer.
+        heads: the attribute with the heads that ranks exchange; "" for none.
+    """
+
+    time: str
+    install: Callable[[nn.Module, RunningPack], None]
+    heads: str = ""
+
+
+def mixers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Mixer]]:
+    """Yield the layers of a model that the table has, with their rows."""
+    for module in model.modules():
+        if (mixer := MIXERS.get(type(module).__name__)) is not None:
+            yield module, mixer
+
+
+def unknown_mixers(model: nn.Module) -> list[str]:
+    """Return the names of classes that may carry a state over time and are not in the table."""
+    names = {type(module).__name__ for module in model.modules() if _carries_a_state(module)}
+    return sorted(names - set(MIXERS))
+
+
+def _carries_a_state(module: nn.Module) -> bool:
+    if _MIXER_NAMES.search(type(module).__name__) or "A_log" in dict(module.named_parameters(recurse=False)):
+        return True
+    return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and type(module) is not nn.Conv1d
+
+
+def _install_delta(layer: Any, pack: RunningPack) -> None:
+    layer.chunk_gated_delta_rule = _in_packs(
+        pack, functools.partial(delta_rule, pack, layer.chunk_gated_delta_rule), layer.chunk_gated_delta_rule
+    )
+    if hasattr(layer, "causal_conv1d_fn"):  # else its convolutions are modules, with rows of their own
+        alone = layer.causal_conv1d_fn or _convolve_rows
+        layer.causal_conv1d_fn = _in_packs(pack, functools.partial(convolve, pack), alone)
+
+
+def _install_state_space(layer: Any, pack: RunningPack) -> None:
+    names = {
+        "causal_conv1d_fn": functools.partial(convolve, pack),
+        "mamba_chunk_scan_combined": functools.partial(state_space, pack),
+    }
+    alone, kernels_forward = layer.forward, type(layer).cuda_kernels_forward
+
+    @functools.wraps(alone)
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if pack.layout is None:
+            return alone(hidden_states, *args, **kwargs)
+        # In training transformers takes one fused function for all of the layer, which cannot be cut between ranks.
+        training, layer.training = layer.training, False
+        try:
+            with _names(kernels_forward.__globals__, names), _any_device(hidden_states):
+                return kernels_forward(layer, hidden_states, None, None)
+        finally:
+            layer.training = training
+
+    layer.forward = forward
+
+
+def _install_short_convolution(layer: Any, pack: RunningPack) -> None:
+    names = {"causal_conv1d_fn": functools.partial(convolve, pack)}
+    alone, kernels_forward = layer.forward, type(layer).cuda_kernels_forward
+
+    @functools.wraps(alone)
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if pack.layout is None:
+            return alone(hidden_states, *args, **kwargs)
+        with _names(kernels_forward.__globals__, names):
+            return kernels_forward(layer, hidden_states, None, None)
+
+    layer.forward = forward
+
+
+def _install_convolution_module(layer: Any, pack: RunningPack) -> None:
+    alone = layer.forward
+
+    @functools.wraps(alone)
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if pack.layout is None:
+            return alone(hidden_states, *args, **kwargs)
+        output = convolve(pack, hidden_states.transpose(1, 2), layer.weight.squeeze(1), layer.bias)
+        return layer.act_fn(output).transpose(1, 2), None
+
+    layer.forward = forward
+
+
+def _install_documents(layer: Any, pack: RunningPack, outputs: int = 1) -> None:
+    alone = layer.forward
+    caches = ("attention_mask", "cache_params", "past_key_values")
+
+    @functools.wraps(alone)
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if pack.layout is None:
+            return alone(hidden_states, *args, **kwargs)
+        assert not any(isinstance(arg, torch.Tensor) for arg in args), "transformers names what it gives a mixer"
+        others = {name: None if name in caches else value for name, value in kwargs.items()}
+        others.pop("document_layout", None)
+        output = by_document(pack, alone, hidden_states, others)
+        return output if outputs == 1 else (output, *[None] * (outputs - 1))
+
+    layer.forward = forward
+
+
+def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for packs while one runs, and transformers' own otherwise, as in generation."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (alone if pack.layout is None else packed)(*args, **kwargs)
+
+    return call
+
+
+def _convolve_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, seq_idx: None = None
+) -> torch.Tensor:
+    """Convolve rows ``x[B, C, L]`` that are one document each, as transformers does without a kernel."""
+    from transformers.activations import ACT2FN
+
+    taps = weight.size(-1)
+    output = nn.functional.conv1d(x, weight.unsqueeze(1), bias, padding=taps - 1, groups=weight.size(0))
+    return ACT2FN[activation](output[..., : x.size(-1)])
+
+
+@contextlib.contextmanager
+def _names(scope: dict[str, Any], names: dict[str, Any]) -> Iterator[None]:
+    """Give a modeling module other functions for the time of a layer's forward."""
+    with _swapped:
+        before = {name: scope.get(name) for name in names}
+        scope.update(names)
+        try:
+            yield
+        finally:
+            scope.update(before)
+
+
+@contextlib.contextmanager
+def _any_device(x: torch.Tensor) -> Iterator[None]:
+    """Let Falcon-H1's `torch.cuda.device(…)` around its kernel pass on a CPU."""
+    if x.is_cuda:
+        yield
+        return
+    before, torch.cuda.device = torch.cuda.device, lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch.cuda.device = before  # type: ignore[misc]
+
+
+_DELTA = Mixer("delta", _install_delta, heads="num_v_heads")
+_STATE_SPACE = Mixer("state_space", _install_state_space, heads="num_heads")
+_SHORT_CONVOLUTION = Mixer("convolution", _install_short_convolution)
+_DOCUMENTS = Mixer("documents", _install_documents)
+
+MIXERS: dict[str, Mixer] = {
+    "Qwen3NextGatedDeltaNet": _DELTA,
+    "Qwen3_5GatedDeltaNet": _DELTA,
+    "Qwen3_5MoeGatedDeltaNet": _DELTA,
+    "OlmoHybridGatedDeltaNet": _DELTA,
+    "OlmoHybridShortConvolution": Mixer("convolution", _install_convolution_module),
+    "Lfm2ShortConv": _SHORT_CONVOLUTION,
+    "Lfm2MoeShortConv": _SHORT_CONVOLUTION,
+    "BambaMixer": _STATE_SPACE,
+    "FalconH1Mixer": _STATE_SPACE,
+    "GraniteMoeHybridMambaLayer": _STATE_SPACE,
+    "Mamba2Mixer": _STATE_SPACE,
+    "NemotronHMamba2Mixer": _STATE_SPACE,
+    "Zamba2MambaMixer": _STATE_SPACE,
+    "FalconMambaMixer": _DOCUMENTS,
+    "JambaMambaMixer": _DOCUMENTS,
+    "MambaMixer": _DOCUMENTS,
+    "MiniMaxLightningAttention": Mixer("documents", functools.partial(_install_documents, outputs=2)),
+    "ZambaMambaMixer": _DOCUMENTS,
+}
+
+
+def install(model: nn.Module, pack: RunningPack) -> None:
+    """Let every layer of a model that carries a state over time compute packs."""
+    for layer, mixer in list(mixers_of(model)):
+        mixer.install(layer, pack)

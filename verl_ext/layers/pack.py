@@ -1,0 +1,54 @@
+"""The pack that runs through a model, as its layers see it.
+
+Layers with a state over time must know where documents begin. Some models hand no keyword arguments to their layers
+(Falcon-H1, Jamba), so that the layout reaches them by way of an object that all modules of a model share.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from verl_ext.attention.layout import DocumentLayout, SequenceShards
+
+ValueT = TypeVar("ValueT")
+
+
+class RunningPack:
+    """The micro-batch that a model computes, from its forward to the end of its backward.
+
+    A recomputed layer reads the same layout as in the forward, because an engine runs the backward of a micro-batch
+    before the forward of the next one.
+
+    Attributes:
+        shards: the tokens that each of the ranks holds that share a pack.
+        group: these ranks; None for one rank.
+        layout: the documents of all T tokens, padding included; None outside of packs, as in generation.
+    """
+
+    def __init__(self, shards: SequenceShards | None = None, group: dist.ProcessGroup | None = None) -> None:
+        self.shards, self.group = shards or SequenceShards(), group
+        self.layout: DocumentLayout | None = None
+        self._derived: dict[Hashable, Any] = {}
+
+    def begin(self, layout: DocumentLayout | None) -> None:
+        """Take the layout of the next forward."""
+        self.layout, self._derived = layout, {}
+
+    def derived(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
+        """Return what layers derive from the layout, made by the first that asks under `key`."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+
+def attach(model: nn.Module, pack: RunningPack) -> None:
+    """Let all modules of a model read the layout that its forward is given as `document_layout`."""
+
+    def begin(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        pack.begin(kwargs.get("document_layout"))
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    for module in model.modules():
+        module.running_pack = pack  # type: ignore[assignment]

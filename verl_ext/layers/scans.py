@@ -1,0 +1,176 @@
+"""Recurrences over the tokens of each document: the gated delta rule and Mamba 2's state space.
+
+Heads of a recurrence are independent. Ranks that share a pack exchange tokens for heads, as Ulysses does around
+attention, run the recurrence of T/n·n tokens of their own heads, and exchange back. All ranks of a pack take part,
+groups of context parallelism included, because such layers have many heads (16 to 128).
+
+Legend: L tokens of a rank, T of the pack, H heads, n ranks, P size of a head's values, N of its state.
+Gated delta rule: https://arxiv.org/abs/2412.06464. State-space duality: https://arxiv.org/abs/2405.21060.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from verl_ext.attention.heads import join_heads, split_heads
+from verl_ext.attention.layout import DocumentLayout
+from verl_ext.layers.pack import RunningPack
+
+CHUNK = 64  # tokens whose pairs torch's state space computes at once
+
+
+def delta_rule(
+    pack: RunningPack,
+    rule: Callable[..., tuple[torch.Tensor, Any]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """The gated delta rule of ``query, key, value[1, L, H, ·]`` with ``g, beta[1, L, H]`` inside documents.
+
+    Args:
+        pack: the pack that runs.
+        rule: transformers' function of one document, which computes on a CPU.
+    """
+    assert pack.layout is not None
+    heads = value.size(2)
+    q, k, v, decay, rate = _heads_of_this_rank(pack, query, key, value, g.unsqueeze(-1), beta.unsqueeze(-1))
+    decay, rate = decay.squeeze(-1), rate.squeeze(-1)
+    kernel = _fla("gated_delta_rule", "chunk_gated_delta_rule") if value.is_cuda else None
+    if kernel is not None:
+        normed = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        output, _state = kernel(q, k, v, g=decay, beta=rate, cu_seqlens=pack.layout.cu_seqlens.long(), **normed)
+    else:
+        of_documents = [
+            rule(
+                *(x[:, start:end] for x in (q, k, v)),
+                g=decay[:, start:end],
+                beta=rate[:, start:end],
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            )[0]
+            for start, end in pairwise(pack.layout.offsets)
+        ]
+        output = torch.cat(of_documents, dim=1)
+    return _tokens_of_this_rank(pack, output, heads), None
+
+
+def state_space(
+    pack: RunningPack,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: object,
+) -> torch.Tensor | tuple[torch.Tensor, None]:
+    """Mamba 2's recurrence of ``x[1, L, H, P]`` inside documents; the signature is mamba_chunk_scan_combined's.
+
+    Args:
+        pack: the pack that runs.
+        x: the values.
+        dt: [1, L, H], steps in time before `dt_bias[H]`, softplus and the clamp to `dt_limit`.
+        A, D: [H], rates of decay and weights of the values themselves.
+        B, C: [1, L, G, N], of G groups of H/G heads.
+        return_final_states: return a pair; the states are not computed.
+    """
+    assert pack.layout is not None
+    heads, groups = x.size(2), B.size(2)
+    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+    decay, steps = (steps * A.float()).unsqueeze(-1), steps.unsqueeze(-1)
+    # The heads of a group share B and C. Each rank gets those of all groups if ranks do not divide groups and heads.
+    ranks = pack.shards.ranks
+    divides = groups % ranks == 0 and heads % ranks == 0
+    if not divides:
+        B, C = (t.repeat(1, 1, ranks, 1) for t in (B, C))
+    v, b, c, log_decay = _heads_of_this_rank(pack, (x * steps).to(x.dtype), B, C, decay)
+    first = 0 if divides else pack.shards.rank * v.size(2)
+    group_of = (torch.arange(first, first + v.size(2), device=x.device) // (heads // groups)).clamp(max=b.size(2) - 1)
+    b, c = b[:, :, group_of], c[:, :, group_of]
+    kernel = _fla("simple_gla", "chunk_simple_gla") if x.is_cuda else None
+    if kernel is not None:  # simple gated linear attention with C as queries and B as keys
+        cu_seqlens = pack.layout.cu_seqlens.long()
+        output, _state = kernel(c, b, v, g=log_decay.squeeze(-1), scale=1.0, cu_seqlens=cu_seqlens)
+    else:
+        of_documents = [
+            _state_space_of_document(*(t[0, start:end].float() for t in (v, log_decay[..., 0], b, c)))
+            for start, end in pairwise(pack.layout.offsets)
+        ]
+        output = torch.cat(of_documents).unsqueeze(0)
+    output = _tokens_of_this_rank(pack, output.to(x.dtype), heads)
+    if D is not None:
+        output = output + (D.float().unsqueeze(-1) * x).to(x.dtype)
+    return (output, None) if return_final_states else output
+
+
+def _state_space_of_document(
+    v: torch.Tensor, log_decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+) -> torch.Tensor:
+    """``[L, H, P]`` of ``v[L, H, P]``, ``log_decay[L, H]`` and ``b, c[L, H, N]``, in chunks of :data:`CHUNK` tokens.
+
+    State S_t = exp(log_decay_t) · S_{t-1} + b_t v_tᵀ and output c_tᵀ S_t. Pairs of one chunk are computed at once; the
+    state at the end of a chunk carries the rest.
+    """
+    length = len(v)
+    pad = -length % CHUNK
+    v, b, c = (F.pad(t, (0, 0, 0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2) for t in (v, b, c))
+    total = F.pad(log_decay, (0, 0, 0, pad)).unflatten(0, (-1, CHUNK)).transpose(1, 2).cumsum(-1)  # [chunks, H, CHUNK]
+    between = total.unsqueeze(-1) - total.unsqueeze(-2)
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    inside = (c @ b.transpose(-1, -2) * between.masked_fill(~seen, -torch.inf).exp()) @ v  # [chunks, H, CHUNK, P]
+    added = (b * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ v  # [chunks, H, N, P]
+    state, before = torch.zeros_like(added[0]), []
+    for chunk in range(len(added)):
+        before.append(state)
+        state = state * total[chunk, :, -1, None, None].exp() + added[chunk]
+    carried = (c * total.exp().unsqueeze(-1)) @ torch.stack(before)
+    return (inside + carried).transpose(1, 2).flatten(0, 1)[:length]
+
+
+def _heads_of_this_rank(pack: RunningPack, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``[1, T, H/n, ·]`` in the pack's order from ``[1, L, H, ·]``, H filled up with zero heads to a multiple of n.
+
+    Tensors of one type travel in one all-to-all.
+    """
+    if pack.group is None:
+        return tensors
+    ranks, group = pack.shards.ranks, pack.group
+    padded = [F.pad(x, (0, 0, 0, -x.size(2) % ranks)) for x in tensors]
+    result = list(padded)
+    for dtype in dict.fromkeys(x.dtype for x in padded):
+        places = [i for i, x in enumerate(padded) if x.dtype == dtype]
+        for place, x in zip(places, split_heads([padded[i] for i in places], group), strict=True):
+            result[place] = pack.shards.by_position(x.squeeze(0)).unsqueeze(0)
+    return tuple(result)
+
+
+def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[1, L, H, P]`` from ``[1, T, H/n, P]``: the way back of :func:`_heads_of_this_rank`."""
+    if pack.group is None:
+        return output
+    by_rank = pack.shards.by_rank(output.squeeze(0)).unsqueeze(0)
+    return join_heads(by_rank.contiguous(), pack.group)[:, :, :heads]
+
+
+@cache
+def _fla(module: str, name: str) -> Callable[..., Any] | None:
+    """A function of flash-linear-attention's `ops`, None where it is not installed."""
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(f"fla.ops.{module}"), name)
+    except ImportError:
+        return None
