@@ -1,0 +1,191 @@
+"""Layers with a state over time give a document in a pack what it has alone, on any number of ranks."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+
+from tests.ranks import run_ranks
+from tests.small_models import in_float64, packed_and_plain
+from verl_ext.attention import DocumentLayout, SequenceShards
+from verl_ext.attention.context import ContextGroups, ContextLayout
+from verl_ext.layers import MIXERS, RunningPack, attach, install, mixers_of, unknown_mixers
+from verl_ext.layers.convolution import convolve
+from verl_ext.layers.dealing import dealt
+
+LENGTHS = [13, 7, 1, 29, 18, 4]  # 72 tokens: 3 and 4 ranks share them; longer than a chunk, shorter than a convolution
+SEAMS = ("qwen3_5_text", "nemotron_h", "lfm2", "olmo_hybrid")
+FAMILIES = (
+    *SEAMS,
+    *("qwen3_next", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "lfm2_moe"),
+    *("minimax", "jamba", "zamba", "mamba", "falcon_mamba"),
+)
+
+
+def _documents():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 190, (length,), generator=generator) for length in LENGTHS]
+
+
+def _alone(model, documents):
+    """The loss of each document, from a forward of its own, and the gradients of their sum."""
+    losses = []
+    for document in documents:
+        logits = model(input_ids=document[None], use_cache=False).logits[0]
+        losses.append(F.cross_entropy(logits[:-1], document[1:], reduction="sum"))
+        losses[-1].backward()
+    return torch.stack(losses).detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _groups(ulysses, context):
+    """The shards of this rank, the ranks of a pack and the groups of context parallelism."""
+    ranks = ulysses * context
+    shards = SequenceShards(ulysses, context, dist.get_rank())
+    set_ulysses_sequence_parallel_group(dist.group.WORLD if ranks > 1 else None)
+    groups = None
+    if context > 1:
+        mesh = init_device_mesh("cpu", (context, ulysses), mesh_dim_names=("across", "inside"))
+        groups = ContextGroups(shards, mesh.get_group("inside"), mesh.get_group("across"))
+    return shards, dist.group.WORLD if ranks > 1 else None, groups
+
+
+def _errors(families, ulysses, context):
+    """By family: the largest relative error of a document's loss and of a parameter's gradient."""
+    shards, group, groups = _groups(ulysses, context)
+    documents = _documents()
+    ids = torch.cat(documents)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    layout = DocumentLayout.of(LENGTHS, "cpu")
+    layout = ContextLayout.shared(layout, groups) if groups else layout
+    is_target = torch.cat([torch.arange(length) < length - 1 for length in LENGTHS])
+    errors = {}
+    pairs = {family: packed_and_plain(family) for family in families}
+    in_float64(*(model for pair in pairs.values() for model in pair))
+    for family, (model, plain) in pairs.items():
+        expected, gradients = _alone(plain, documents)
+        _share(model, shards, group)
+        model.train()
+        inputs = {"input_ids": shards.slice(ids)[None], "position_ids": shards.slice(positions)[None]}
+        logits = model(**inputs, document_layout=layout, use_cache=False).logits[0]
+        nll = F.cross_entropy(logits, shards.slice(ids.roll(-1)), reduction="none") * shards.slice(is_target)
+        nll.sum().backward()
+        parts = [torch.empty_like(nll) for _ in range(shards.ranks)]
+        dist.all_gather(parts, nll.detach())
+        losses = torch.stack([part.sum() for part in shards.by_position(torch.cat(parts)).split(LENGTHS)])
+        assert all(p.grad is not None for name, p in model.named_parameters() if gradients[name] is not None)
+        largest = max(float(gradient.norm()) for gradient in gradients.values() if gradient is not None)
+        worst = float(((losses - expected).abs() / expected.clamp(min=1e-9)).max())
+        for name, parameter in model.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient)
+            true = torch.zeros_like(parameter) if gradients[name] is None else gradients[name]
+            worst = max(worst, float((gradient - true).norm()) / max(float(true.norm()), 1e-5 * largest))
+        errors[family] = worst
+    return errors
+
+
+def _share(model, shards, group):
+    """Let the ranks of a group share what one rank was made for."""
+    for module in model.modules():
+        pack = module.running_pack
+        pack.shards, pack.group = shards, group
+
+
+def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone():
+    (errors,) = run_ranks(_errors, 1, SEAMS + ("jamba",), 1, 1)
+    assert max(errors.values()) < 1e-11, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ulysses", "context"), [(1, 1), (2, 1), (1, 2)])
+def test_every_family_has_them_on_ranks_that_share_a_pack(ulysses, context):
+    for errors in run_ranks(_errors, ulysses * context, FAMILIES, ulysses, context):
+        assert max(errors.values()) < 1e-11, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ulysses", "context"), [(3, 1), (2, 2)])
+def test_ranks_that_do_not_divide_the_heads_and_groups_of_ranks_have_them(ulysses, context):
+    for errors in run_ranks(_errors, ulysses * context, (*SEAMS, "jamba", "minimax"), ulysses, context):
+        assert max(errors.values()) < 1e-11, errors
+
+
+def _convolutions(ulysses, context, cases, taps):
+    """Whether this rank's outputs and input gradients are its slices of each document's convolution."""
+    shards, group, _ = _groups(ulysses, context)
+    torch.manual_seed(0)
+    weight, bias = torch.randn(3, taps, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    for lengths in cases:
+        tokens = sum(lengths)
+        x, wanted = torch.randn(tokens, 3, dtype=torch.float64), torch.randn(tokens, 3, dtype=torch.float64)
+        whole = x.clone().requires_grad_()
+        parts = [
+            F.conv1d(F.pad(whole[start:end].T, (taps - 1, 0)), weight[:, None], bias, groups=3).T
+            for start, end in pairwise((0, *accumulate(lengths)))
+        ]
+        expected = F.silu(torch.cat(parts))
+        expected.backward(wanted)
+        pack = RunningPack(shards, group)
+        pack.begin(DocumentLayout.of(lengths, "cpu"))
+        own = shards.slice(x).requires_grad_()
+        output = convolve(pack, own.T[None], weight, bias, "silu")[0].T
+        output.backward(shards.slice(wanted))
+        torch.testing.assert_close(output, shards.slice(expected), rtol=0, atol=1e-12)
+        torch.testing.assert_close(own.grad, shards.slice(whole.grad), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("ulysses", "context"), [(1, 1), (4, 1), (2, 2)])
+def test_a_convolution_reads_its_document_alone_however_few_tokens_a_rank_has(ulysses, context):
+    multiple = SequenceShards(ulysses, context).multiple
+    cases = [[multiple], [1] * multiple, [multiple - 1, 1], [1, 2 * multiple - 1], [3, 5, 4 * multiple - 8]]
+    run_ranks(_convolutions, ulysses * context, ulysses, context, cases, 4)
+
+
+def test_each_document_is_dealt_to_one_rank_and_the_longest_first():
+    offsets = (0, *accumulate([5, 1, 9, 2, 2]))
+    documents = dealt(offsets, 2)
+    assert sorted(d for own in documents for d in own) == [0, 1, 2, 3, 4]
+    assert documents == [[1, 2], [0, 3, 4]]  # 9 | 5, then 5 + 2, 7 + 2, 9 + 1
+    assert dealt((0, 7), 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2", "olmo_hybrid", "mamba"])
+def test_without_a_pack_a_layer_computes_what_transformers_computes(family):
+    model, plain = packed_and_plain(family)
+    ids = torch.randint(3, 190, (2, 11))
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "eager"
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_a_layer_that_the_table_lacks_is_named():
+    class ForgetfulMixer(torch.nn.Module):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), ForgetfulMixer())
+    assert unknown_mixers(model) == ["ForgetfulMixer"]
+    assert not list(mixers_of(model))
+
+
+def test_every_row_of_the_table_is_a_layer_of_a_family_here():
+    seen = set()
+    for family in FAMILIES:
+        model, _ = packed_and_plain(family)
+        assert unknown_mixers(model) == []
+        seen |= {type(layer).__name__ for layer, _ in mixers_of(model)}
+    assert seen == set(MIXERS)
+
+
+def test_installing_is_of_one_model():
+    first, _ = packed_and_plain("bamba")
+    second, plain = packed_and_plain("bamba")
+    pack = RunningPack()
+    attach(first, pack)
+    install(first, pack)
+    assert pack.layout is None
+    assert next(mixers_of(second))[0].running_pack is not pack

@@ -1,0 +1,71 @@
+"""A trial that shows whether an architecture keeps the documents of a pack apart.
+
+Two documents go through a small random model of the same class. A token of the first changes: the logits of the second
+must stay equal to the last bit, and equal those that it has alone. Whatever a model does across tokens shows here:
+attention that is not dispatched, masks without positions, remote code, a layer that a new release brings.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_ext.attention.packed import PACKED_ATTENTION
+from verl_ext.attention.layout import document_layout
+from verl_ext.layers.mixers import install
+from verl_ext.layers.pack import RunningPack, attach
+from verl_ext.layers.shrink import shrunk
+
+_LENGTHS = (21, 18)  # longer than the windows and chunks of a shrunk config
+_TOLERANCE = 1e-4  # of the largest logit; matrices of other sizes round otherwise
+
+
+def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
+    """Return a small random model of a class, which computes packs on a CPU.
+
+    Args:
+        config: the real model's config.
+        cls: its class; transformers' Auto class for remote code.
+        sizes: values of the small config that win.
+    """
+    small = shrunk(config, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        build = getattr(cls, "_from_config", None) or cls.from_config
+        model = build(small, attn_implementation=PACKED_ATTENTION).float()
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2 and not name.endswith("A_log"):  # of such a size that attention is far from even
+                nn.init.normal_(weight, std=0.5 if "embed" in name else weight[0].numel() ** -0.5)
+            else:
+                weight.data += 0.1 * torch.randn_like(weight)
+    pack = RunningPack()
+    attach(model, pack)
+    install(model, pack)
+    return model.eval()
+
+
+@torch.no_grad()
+def isolation_problem(model: nn.Module) -> str | None:
+    """Return how a model mixes the documents of a pack, None if it keeps them apart.
+
+    Args:
+        model: as :func:`trial_model` returns it.
+    """
+    ids = torch.randint(3, 190, (sum(_LENGTHS),), generator=torch.Generator().manual_seed(0))
+    changed = ids.clone()
+    changed[_LENGTHS[0] // 2] += 1
+    first, second = _LENGTHS
+    together, other = (_logits(model, x, _LENGTHS)[first:] for x in (ids, changed))
+    alone = _logits(model, ids[first:], (second,))
+    if not torch.equal(together, other):
+        return "another document's tokens change a document's logits"
+    if not bool((together - alone).abs().max() <= _TOLERANCE * alone.abs().max()):
+        return "a document's logits in a pack differ from those that it has alone"
+    return None
+
+
+def _logits(model: nn.Module, ids: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    layout = document_layout(positions)
+    given: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": None}
+    return model(**given, document_layout=layout, use_cache=False).logits[0]

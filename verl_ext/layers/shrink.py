@@ -1,0 +1,127 @@
+"""A config of a few small layers of every kind that a model has, for trials that a CPU makes in a second."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Sizes by the names that configs of transformers give them. Those that a config lacks are left out.
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim", "attention_hidden_size"), 64
+    ),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "attention_head_dim"), 16),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "ffn_hidden_size", "dim_ff"), 96),
+    **dict.fromkeys(("intermediate_size_mlp",), 96),
+    **dict.fromkeys(
+        (
+            *("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"),
+            *("shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+        ),
+        32,
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts", "zero_expert_num"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+    **{"qk_head_dim": 16, "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    **{"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16},
+    **{"mamba_dt_rank": 4, "mamba_d_ssm": 128, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_expand": 2},
+    **{"ssm_state_size": 8, "state_size": 8, "time_step_rank": 4, "n_mamba_heads": 8, "mamba_headdim": 16},
+    **{"n_groups": 2, "mamba_ngroups": 2, "chunk_size": 16, "lru_width": 64, "block_size": 8},
+    **{"hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2},
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),  # below the documents tried
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "n_ctx", "max_sequence_length"), 512),
+    **{"floor_scale": 4, "num_nextn_predict_layers": 0, "num_kv_shared_layers": 0},
+}
+_TOWER_SIZES: dict[str, Any] = {  # of vision and audio towers, which text does not reach
+    **{"hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2, "head_dim": 16},
+    **{"num_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2, "patch_size": 4, "image_size": 8},
+    **{"out_hidden_size": 64, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    **{"num_position_embeddings": 16, "position_embedding_size": 16, "deepstack_visual_indexes": [0]},
+    **{"fullatt_block_indexes": [0], "window_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **{"projector_dim": 64, "global_head_dim": 16, "default_output_length": 4, "pooling_kernel_size": 2},
+    **{"num_soft_tokens": 4, "layer_types": None},
+}
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+_KINDS = ("layer_types", "layers_block_type", "block_types", "no_rope_layers")
+_INDICES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
+_MOST_LAYERS = 8
+
+
+def shrunk(config: Any, **sizes: Any) -> Any:
+    """Return a config of the same class with small sizes and the first layers of each kind.
+
+    Args:
+        config: a text config of Hugging Face's; it is not changed.
+        sizes: values of the new config, by name, that win over the table's; those of a text config inside are a dict
+            under its name.
+    """
+    values = copy.deepcopy(config.to_dict())
+    parts = {name: getattr(config, name, None) for name in values if name.endswith("_config")}
+    parts = {name: part for name, part in parts.items() if hasattr(part, "to_dict")}
+    if parts:
+        text = config.get_text_config()
+        small = {
+            name: (shrunk(part, **sizes.pop(name, {})) if part is text else _small_tower(part)).to_dict()
+            for name, part in parts.items()
+        }
+        return type(config).from_dict({**values, **small, **_small_ids(values), **sizes})
+    small = {name: size for name, size in _SIZES.items() if values.get(name) is not None}
+    layers = _layers_of_each_kind(values)
+    for name in _LAYERS:
+        if name in values:
+            small[name] = layers
+    most = next((values[name] for name in _LAYERS if name in values), layers)
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == most and most > layers:
+            small[name] = value[:layers]
+        elif name in _INDICES and isinstance(value, list):
+            small[name] = [index for index in value if index < layers]
+    if "qk_rope_head_dim" in small:
+        small["head_dim"] = small["qk_rope_head_dim"]  # latent attention rotates a part of each head
+    ropes = [name for name in ("rope_parameters", "rope_scaling") if isinstance(values.get(name), dict)]
+    small |= {name: _unscaled(values[name], small.get("head_dim", 16)) for name in ropes}
+    known = {name: value for name, value in {**values, **small, **_small_ids(values), **sizes}.items() if value is not None}
+    return type(config).from_dict(known)
+
+
+def _small_tower(config: Any) -> Any:
+    values = config.to_dict()
+    small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
+    small = {name: [size] * 2 if isinstance(values[name], list) and isinstance(size, int) else size for name, size in small.items()}
+    return type(config).from_dict({name: value for name, value in {**values, **small}.items() if value is not None})
+
+
+def _small_ids(values: Mapping[str, Any]) -> dict[str, int]:
+    """Special tokens inside the small vocabulary, each with an id of its own."""
+    names = [name for name, value in values.items() if name.endswith(("token_id", "token_index")) and isinstance(value, int)]
+    return {name: 200 + place for place, name in enumerate(names)}
+
+
+def _layers_of_each_kind(values: Mapping[str, Any]) -> int:
+    """The fewest first layers that have every kind of layer, at least 2."""
+    layers = 2
+    for name in _KINDS:
+        kinds: Sequence[Any] = values.get(name) or ()
+        layers = max([layers, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    for name in _INDICES:
+        layers = max([layers, *(values.get(name) or ())[:1]]) if isinstance(values.get(name), list) else layers
+    return min(layers, _MOST_LAYERS)
+
+
+def _unscaled(rope: dict[str, Any], head_size: int) -> dict[str, Any]:
+    """Rotary parameters without a scaling, whose lengths suit other sizes."""
+    if any(isinstance(value, dict) for value in rope.values()):  # one for each kind of layer
+        return {kind: _unscaled(value, head_size) for kind, value in rope.items() if isinstance(value, dict)}
+    small: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10_000.0}
+    if (part := rope.get("partial_rotary_factor")) is not None:
+        small["partial_rotary_factor"] = part
+    if "mrope_section" in rope:  # pairs of time, height and width; texts have the same position in all three
+        pairs = int(head_size * (part or 1)) // 2
+        small["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return small
