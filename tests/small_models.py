@@ -32,7 +32,8 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2},
     },
     "zamba2": {
-        **{"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "chunk_size": 64},
+        **{"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
+        **{"chunk_size": 64, "hybrid_layer_ids": [1, 3]},
         **{"num_key_value_heads": 4, "attention_head_dim": 32, "attention_hidden_size": 128},
     },
 }

@@ -49,7 +49,7 @@ _TOWER_SIZES: dict[str, Any] = {  # of vision and audio towers, which text does 
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _KINDS = ("layer_types", "layers_block_type", "block_types", "no_rope_layers")
-_INDICES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
+_INDICES = ("hybrid_layer_ids", "moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
 _MOST_LAYERS = 8
 
 
