@@ -224,7 +224,7 @@ def flash_stand_ins(monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 3, 40, 600])
 def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every_kernel(window, flash_stand_ins):
     queries, keys = (3, 1, 700, 5, 600), (3, 9, 700, 11, 1300)  # of sdpa several blocks
-    layout = DocumentLayout.of(queries, "cpu", keys)
+    layout = DocumentLayout.from_lengths(queries, "cpu", keys)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
@@ -254,7 +254,7 @@ class Sizes(TorchDispatchMode):
 def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
     x = torch.randn(4096, 1, 8)
     with Sizes() as sizes:
-        KERNELS["sdpa"](x, x, x, DocumentLayout.of([4096], "cpu"), KernelOptions(window=100))
+        KERNELS["sdpa"](x, x, x, DocumentLayout.from_lengths([4096], "cpu"), KernelOptions(window=100))
     assert max(sizes.seen) < 4096 * 4096 / 4
 
 
@@ -262,7 +262,7 @@ def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
 @given(shared=st.sampled_from([1, 2, 4, 6]), keys=st.integers(1, 4), most=st.integers(0, 30))
 def test_a_kernel_over_groups_of_heads_is_that_of_all_heads(shared, keys, most):
     """most: query heads of a call by their bytes."""
-    layout, size, calls = DocumentLayout.of([3, 7], torch.device("cpu")), 4, []
+    layout, size, calls = DocumentLayout.from_lengths([3, 7], torch.device("cpu")), 4, []
 
     def counted(query, key, value, *given):
         calls.append(query.size(1))
