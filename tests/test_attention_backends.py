@@ -237,6 +237,23 @@ def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every
         torch.testing.assert_close(kernel(query, key, value, layout, options), expected)
 
 
+@pytest.mark.parametrize(("variable", "expected"), [("1", True), ("0", False), (None, False)])
+def test_flash_attn_is_deterministic_where_verls_full_determinism_asks_for_it(variable, expected, monkeypatch):
+    given = []
+
+    def flash(query, *_, deterministic, **__):
+        given.append(deterministic)
+        return query
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", variable)
+    x = torch.ones(3, 2, 8)
+    KERNELS["flash_attn"](x, x, x, DocumentLayout.from_lengths([3], "cpu"), KernelOptions())
+    assert given == [expected]
+
+
 class Sizes(TorchDispatchMode):
     """Records the bytes of every tensor that is made."""
 
