@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from verl_ext.attention.kernels import KernelOptions
 from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces
 
 
@@ -58,8 +57,7 @@ class KeyExchange:
     """The exchange and the kernel calls of a layer; rows are the 2·L tokens that this rank has of its heads.
 
     Attributes:
-        send: the rows for other groups, in the order of the groups.
-        send_sizes: the number of rows for each group.
+        send: the rows for other groups, in the order of the groups; send_sizes: the number for each group.
         receive_sizes: the number of rows that come from each group.
         known: the number of keys that this rank has in the end, in the pack's order.
         own: the places of this rank's own rows among the known keys, by chunk.
@@ -191,9 +189,7 @@ class ContextLayout(DocumentLayout):
             self.exchanges[window] = KeyExchange.from_offsets(self.offsets, self.groups.shards, window, device)
         return self.exchanges[window]
 
-    def _calls(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions
-    ) -> list[tuple[DocumentLayout, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
         """Return the calls for this rank's rows ``[2·L, heads, ·]``, with the keys and values of other groups."""
         exchange = self.exchange(options.window)
         if exchange.needs_no_exchange:  # this rank knows its own rows alone

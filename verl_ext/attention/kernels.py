@@ -17,10 +17,10 @@ attention), E head size.
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import Parameter, signature
+from inspect import signature
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -112,18 +112,13 @@ def varlen(
 
     assert not options.dropout, "choose_backend refuses it"
     # An early varlen_attn (torch 2.11) takes grouped heads without being told, as its kernel does.
-    is_told = query.size(1) > key.size(1) and "enable_gqa" in _parameters(varlen_attn)
+    is_told = query.size(1) > key.size(1) and "enable_gqa" in signature(varlen_attn).parameters
     grouped: dict[str, Any] = {"enable_gqa": True} if is_told else {}
     padded, lengths = _flash_arguments(query, value, layout)
     window = options.flash_window
     output = varlen_attn(query, key, padded, *lengths, scale=options.scale, window_size=window, **grouped)
     assert isinstance(output, torch.Tensor)
     return output[..., : value.size(-1)]
-
-
-@lru_cache
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
-    return signature(function).parameters
 
 
 def flash_attn(

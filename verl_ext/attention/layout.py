@@ -83,9 +83,7 @@ class DocumentLayout:
             assert outputs[-1].shape == (*q.shape[:2], v.size(-1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _calls(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
-    ) -> "list[tuple[DocumentLayout, torch.Tensor, torch.Tensor, torch.Tensor]]":
+    def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
         """Return the layout, queries, keys and values of each kernel call that :meth:`attend` makes."""
         return [(self, query, key, value)]
 
@@ -133,8 +131,7 @@ class SequenceShards:
     """The shares of a pack of T tokens, padding included, that ranks hold, and this rank among them.
 
     Attributes:
-        ulysses: the ranks of a group, which are neighbours.
-        context: the number of groups.
+        ulysses: the ranks of a group, which are neighbours; context: the number of groups.
         rank: this rank among all of them, group · ulysses + its place in the group.
     """
 

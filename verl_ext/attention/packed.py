@@ -78,21 +78,18 @@ def packed_attention(
             )
         document_layout = _rows_layout(query, key, attention_mask)
     rows, length = query.shape[:2]
-    kernel = by_groups_of_heads(_kernel(query, dropout))
+    capability = gpu_capability(query.device.index) if query.is_cuda else None
+    limit = flash_limit(query.dtype, query.size(-1), capability)
+    kernel = _requested
+    if isinstance(kernel, str):
+        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1))]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    output = document_layout.attend(kernel, query, key, value, KernelOptions(scaling, sliding_window, dropout))
+    options = KernelOptions(scaling, sliding_window, dropout)
+    output = document_layout.attend(by_groups_of_heads(kernel), query, key, value, options)
     output = output.unflatten(0, (rows, length))
     if ranks > 1:
         output = join_heads(output, group)
     return padding.output(output).contiguous(), None
-
-
-def _kernel(query: torch.Tensor, dropout: float) -> Callable[..., torch.Tensor]:
-    if not isinstance(_requested, str):
-        return _requested
-    capability = gpu_capability(query.device.index) if query.is_cuda else None
-    limit = flash_limit(query.dtype, query.size(-1), capability)
-    return KERNELS[choose_backend(_requested, query.device.type, limit, dropout, capability, query.size(-1))]
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:

@@ -21,9 +21,7 @@ from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pi
 def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:
     """Return the length up to which all documents have the same rotary frequencies; None if length does not matter.
 
-    Args:
-        config: a Hugging Face text config.
-        layer_type: one of its layer types, if it has ``rope_parameters`` for each of them.
+    layer_type is one of the text config's layer types, if it has ``rope_parameters`` for each of them.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope = rope if layer_type is None else rope[layer_type]
@@ -52,14 +50,9 @@ def restore_rope_precision(model: Any) -> None:
 def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) -> None:
     """Replace, in place, rotary embeddings of ``model`` whose frequencies depend on the length of a document.
 
-    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are.
-
-    Args:
-        model: a model of transformers.
-        shards: the tokens of a pack that this rank holds; None for all.
-
-    Raises:
-        ValueError: the config has such frequencies, and no module is a rotary embedding as transformers writes them.
+    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. shards
+    are the tokens of a pack that this rank holds, None for all. Raises ValueError if the config has such frequencies,
+    and no module is a rotary embedding as transformers writes them.
     """
     found = False
     for parent in list(model.modules()):

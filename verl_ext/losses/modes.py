@@ -107,8 +107,7 @@ class CustomLoss(Options):
     def checked(self) -> Mode | None:
         """Return the function, whose answers are checked; None if none is named.
 
-        Raises:
-            ValueError: there is none of that name, or it fails for a pack that is tried.
+        Raises ValueError if there is none of that name, or if it fails for a pack that is tried.
         """
         if not self.is_given:
             return None
@@ -135,16 +134,15 @@ def _checked(
     """Return a user's function's answer for a pack. Raises ValueError if it is no loss."""
 
     def refuse(requirement: str, got: object) -> NoReturn:
-        raise ValueError(f"{name} must {requirement}; got {got} for documents of {_listed(lengths)} tokens")
+        listed = ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
+        raise ValueError(f"{name} must {requirement}; got {got} for documents of {listed} tokens")
 
     try:
         coefficients, normaliser = function(mask.copy(), weights.copy(), lengths.copy())
         values, term = np.asarray(coefficients, np.float64), float(normaliser)
     except Exception as error:
-        refuse(
-            "give (coefficients, its term of Z) for (mask, weights, lengths)",
-            f"{type(error).__name__}: {first_line(error)}",
-        )
+        got = f"{type(error).__name__}: {first_line(error)}"
+        refuse("give (coefficients, its term of Z) for (mask, weights, lengths)", got)
     if values.shape != mask.shape:
         refuse(f"give a coefficient for each of the {len(mask)} tokens", f"shape {values.shape}")
     wrong = ~(np.isfinite(values) & (values >= 0)) | ((mask == 0) & (values != 0))
@@ -156,13 +154,9 @@ def _checked(
     return PackCoefficients(values, term)
 
 
-def _listed(lengths: NDArray[Any]) -> str:
-    return ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
-
-
 @dataclass(frozen=True)
 class LossOptions(Options):
-    """Which mean is minimised. Category names are texts: one without a name is named by its number."""
+    """The options of the loss. Category names are texts; one without a name is named by its number."""
 
     prefix: ClassVar[str] = "loss"
 
@@ -264,13 +258,9 @@ def pack_coefficients(
 ) -> PackCoefficients:
     """Return a_t and the term of Z of one pack.
 
-    Args:
-        spec: the loss.
-        loss_mask: [T], 1 if the token at t is a target.
-        category_index: int[T], dense, 0 for tokens without a category.
-        offsets: int[D + 1]; document d is ``[offsets[d], offsets[d + 1])``.
-        loss_weight: [T], or None for 1.
-        documents: the pack's documents without padding, which D may count; None if it does not.
+    loss_mask is [T], 1 if the token at t is a target; category_index int[T], dense, 0 for tokens without a category;
+    offsets int[D + 1], document d is ``[offsets[d], offsets[d + 1])``; loss_weight [T], or None for 1; documents the
+    number without padding, which D may count.
     """
     targets = loss_mask.astype(np.float64)
     assert not targets[offsets[:-1]].any(), "a document's first token is never a target"

@@ -165,21 +165,14 @@ def head_terms(
 
 
 def row_bytes(vocabulary: int, dtype: torch.dtype, on_cpu: bool = True) -> int:
-    """Return the bytes of one row of a block.
-
-    It has its logits in fp32. A shorter type adds their gradient, and on a CPU, whose products have the type of their
-    factors, the logits in that type.
-    """
+    """Return the bytes of one row of a block, with half-precision gradients and, on a CPU, half-precision logits."""
     return vocabulary * (4 if dtype == torch.float32 else 4 + (1 + on_cpu) * dtype.itemsize)
 
 
 def _logits(
     hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], bias: torch.Tensor | None, block: slice
 ) -> torch.Tensor:
-    """Return the logits fp32[R, V] of a block, which the caller owns.
-
-    On a GPU the product of half-precision factors comes in fp32 straight from its kernel, without a rounded copy.
-    """
+    """Return the logits fp32[R, V] of a block, which the caller owns; on a GPU the product itself gives fp32."""
     half: Any = {} if weights[0].is_cpu or weights[0].dtype.itemsize >= 4 else {"out_dtype": torch.float32}
     parts = [torch.mm(x[block], weight.t(), **half) for x, weight in zip(hidden, weights, strict=True)]
     logits = parts[0]
