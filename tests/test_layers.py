@@ -23,6 +23,7 @@ FAMILIES = (
     *SEAMS,
     *("qwen3_next", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "lfm2_moe"),
     *("minimax", "jamba", "zamba", "mamba", "falcon_mamba"),
+    *("gpt_oss", "gemma2", "llama4_text"),
 )
 
 
@@ -59,8 +60,8 @@ def _errors(families, ulysses, context):
     documents = _documents()
     ids = torch.cat(documents)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    layout = DocumentLayout.of(LENGTHS, "cpu")
-    layout = ContextLayout.shared(layout, groups) if groups else layout
+    layout = DocumentLayout.from_lengths(LENGTHS, "cpu")
+    layout = ContextLayout.from_layout(layout, groups) if groups else layout
     is_target = torch.cat([torch.arange(length) < length - 1 for length in LENGTHS])
     errors = {}
     pairs = {family: packed_and_plain(family) for family in families}
@@ -110,7 +111,7 @@ def test_every_family_has_them_on_ranks_that_share_a_pack(ulysses, context):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ulysses", "context"), [(3, 1), (2, 2)])
 def test_ranks_that_do_not_divide_the_heads_and_groups_of_ranks_have_them(ulysses, context):
-    for errors in run_ranks(_errors, ulysses * context, (*SEAMS, "jamba", "minimax"), ulysses, context):
+    for errors in run_ranks(_errors, ulysses * context, (*SEAMS, "jamba", "minimax", "gpt_oss", "llama4_text"), ulysses, context):
         assert max(errors.values()) < 1e-11, errors
 
 
@@ -130,7 +131,7 @@ def _convolutions(ulysses, context, cases, taps):
         expected = F.silu(torch.cat(parts))
         expected.backward(wanted)
         pack = RunningPack(shards, group)
-        pack.begin(DocumentLayout.of(lengths, "cpu"))
+        pack.begin(DocumentLayout.from_lengths(lengths, "cpu"))
         own = shards.slice(x).requires_grad_()
         output = convolve(pack, own.T[None], weight, bias, "silu")[0].T
         output.backward(shards.slice(wanted))

@@ -182,6 +182,9 @@ class ContextLayout(DocumentLayout):
         """Share the layout of all T tokens, padding included, among groups of ranks."""
         return cls(layout.offsets, layout.cu_seqlens, layout.max_length, groups=groups)
 
+    def _like(self, layout: DocumentLayout) -> DocumentLayout:
+        return ContextLayout.from_layout(layout, self.groups)
+
     def exchange(self, window: int | None) -> KeyExchange:
         """Return the exchange of layers with this window, worked out on the host for the first of them."""
         if window not in self.exchanges:

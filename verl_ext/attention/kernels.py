@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from verl_ext.attention.layout import DocumentLayout
+from verl_ext.attention.scores import blocks, flash_with_sinks
 from verl_ext.values import Options, check_choice, first_line, option
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
@@ -43,6 +44,12 @@ class KernelOptions(NamedTuple):
     scale: float | None = None  # factor on the logits; None: 1/√E
     window: int | None = None  # tokens that a token sees, itself included, as in transformers; None: all
     dropout: float = 0.0  # of attention weights
+    softcap: float | None = None  # bound of the logits; None: none
+    sinks: torch.Tensor | None = None  # [H], a logit of each query head that takes a part of the softmax
+
+    def of_heads(self, first: int, size: int) -> "KernelOptions":
+        """Return the options of `size` query heads from the `first` on."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks[first : first + size])
 
     @property
     def flash_window(self) -> tuple[int, int]:
@@ -54,6 +61,8 @@ def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
     """Attend causally from ``query[T, H, E]`` to ``key, value[S, K, E]``, document by document."""
+    if options.softcap is not None or options.sinks is not None:
+        return blocks(query, key, value, layout, options)
     outputs: list[torch.Tensor] = []
     for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
         q = query[slice(*queries)].transpose(0, 1).unsqueeze(0)
@@ -111,6 +120,9 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     assert not options.dropout, "choose_backend refuses it"
+    assert options.softcap is None, "choose_backend refuses it"
+    if options.sinks is not None:
+        return flash_with_sinks(query, key, value, layout, options)
     # An early varlen_attn (torch 2.11) takes grouped heads without being told, as its kernel does.
     is_told = query.size(1) > key.size(1) and "enable_gqa" in signature(varlen_attn).parameters
     grouped: dict[str, Any] = {"enable_gqa": True} if is_told else {}
@@ -127,6 +139,8 @@ def flash_attn(
     """Run the varlen kernel of the package flash-attn; half precision on CUDA."""
     from flash_attn import flash_attn_varlen_func
 
+    if options.sinks is not None:  # the package's function gives no log-sum-exp to its backward
+        return flash_with_sinks(query, key, value, layout, options)
     padded, lengths = _flash_arguments(query, value, layout)
     output = flash_attn_varlen_func(
         query,
@@ -137,6 +151,7 @@ def flash_attn(
         softmax_scale=options.scale,
         causal=True,
         window_size=options.flash_window,
+        softcap=options.softcap or 0.0,
         deterministic=os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1",  # set by engine.full_determinism
     )
     return output[..., : value.size(-1)]
@@ -179,7 +194,7 @@ def by_groups_of_heads(
         of_keys = max(size // shared, 1)
         keys, values = key.split(of_keys, 1), value.split(of_keys, 1)
         calls = (
-            kernel(q, keys[first], values[first], layout, options)
+            kernel(q, keys[first], values[first], layout, options.of_heads(index * size, size))
             for index, q in enumerate(query.split(size, 1))
             for first in [index * size // (shared * of_keys)]
         )
@@ -254,24 +269,28 @@ def choose_backend(
     dropout: float = 0.0,
     capability: tuple[int, int] | None = None,
     head_size: int = 128,
+    softcap: float | None = None,
 ) -> str:
     """Return the backend that `attention.backend` stands for: ``auto`` takes the fastest one that runs here.
 
-    limit is the answer of :func:`flash_limit`, dropout that of attention weights, capability the GPU's, None to ask.
+    limit is the answer of :func:`flash_limit`, dropout that of attention weights, capability the GPU's, None to ask;
+    softcap is the bound of the logits, which like dropout only flash-attn and sdpa compute.
     Raises ValueError if there is no backend of that name, or it cannot run here.
     """
     check_choice("attention.backend", requested, ("auto", *BACKENDS))
     if requested == "auto":
         if device_type != "cuda" or limit:
             return "sdpa"
-        usable = (name for name in _of_packages(dropout, capability, head_size) if not unusable(name))
-        return next(usable, "sdpa" if dropout else "varlen")
+        usable = (name for name in _of_packages(dropout or softcap, capability, head_size) if not unusable(name))
+        return next(usable, "sdpa" if dropout or softcap else "varlen")
     if requested == "sdpa":
         return requested
     if device_type != "cuda":
         raise ValueError(f"attention.backend={requested} needs a CUDA GPU; this run is on {device_type}")
     if requested != "flash_attn" and dropout:
         limit = limit or f"a model without attention dropout; the model's is {dropout}"
+    if requested != "flash_attn" and softcap:
+        limit = limit or f"a model without a soft cap of its attention; the model's is {softcap}"
     capability = capability or gpu_capability()
     if kernels := _TORCH_KERNELS.get(requested):
         if capability not in (None, kernels.capability):
@@ -302,13 +321,16 @@ def fallback_notices(chosen: str, dropout: float, capability: tuple[int, int] | 
     return notices
 
 
-def _of_packages(dropout: float, capability: tuple[int, int] | None, head_size: int) -> list[str]:
-    """Return the backends of packages that suit a GPU and a model, the fastest first."""
+def _of_packages(restriction: float | None, capability: tuple[int, int] | None, head_size: int) -> list[str]:
+    """Return the backends of packages that suit a GPU and a model, the fastest first.
+
+    restriction: dropout or a soft cap, which torch's own flash attention has not.
+    """
     capability = capability or gpu_capability()
     suited = [
         name
         for name, kernels in _TORCH_KERNELS.items()
-        if capability == kernels.capability and head_size <= kernels.head_size and not dropout
+        if capability == kernels.capability and head_size <= kernels.head_size and not restriction
     ]
     return [*suited, "flash_attn"]
 

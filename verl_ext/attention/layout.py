@@ -15,8 +15,8 @@ A single group holds the pack in its own order, one slice a rank.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -50,6 +50,7 @@ class DocumentLayout:
     cu_seqlens: torch.Tensor  # int32[D + 1], the same on the device of the attention
     max_length: int  # tokens of the longest document
     longer_keys: "DocumentLayout | None" = None  # of keys, where documents have more of them than queries
+    chunked: dict[int, "DocumentLayout"] = field(default_factory=dict, repr=False, compare=False)  # by size of a chunk
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: Any, keys: Sequence[int] | None = None) -> "DocumentLayout":
@@ -86,6 +87,23 @@ class DocumentLayout:
     def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
         """Return the layout, queries, keys and values of each kernel call that :meth:`attend` makes."""
         return [(self, query, key, value)]
+
+    def in_chunks(self, size: int) -> "DocumentLayout":
+        """Cut documents into pseudo-documents of `size` tokens, counted from each document's first, as Llama 4 attends.
+
+        ```
+        documents   │ A A A A A │ B B B │        size 2   │ A A │ A A │ A │ B B │ B │
+        ```
+        """
+        if size not in self.chunked:
+            spans = ((start, end) for start, end in pairwise(self.offsets))
+            lengths = [min(size, end - at) for start, end in spans for at in range(start, end, size)]
+            self.chunked[size] = self._like(DocumentLayout.from_lengths(lengths, self.cu_seqlens.device))
+        return self.chunked[size]
+
+    def _like(self, layout: "DocumentLayout") -> "DocumentLayout":
+        """Return another layout of the same tokens on the same ranks."""
+        return layout
 
     def padded(self, pad: int) -> "DocumentLayout":
         """Append ``pad`` tokens as one last pseudo-document, for ranks that do not divide T."""

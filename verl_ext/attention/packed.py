@@ -8,9 +8,11 @@ inside a group of ranks, and keys and values travel between groups before the ke
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AttentionInterface
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
 
@@ -44,6 +46,19 @@ def require_layout() -> None:
     _layout_required = True
 
 
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """The parts of a layer's attention that depend on places in documents; an attribute of its module.
+
+    Attributes:
+        chunk: tokens of a chunk, counted from a document's first token, inside which tokens see each other.
+        query_scale: returns the factor ``[T/n]`` on the queries of this rank's tokens.
+    """
+
+    chunk: int | None = None
+    query_scale: Callable[[], torch.Tensor] | None = None
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -53,6 +68,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     document_layout: DocumentLayout | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -61,10 +78,15 @@ def packed_attention(
     It stays inside documents. n is the sequence-parallel size. ``document_layout`` covers all T tokens; without one,
     each row is a document.
     """
-    if document_layout is None:  # a model may hand no keyword arguments to its layers
-        document_layout = getattr(getattr(module, "running_pack", None), "layout", None)
+    pack, needs = getattr(module, "running_pack", None), getattr(module, "attention_needs", AttentionNeeds())
+    if document_layout is None and pack is not None:  # a model may hand no keyword arguments to its layers
+        document_layout = pack.layout
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
+    if needs.query_scale is not None and document_layout is not None:
+        query = (query * needs.query_scale().view(1, -1, 1, 1)).to(query.dtype)
+    if needs.chunk is not None and document_layout is not None:
+        document_layout = document_layout.in_chunks(needs.chunk)
     shared = document_layout if isinstance(document_layout, ContextLayout) else None
     group: Any = shared.groups.inside if shared else get_ulysses_sequence_parallel_group()
     ranks = get_ulysses_sequence_parallel_world_size(group)
@@ -84,9 +106,10 @@ def packed_attention(
     limit = flash_limit(query.dtype, query.size(-1), capability)
     kernel = _requested
     if isinstance(kernel, str):
-        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1))]
+        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1), softcap)]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    options = KernelOptions(scaling, sliding_window, dropout)
+    sinks = None if s_aux is None else _sinks_of_this_rank(s_aux, padding, group, ranks)
+    options = KernelOptions(scaling, sliding_window, dropout, softcap, sinks)
     output = document_layout.attend(by_groups_of_heads(kernel), query, key, value, options)
     output = output.unflatten(0, (rows, length))
     if ranks > 1:
@@ -96,14 +119,19 @@ def packed_attention(
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
     """Raise ValueError if a layer asks for something that no backend computes, rather than leave it out."""
-    unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-    if masked:
-        unsupported.append("an attention mask of its own")
+    unsupported = ["an attention mask of its own"] if masked else []
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         unsupported.append("bidirectional attention")
     if unsupported:
         needs = f"model.path: {type(module).__name__} needs {', '.join(unsupported)}"
         raise ValueError(f"{needs}, which {PACKED_ATTENTION} does not compute")
+
+
+def _sinks_of_this_rank(sinks: torch.Tensor, padding: HeadPadding, group: Any, ranks: int) -> torch.Tensor:
+    """Return the sinks ``[H]`` of the heads that this rank of a group computes, zero heads included."""
+    if ranks == 1:
+        return sinks
+    return padding.query(sinks.view(1, 1, -1, 1)).flatten().chunk(ranks)[dist.get_rank(group)]
 
 
 def _rows_layout(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:

@@ -66,7 +66,7 @@ class Halo:
         sent_rows, read_rows, kept_rows = (
             pinned(torch.tensor(x), device).to(device, non_blocking=True) for x in (rows, read, kept)
         )
-        return cls(sent_rows, read_rows, kept_rows, DocumentLayout.of(lengths, device))
+        return cls(sent_rows, read_rows, kept_rows, DocumentLayout.from_lengths(lengths, device))
 
 
 def _last_tokens(shards: SequenceShards, tokens: int, count: int) -> list[int]:

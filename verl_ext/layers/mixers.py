@@ -9,6 +9,7 @@ these are replaced, and only while a pack runs; everything else of a layer stays
 | `state_space` | `causal_conv1d_fn` and `mamba_chunk_scan_combined`, names in the layer's module | the same |
 | `convolution` | `causal_conv1d_fn`, or the forward of a convolution | a halo |
 | `documents` | nothing: the layer runs once for each document | whole documents are dealt to ranks |
+| `attention` | places that transformers counts from the first token of a batch | as in all attention |
 
 A layer class that is not in the table and is no attention is refused (:func:`unknown_mixers`).
 """
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_ext.attention.packed import AttentionNeeds
 from verl_ext.layers.convolution import convolve
 from verl_ext.layers.dealing import by_document
 from verl_ext.layers.pack import RunningPack
@@ -146,6 +148,31 @@ def _install_documents(layer: Any, pack: RunningPack, outputs: int = 1) -> None:
     layer.forward = forward
 
 
+def _install_llama4(layer: Any, pack: RunningPack) -> None:
+    """Chunks and the temperature of layers without rotary embeddings count from a document's first token.
+
+    Transformers counts both from the first token that a rank holds.
+    """
+    kinds = getattr(layer.config, "layer_types", None)
+    is_chunked = kinds[layer.layer_idx] == "chunked_attention" if kinds else bool(layer.use_rope)
+    is_tuned = bool(layer.attn_temperature_tuning) and not layer.use_rope
+
+    def query_scale() -> torch.Tensor:
+        places = pack.positions().float() + 1.0
+        return torch.log1p(torch.floor(places / layer.floor_scale)) * layer.attn_scale + 1.0
+
+    chunk = layer.config.attention_chunk_size if is_chunked else None
+    layer.attention_needs = AttentionNeeds(chunk, query_scale if is_tuned else None)
+    alone = layer.forward
+
+    @functools.wraps(alone)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        layer.attn_temperature_tuning = is_tuned and pack.layout is None
+        return alone(*args, **kwargs)
+
+    layer.forward = forward
+
+
 def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
     """A function for packs while one runs, and transformers' own otherwise, as in generation."""
 
@@ -202,6 +229,7 @@ MIXERS: dict[str, Mixer] = {
     "Qwen3_5MoeGatedDeltaNet": _DELTA,
     "OlmoHybridGatedDeltaNet": _DELTA,
     "OlmoHybridShortConvolution": Mixer("convolution", _install_convolution_module),
+    "Llama4TextAttention": Mixer("attention", _install_llama4),
     "Lfm2ShortConv": _SHORT_CONVOLUTION,
     "Lfm2MoeShortConv": _SHORT_CONVOLUTION,
     "BambaMixer": _STATE_SPACE,

@@ -5,12 +5,14 @@ Layers with a state over time must know where documents begin. Some models hand 
 """
 
 from collections.abc import Callable, Hashable
+from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl_ext.attention.layout import DocumentLayout, SequenceShards
+from verl_ext.attention.layout import DocumentLayout, SequenceShards, pinned
 
 ValueT = TypeVar("ValueT")
 
@@ -41,6 +43,17 @@ class RunningPack:
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
+
+    def positions(self) -> torch.Tensor:
+        """Return int64[L]: the place of each of this rank's tokens in its document."""
+        assert self.layout is not None
+        offsets, device = self.layout.offsets, self.layout.cu_seqlens.device
+
+        def make() -> torch.Tensor:
+            of_pack = torch.cat([torch.arange(end - start) for start, end in pairwise(offsets)])
+            return pinned(self.shards.slice(of_pack), device).to(device, non_blocking=True)
+
+        return self.derived("positions", make)
 
 
 def attach(model: nn.Module, pack: RunningPack) -> None:

@@ -1,0 +1,132 @@
+"""Soft caps and sinks: values and gradients of every kernel form equal the formula over all scores of a document."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from verl_ext.attention import DocumentLayout
+from verl_ext.attention.kernels import KernelOptions, by_groups_of_heads, choose_backend, sdpa
+from verl_ext.attention.scores import SinkAttention
+
+# Queries and keys of each document: as many, or more keys, as with the keys of other groups of ranks.
+SHAPES = [((5, 3, 9), (5, 3, 9)), ((5, 3, 9), (12, 3, 20)), ((600,), (640,))]
+
+
+def _scores(query, key, options, unseen):
+    logits = torch.einsum("qhe,khe->hqk", query, key) * (options.scale or query.size(-1) ** -0.5)
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return logits.masked_fill(unseen, -torch.inf)
+
+
+def _documents(query, key, value, layout, options):
+    """Yield queries, keys and values of each document, a key head for every query head, and what is not seen."""
+    shared = query.size(1) // key.size(1)
+    for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
+        q, k, v = query[slice(*queries)], *(x[slice(*keys)].repeat_interleave(shared, 1) for x in (key, value))
+        distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        yield q, k, v, (distance < 0) | (distance >= (options.window or len(k)))
+
+
+def whole(query, key, value, layout, options):
+    """The formula: all scores of a document, the sink as one more of them."""
+    outputs = []
+    for q, k, v, unseen in _documents(query, key, value, layout, options):
+        logits = _scores(q, k, options, unseen)
+        if options.sinks is not None:
+            logits = torch.cat([logits, options.sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+        outputs.append(torch.einsum("hqk,khe->qhe", logits.softmax(-1)[..., : len(k)], v))
+    return torch.cat(outputs)
+
+
+def flash_forward(query, key, value, layout, options):
+    """What a flash kernel's forward gives: outputs without the sink, and the log-sum-exp ``[H, T]``."""
+    lse = torch.cat(
+        [_scores(q, k, options, unseen).logsumexp(-1) for q, k, _, unseen in _documents(query, key, value, layout, options)],
+        dim=1,
+    )
+    return whole(query, key, value, layout, options._replace(sinks=None)), lse
+
+
+def flash_backward(grad, query, key, value, output, lse, layout, options):
+    """What a flash kernel's backward does with the output and log-sum-exp that it is handed."""
+    gradients, shared, start = [], query.size(1) // key.size(1), 0
+    for q, k, v, unseen in _documents(query, key, value, layout, options):
+        rows = slice(start, start := start + len(q))
+        p = (_scores(q, k, options, unseen) - lse[:, rows, None]).exp()
+        delta = (grad[rows] * output[rows]).sum(-1).t()[..., None]
+        ds = p * (torch.einsum("qhe,khe->hqk", grad[rows], v) - delta) * (options.scale or q.size(-1) ** -0.5)
+        dk, dv = torch.einsum("hqk,qhe->khe", ds, q), torch.einsum("hqk,qhe->khe", p, grad[rows])
+        of_keys = [x.unflatten(1, (key.size(1), shared)).sum(2) for x in (dk, dv)]
+        gradients.append((torch.einsum("hqk,khe->qhe", ds, k), *of_keys))
+    return tuple(map(torch.cat, zip(*gradients, strict=True)))
+
+
+def _inputs(queries, keys):
+    torch.manual_seed(0)
+    shapes = ((sum(queries), 4, 8), (sum(keys), 2, 8), (sum(keys), 2, 8), (4,))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def _compare(attend, queries, keys, options):
+    """Assert that outputs and gradients of a form of attention are those of :func:`whole`."""
+    layout = DocumentLayout.from_lengths(queries, "cpu", keys)
+    found = []
+    for form in (whole, attend):
+        *qkv, sinks = _inputs(queries, keys)
+        given = options if options.softcap is not None else options._replace(sinks=sinks)
+        output = form(*qkv, layout, given)
+        wanted = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        output.backward(wanted)
+        found.append([output, *(x.grad for x in (*qkv, sinks) if x.grad is not None)])
+    assert len(found[0]) == len(found[1])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("queries", "keys"), SHAPES)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_blocks_of_queries_give_what_all_scores_give(queries, keys, window, softcap):
+    _compare(sdpa, queries, keys, KernelOptions(window=window, softcap=softcap))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_groups_of_heads_have_their_own_sinks(softcap):
+    _compare(by_groups_of_heads(sdpa, group_bytes=1), *SHAPES[1], KernelOptions(softcap=softcap))
+
+
+@pytest.mark.parametrize(("queries", "keys"), SHAPES[:2])
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_flash_backward_that_is_handed_the_sink_in_its_log_sum_exp_gives_the_right_gradients(queries, keys, window):
+    def attend(query, key, value, layout, options):
+        return SinkAttention.apply(query, key, value, options.sinks, layout, options, flash_forward, flash_backward)
+
+    _compare(attend, queries, keys, KernelOptions(scale=0.3, window=window))
+
+
+def test_the_gradient_of_a_scaled_output_would_be_wrong():
+    """The test of the backward can fail: with the sink outside of the log-sum-exp, queries get other gradients."""
+
+    def backward(grad, query, key, value, output, lse, layout, options):
+        of_kernel, without = flash_forward(query, key, value, layout, options)
+        scaled = grad * (without - lse).exp().t()[..., None]
+        return flash_backward(scaled, query, key, value, of_kernel, without, layout, options)
+
+    def attend(query, key, value, layout, options):
+        return SinkAttention.apply(query, key, value, options.sinks, layout, options, flash_forward, backward)
+
+    with pytest.raises(AssertionError):
+        _compare(attend, *SHAPES[0], KernelOptions())
+
+
+def test_a_soft_cap_is_computed_by_the_kernels_that_know_it():
+    assert choose_backend("auto", "cpu", softcap=50.0) == "sdpa"
+    with pytest.raises(ValueError, match=r"attention\.backend=varlen needs .*soft cap.* 50"):
+        choose_backend("varlen", "cuda", capability=(9, 0), softcap=50.0)
+
+
+def test_chunks_are_counted_from_each_documents_first_token():
+    layout = DocumentLayout.from_lengths([5, 3], "cpu").in_chunks(2)
+    assert layout.offsets == (0, 2, 4, 5, 7, 8)
