@@ -19,6 +19,7 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         "use_mamba_kernels": False,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "minimax": {"layer_types": _HYBRID, "num_hidden_layers": 4},

@@ -43,7 +43,10 @@ def whole(query, key, value, layout, options):
 def flash_forward(query, key, value, layout, options):
     """What a flash kernel's forward gives: outputs without the sink, and the log-sum-exp ``[H, T]``."""
     lse = torch.cat(
-        [_scores(q, k, options, unseen).logsumexp(-1) for q, k, _, unseen in _documents(query, key, value, layout, options)],
+        [
+            _scores(q, k, options, unseen).logsumexp(-1)
+            for q, k, _, unseen in _documents(query, key, value, layout, options)
+        ],
         dim=1,
     )
     return whole(query, key, value, layout, options._replace(sinks=None)), lse

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_ext.attention.packed import PACKED_ATTENTION
 from verl_ext.attention.layout import document_layout
+from verl_ext.attention.packed import PACKED_ATTENTION
 from verl_ext.layers.mixers import install
 from verl_ext.layers.pack import RunningPack, attach
 from verl_ext.layers.shrink import shrunk

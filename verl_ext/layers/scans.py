@@ -8,7 +8,7 @@ Legend: L tokens of a rank, T of the pack, H heads, n ranks, P size of a head's 
 Gated delta rule: https://arxiv.org/abs/2412.06464. State-space duality: https://arxiv.org/abs/2405.21060.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from verl_ext.attention.heads import join_heads, split_heads
-from verl_ext.attention.layout import DocumentLayout
 from verl_ext.layers.pack import RunningPack
 
 CHUNK = 64  # tokens whose pairs torch's state space computes at once

@@ -8,7 +8,8 @@ from typing import Any
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim", "attention_hidden_size"), 64
+        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim", "attention_hidden_size"),
+        64,
     ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "num_global_key_value_heads"), 2),
@@ -34,7 +35,9 @@ _SIZES: dict[str, Any] = {
     **{"ssm_state_size": 8, "state_size": 8, "time_step_rank": 4, "n_mamba_heads": 8, "mamba_headdim": 16},
     **{"n_groups": 2, "mamba_ngroups": 2, "chunk_size": 16, "lru_width": 64, "block_size": 8},
     **{"hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2},
-    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),  # below the documents tried
+    **dict.fromkeys(
+        ("sliding_window", "attention_window_size", "attention_chunk_size"), 8
+    ),  # below the documents tried
     **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "n_ctx", "max_sequence_length"), 512),
     **{"floor_scale": 4, "num_nextn_predict_layers": 0, "num_kv_shared_layers": 0},
 }
@@ -86,20 +89,25 @@ def shrunk(config: Any, **sizes: Any) -> Any:
         small["head_dim"] = small["qk_rope_head_dim"]  # latent attention rotates a part of each head
     ropes = [name for name in ("rope_parameters", "rope_scaling") if isinstance(values.get(name), dict)]
     small |= {name: _unscaled(values[name], small.get("head_dim", 16)) for name in ropes}
-    known = {name: value for name, value in {**values, **small, **_small_ids(values), **sizes}.items() if value is not None}
-    return type(config).from_dict(known)
+    return _rebuilt(config, {**values, **small, **_small_ids(values), **sizes})
 
 
 def _small_tower(config: Any) -> Any:
     values = config.to_dict()
     small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
-    small = {name: [size] * 2 if isinstance(values[name], list) and isinstance(size, int) else size for name, size in small.items()}
-    return type(config).from_dict({name: value for name, value in {**values, **small}.items() if value is not None})
+    pairs = {name: [size] * 2 for name, size in small.items() if isinstance(values[name], list) and size != [0]}
+    return _rebuilt(config, {**values, **small, **pairs})
+
+
+def _rebuilt(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a config of the same class; a value that is None is its default."""
+    return type(config).from_dict({name: value for name, value in values.items() if value is not None})
 
 
 def _small_ids(values: Mapping[str, Any]) -> dict[str, int]:
-    """Special tokens inside the small vocabulary, each with an id of its own."""
-    names = [name for name, value in values.items() if name.endswith(("token_id", "token_index")) and isinstance(value, int)]
+    """Return ids of the special tokens inside the small vocabulary, each with its own."""
+    ids = {name for name in values if name.endswith(("token_id", "token_index"))}
+    names = [name for name, value in values.items() if name in ids and isinstance(value, int)]
     return {name: 200 + place for place, name in enumerate(names)}
 
 
