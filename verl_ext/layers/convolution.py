@@ -45,7 +45,7 @@ class Halo:
 
     @classmethod
     def from_layout(cls, layout: DocumentLayout, shards: SequenceShards, taps: int) -> "Halo":
-        """The halo of a convolution of `taps` taps, worked out on the host."""
+        """Work out the halo of a convolution of `taps` taps, on the host."""
         offsets, tokens, device = layout.offsets, layout.offsets[-1], layout.cu_seqlens.device
         sent = [_last_tokens(replace(shards, rank=rank), tokens, taps - 1) for rank in range(shards.ranks)]
         width = max(map(len, sent))
@@ -70,7 +70,7 @@ class Halo:
 
 
 def _last_tokens(shards: SequenceShards, tokens: int, count: int) -> list[int]:
-    """The last `count` tokens of each run of a rank, by their place in the pack."""
+    """Return the last `count` tokens of each run of a rank, by their place in the pack."""
     return [t for start, end in shards.spans(tokens) for t in range(max(start, end - count), end)]
 
 
@@ -97,7 +97,7 @@ def convolve(
 
 @cache
 def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
-    """The kernel for a type of device: flash-linear-attention's where it is installed, torch's else."""
+    """Return flash-linear-attention's kernel if it is installed and the device has it, else torch's."""
     if device == "cuda":
         try:
             from fla.modules.causal_conv1d import causal_conv1d

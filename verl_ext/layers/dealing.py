@@ -39,7 +39,7 @@ class Deal:
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int], shards: SequenceShards, device: Any) -> "Deal":
-        """The deal of the documents [offsets[d], offsets[d + 1]), worked out on the host."""
+        """Deal the documents [offsets[d], offsets[d + 1]), on the host."""
         tokens = offsets[-1]
         documents = dealt(offsets, shards.ranks)
         row_of = torch.empty(tokens, dtype=torch.long)  # of a token among the documents of its rank
@@ -69,7 +69,7 @@ class Deal:
 
 
 def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
-    """The documents of each rank: the longest first, to the rank with the fewest tokens."""
+    """Return the documents of each rank: the longest first, to the rank with the fewest tokens."""
     lengths = [end - start for start, end in pairwise(offsets)]
     documents: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
@@ -125,7 +125,7 @@ def _run(
 
 
 def _mapped(value: Any, length: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value whose tensors of `length` tokens in dimension 1 are changed."""
+    """Change the tensors of `length` tokens in dimension 1 that a value holds."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.dim() >= 2 and value.size(1) == length else value
     if isinstance(value, (tuple, list)):

@@ -149,7 +149,7 @@ def _install_documents(layer: Any, pack: RunningPack, outputs: int = 1) -> None:
 
 
 def _install_llama4(layer: Any, pack: RunningPack) -> None:
-    """Chunks and the temperature of layers without rotary embeddings count from a document's first token.
+    """Count chunks, and the temperature of layers without rotary embeddings, from a document's first token.
 
     Transformers counts both from the first token that a rank holds.
     """
@@ -174,7 +174,7 @@ def _install_llama4(layer: Any, pack: RunningPack) -> None:
 
 
 def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for packs while one runs, and transformers' own otherwise, as in generation."""
+    """Choose a function for packs while one runs, and transformers' own otherwise, as in generation."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (alone if pack.layout is None else packed)(*args, **kwargs)

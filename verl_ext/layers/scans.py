@@ -33,11 +33,9 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """The gated delta rule of ``query, key, value[1, L, H, ·]`` with ``g, beta[1, L, H]`` inside documents.
+    """Compute the gated delta rule of ``query, key, value[1, L, H, ·]`` with ``g, beta[1, L, H]`` inside documents.
 
-    Args:
-        pack: the pack that runs.
-        rule: transformers' function of one document, which computes on a CPU.
+    `rule` is transformers' function of one document, for devices without flash-linear-attention.
     """
     assert pack.layout is not None
     heads = value.size(2)
@@ -75,15 +73,11 @@ def state_space(
     return_final_states: bool = False,
     **_: object,
 ) -> torch.Tensor | tuple[torch.Tensor, None]:
-    """Mamba 2's recurrence of ``x[1, L, H, P]`` inside documents; the signature is mamba_chunk_scan_combined's.
+    """Compute Mamba 2's recurrence of ``x[1, L, H, P]`` inside documents, as mamba_chunk_scan_combined does.
 
-    Args:
-        pack: the pack that runs.
-        x: the values.
-        dt: [1, L, H], steps in time before `dt_bias[H]`, softplus and the clamp to `dt_limit`.
-        A, D: [H], rates of decay and weights of the values themselves.
-        B, C: [1, L, G, N], of G groups of H/G heads.
-        return_final_states: return a pair; the states are not computed.
+    ``dt[1, L, H]`` are steps in time before ``dt_bias[H]``, softplus and the clamp to `dt_limit`; ``A, D[H]`` rates of
+    decay and weights of the values themselves; ``B, C[1, L, G, N]`` belong to G groups of H/G heads. With
+    `return_final_states` the result is a pair; the states are not computed.
     """
     assert pack.layout is not None
     heads, groups = x.size(2), B.size(2)
@@ -166,7 +160,7 @@ def _tokens_of_this_rank(pack: RunningPack, output: torch.Tensor, heads: int) ->
 
 @cache
 def _fla(module: str, name: str) -> Callable[..., Any] | None:
-    """A function of flash-linear-attention's `ops`, None where it is not installed."""
+    """Return a function of flash-linear-attention's `ops`, None if it is not installed."""
     from importlib import import_module
 
     try:
