@@ -1,7 +1,7 @@
 """report.json and the closing tables of the tokenize and index commands: what was written, and all that was not."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,49 +43,18 @@ class Report:
         Raises `DataError` for more than MAX_CATEGORIES of them.
         """
         name = list(self.sources)[documents.category_id - 1]
-        self._add(name, documents.counts, documents.preview, documents.category_counts)
-        if (names := documents.category_names) is not None:
-            documents.category_ids = np.array(self._numbered(names), dtype=np.int32)
-
-    def stored(self, name: str) -> dict[str, Any]:
-        """What was counted of a source, the only one that was read, for JSON and `add_stored`."""
-        own = {category: vars(counts) for category, counts in self.categories.items()}
-        return {
-            "source": name,
-            "read": self.read[name],
-            "counts": vars(self.sources[name]),
-            "categories": own if self.options.category_field else {},
-            "numbers": self.numbers,
-            "preview": self.previews[name],
-        }
-
-    def add_stored(self, stored: Mapping[str, Any]) -> list[int] | None:
-        """Count what another report of the same options has counted; its numbers' numbers here, where they differ.
-
-        Raises `DataError` as `add` does.
-        """
-        name = stored["source"]
-        self.read[name] += stored["read"]
-        of_categories = {category: Counts.restored(counts) for category, counts in stored["categories"].items()}
-        self._add(name, Counts.restored(stored["counts"]), stored["preview"], of_categories)
-        numbers = [0, *self._numbered(stored["numbers"])]
-        return None if numbers == [*range(len(numbers))] else numbers
-
-    def _add(
-        self, name: str, counts: Counts, preview: Sequence[list[Run]], of_categories: Mapping[str, Counts]
-    ) -> None:
-        self.sources[name].add(counts)
-        self.previews[name] += preview[: self._preview - len(self.previews[name])]
-        for category, own in of_categories.items():
+        self.sources[name].add(documents.counts)
+        self.previews[name] += documents.preview[: self._preview - len(self.previews[name])]
+        for category, own in documents.category_counts.items():
             self.categories.setdefault(category, Counts()).add(own)
         if len(self.categories) > MAX_CATEGORIES and self.options.category_field:
             raise DataError(
                 f"category_field={self.options.category_field} must give at most {MAX_CATEGORIES:,} categories;"
                 f" got more, such as {', '.join(list(self.categories)[-3:])}"
             )
-
-    def _numbered(self, categories: Iterable[str]) -> list[int]:
-        return [self.numbers.setdefault(category, len(self.numbers) + 1) for category in categories]
+        if (names := documents.category_names) is not None:
+            numbers = [self.numbers.setdefault(category, len(self.numbers) + 1) for category in names]
+            documents.category_ids = np.array(numbers, dtype=np.int32)
 
     def check(self, sources: Mapping[str, Any]) -> None:
         """Raises `DataError` for a source without a record, naming its files, or where no record could be used."""

@@ -95,15 +95,6 @@ class Counts:
         for reason, examples in other.examples.items():
             self._add_examples(reason, examples)
 
-    @classmethod
-    def restored(cls, stored: Mapping[str, Any]) -> "Counts":
-        """The counts whose `vars` went through JSON."""
-        counts = cls()
-        for name, value in stored.items():
-            setattr(counts, name, Counter(value) if isinstance(getattr(counts, name), Counter) else value)
-        counts.lengths = Counter({int(length): times for length, times in counts.lengths.items()})
-        return counts
-
     @property
     def target_share(self) -> float:
         """Target tokens by tokens; 0 of none."""
