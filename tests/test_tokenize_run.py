@@ -19,7 +19,7 @@ from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS
 from verl_ext.text.documents import Counts
-from verl_ext.text.json_records import JsonList
+from verl_ext.text.json_records import json_list
 from verl_ext.text.readers import ChunkSize
 from verl_ext.values import DataError, UsageError
 
@@ -116,7 +116,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind
 
 def test_json_list_is_read_in_blocks_smaller_than_its_records() -> None:
     stream = io.BytesIO(json.dumps(QA, indent=1).encode())
-    assert [record for (_, record), _ in JsonList("in.json", stream, block=5)] == QA
+    assert [record for (_, record), _ in json_list("in.json", stream, block=5)] == QA
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_missing_sources_and_unknown_formats_are_refused(tmp_path: Path, model: 
         with pytest.raises(UsageError, match=rf"sources\.a must .*{message}"):
             tokenize_files({"a": tmp_path / name}, tmp_path / "x/out", model)
     (tmp_path / "a.md").write_text("x")
-    with pytest.raises(UsageError, match=r"sources\.a must be jsonl"):
+    with pytest.raises(UsageError, match=r"sources\.a must be \.jsonl"):
         tokenize_files({"a": tmp_path / "a.md"}, tmp_path / "out", model)
 
 

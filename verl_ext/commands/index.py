@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import as_text, reported_options, tables, total
-from verl_ext.data.megatron.text_index import write_text_indices
+from verl_ext.data.megatron.text_index import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.text.documents import CHAT_COUNTS, Counts
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
@@ -73,7 +73,7 @@ def run(options: IndexOptions) -> str:
             preload=[tokenizer_module()],
         )
     with OutputFolder(options.output_dir, options.overwrite) as folder:
-        counts = write_text_indices(
+        counts = write_text_indexes(
             files,
             tokenizer,
             {f"sources.{name}": folder.path / name for name in options.sources},

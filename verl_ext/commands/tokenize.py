@@ -23,13 +23,13 @@ from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import Report
 from verl_ext.files import OutputFolder
 from verl_ext.nodes import differences, versions
-from verl_ext.progress import Progress
 from verl_ext.ray_cluster import ray_cluster
 from verl_ext.text.chat import ChatEncoder, ChatOptions
 from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
-from verl_ext.text.documents import previews_text
+from verl_ext.text.documents import Documents, previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.tokenized import write_documents
 from verl_ext.text.tokenizer import tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results, ray_results
 from verl_ext.values import DataError, option
@@ -132,17 +132,15 @@ def write_dataset(
             num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
         results = ordered_results(make_encoder, ChatEncoder.encode, chunks, num_workers, **how)
     writer = DatasetWriter(folder, shard_bytes)
-    try:
-        with Progress(num_bytes) as progress:
-            for documents in results:
-                report.add(documents)
-                writer.add(documents)
-                progress.add(documents)
-        report.check(options.sources)
-        report.write(folder)
-        writer.close()
-    finally:
-        writer.abandon()
+
+    def add(documents: Documents) -> Documents:
+        report.add(documents)
+        writer.add(documents)
+        return documents
+
+    write_documents(results, add, writer, num_bytes)
+    report.check(options.sources)
+    report.write(folder)
     return report
 
 

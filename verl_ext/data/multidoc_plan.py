@@ -31,11 +31,11 @@ from verl_ext.data.dataset import split_rows
 from verl_ext.data.megatron.blend import Order, check_weights, megatron_source_samples, normalised
 from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.data.megatron.samples import Pieces, cached_blend, cached_sample_indices, check_has_sample, count_tokens
-from verl_ext.data.megatron.text_index import write_text_indices
-from verl_ext.files import REPORT, cached_folder, write_json
+from verl_ext.data.megatron.text_index import write_text_indexes
+from verl_ext.files import REPORT, write_json
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.sources import SourceFile, absolute_path, find_source_files, is_url, kind_of, without_compression
-from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
+from verl_ext.text.tokenized import cached_tokens, digest, file_facts, tokenizer_facts
 from verl_ext.values import plain
 
 # How the streams are sampled: tokens that a sample has beside those that a model reads.
@@ -188,14 +188,11 @@ class SourceFinder:
 
         def make(folder: Path) -> None:
             tokenizer, prefixes = TextTokenizer(self.tokenizer, self.options), {self.key: folder / "text"}
-            counts = write_text_indices(files, tokenizer, prefixes, max_tokens=self.max_tokens)[self.key]
+            counts = write_text_indexes(files, tokenizer, prefixes, max_tokens=self.max_tokens)[self.key]
             records = {"bad_records": counts.bad, "special_tokens": counts.special_tokens["records"]}
             write_json(folder / _RECORDS, records)
 
-        fingerprint = self._fingerprint(files)
-        folder = cached_folder(self.root, f"text-{fingerprint}", make)
-        if self._fingerprint(files) != fingerprint:
-            raise ValueError(f"{self.key} must not change while it is tokenized; one of its {len(files)} files did")
+        folder = cached_tokens(self.root, lambda: f"text-{self._fingerprint(files)}", make, self.key)
         records = json.loads((folder / _RECORDS).read_text(encoding="utf-8"))
         return Source(name, TokenIndex(folder / "text", self.key), weight, is_text=True, **records)
 

@@ -1,7 +1,9 @@
-"""Source files cut into chunks of records, read as a stream.
+"""Source files as chunks of records, read as a stream.
 
 The cuts depend on the files alone, never on the number of workers, so that the output does not either. JSONL lines
 travel as bytes and are parsed by the worker that tokenizes them; the other formats are decoded here.
+
+A new format is a function in READERS, and its suffix in `sources.SUFFIXES`.
 """
 
 import codecs
@@ -19,17 +21,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.text.arrow_folder import STATE, parse_state, read_state
-from verl_ext.text.json_records import BadRecord, JsonList, LineColumn, parse_line
-from verl_ext.text.sources import OpenedFile, Part, SourceFile, encoding_problem, hub_tables, is_url, open_source
+from verl_ext.text.json_records import BadRecord, json_list, parse_line
+from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_url, open_source
 from verl_ext.values import DataError, first_line
 
 BLOCK = 1 << 20  # bytes of a text file taken at once
 # ArrowInvalid is a ValueError, as what Python says of a date that it does not have or of text in no UTF-8.
 _ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
 
-# Line of the file, or number of the record where there are no lines; of a JSON list, line and column.
-Place = int | LineColumn
-NumberedRecord = tuple[Place, Any]  # the record is still unparsed where it is bytes
+Place = int  # the line of JSONL and CSV, else the number of the record
+NumberedRecord = tuple[Place, Any]  # bytes are a record that is not parsed yet
 Pieces = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
 Records = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
 
@@ -133,12 +134,11 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
 
 def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Records]) -> Pieces:
     """The records that `read` finds in the file's bytes."""
-    begin, stop = (source.part.start, source.part.stop) if source.part else (0, None)
     with open_source(source.path) as file:
-        if not begin and (problem := encoding_problem(file.stream.peek(4)[:4])):
+        if problem := encoding_problem(file.stream.peek(4)[:4]):
             raise DataError(f"{source.path}: must be UTF-8; {problem}")
         records: list[NumberedRecord] = []
-        size, position = 0, begin
+        size = position = 0
         for record, length in read(file.stream):
             size += length
             if record is not None:
@@ -146,30 +146,18 @@ def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Rec
             if size >= limit.bytes or len(records) >= limit.records:
                 yield records, file.position - position, size
                 records, size, position = [], 0, file.position
-        file.check_end(stop)
-        yield records, max(begin + (source.num_bytes or file.position) - position, 0), size
+        file.check_end()
+        yield records, max((source.num_bytes or file.position) - position, 0), size
 
 
 def _jsonl(source: SourceFile, limit: ChunkSize) -> Pieces:
-    return _pieces(source, limit, partial(lines, part=source.part))
+    return _pieces(source, limit, _lines)
 
 
-def lines(stream: BinaryIO, part: Part | None = None) -> Records:
-    """The lines of a file, or those that begin in a part of it, numbered from 1; None stands for one without text."""
-    part = part or Part(0, sys.maxsize)
-    position = part.start
-    if position:  # the line that its first byte may lie in the middle of is not of it
-        position = stream.seek(position - 1)
-        for rest in iter(lambda: stream.readline(BLOCK), b""):
-            position += len(rest)
-            if rest.endswith(b"\n"):
-                break
-    if position < part.stop:
-        for number, line in enumerate(stream, start=part.places + 1):
-            yield ((number, line) if _has_text(line) else None), len(line)
-            position += len(line)
-            if position >= part.stop:
-                break
+def _lines(stream: BinaryIO) -> Records:
+    """Yield the lines of a file, numbered from 1; None stands for one without text."""
+    for number, line in enumerate(stream, start=1):
+        yield ((number, line) if _has_text(line) else None), len(line)
 
 
 def _has_text(line: bytes) -> bool:
@@ -184,7 +172,7 @@ def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
     if first is None:
         raise DataError(f"{source.path}: must be JSON; it is empty")
     if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return _pieces(source, limit, lambda stream: iter(JsonList(source.path, stream)))
+        return _pieces(source, limit, partial(json_list, source.path))
     try:
         parse_line(first)
     except BadRecord as error:
@@ -192,7 +180,7 @@ def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
         if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
             what = "a list of records, or one object on each line"
             raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
-    return _pieces(source, limit, lines)
+    return _pieces(source, limit, _lines)
 
 
 def _csv(source: SourceFile, limit: ChunkSize) -> Pieces:
@@ -289,11 +277,8 @@ def _parquet(source: SourceFile, limit: ChunkSize) -> Pieces:
 
     try:
         with open_source(source.path) as opened, pq.ParquetFile(opened.stream) as file:
-            part = source.part or Part(0, file.num_row_groups)
-            groups = range(part.start, part.stop)
-            rows, found = sum(file.metadata.row_group(group).num_rows for group in groups), 0
-            tables = file.iter_batches(batch_size=limit.records, row_groups=groups)
-            for records, size in _table_records(source.path, tables, limit, count(part.places + 1)):
+            rows, found = file.metadata.num_rows, 0
+            for records, size in _table_records(source.path, file.iter_batches(limit.records), limit, count(1)):
                 yield records, (source.num_bytes or 0) * len(records) // max(rows, 1), size
                 found += len(records)
             if found != rows:
@@ -303,46 +288,33 @@ def _parquet(source: SourceFile, limit: ChunkSize) -> Pieces:
 
 
 def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
-    """The shards that an Arrow folder's state.json names, each a stream of record batches.
+    """Read the shards that an Arrow folder's state.json names, each a stream of record batches.
 
-    Not through `load_from_disk`, which takes a shard that is cut off between two batches for a whole one.
+    `load_from_disk` would take a shard that is cut off between two batches for a whole one.
     """
     import pyarrow as pa
 
-    part = source.part or Part(0, sys.maxsize)
-    numbers, schema, begin, end = count(part.places + 1), None, 0, b"\xff\xff\xff\xff\0\0\0\0"
+    numbers, schema, end = count(1), None, b"\xff\xff\xff\xff\0\0\0\0"
     for shard in arrow_shards(source.path):
         try:
             with open_source(shard) as opened:
-                size = opened.stream.seek(0, io.SEEK_END)
-                position, stop, begin = max(part.start - begin, 0), part.stop - begin, begin + size
-                if schema and (position >= size or stop <= 0):
-                    continue
                 opened.stream.seek(-len(end), io.SEEK_END)
                 is_whole = opened.stream.read() == end
                 opened.stream.seek(0)
+                position = 0
                 with pa.ipc.open_stream(opened.stream) as batches:
                     schema = schema or batches.schema
                     if not batches.schema.equals(schema):
                         raise DataError(f"{shard}: must have the columns of the folder's first file")
-                    if position:
-                        opened.stream.seek(position)
-                    tables = _begun_before(stop, opened, iter(batches))
-                    for records, size_of in _table_records(shard, tables, limit, numbers):
-                        yield records, opened.position - position, size_of
+                    for records, size in _table_records(shard, batches, limit, numbers):
+                        yield records, opened.position - position, size
                         position = opened.position
-                if stop >= size and (not is_whole or opened.stream.read()):
+                if not is_whole or opened.stream.read():
                     raise DataError(
                         f"{shard}: cannot be read as Arrow: it does not end where its stream of records does"
                     )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
             raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
-
-
-def _begun_before(stop: int, opened: OpenedFile, batches: Iterator[Any]) -> Iterator[Any]:
-    """The record batches that begin before byte `stop` of a file."""
-    while opened.position < stop and (batch := next(batches, None)) is not None:
-        yield batch
 
 
 def arrow_shards(folder: str) -> list[str]:
