@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.files import REPORT, output_problems
 from verl_ext.overrides import parsed, readable, repeated_keys, restored
 from verl_ext.redaction import redacted_text
-from verl_ext.text.sources import local_path
+from verl_ext.text.sources import FORMATS, local_path
 from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
 from verl_ext.values import (
     REQUIRED,
@@ -76,7 +76,9 @@ class SourceOptions(OutputOptions):
 
     maps: ClassVar[Mapping[str, str]] = {"sources": "a source to its files"}
 
-    sources: dict[str, Any] = option({}, "name: file, folder, glob, URL, Hub dataset or list of them", required=True)
+    sources: dict[str, Any] = option(
+        {}, f"name: file, folder, glob, URL, Hub dataset or list of them; {FORMATS}", required=True
+    )
     num_workers: int | None = option(
         None, "worker processes; null: by CPUs and input size. The output does not depend on it", least=1
     )

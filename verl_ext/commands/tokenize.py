@@ -41,9 +41,8 @@ BITS = 128
 class TokenizeOptions(ChatOptions, SourceOptions):
     """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
 
-    Sources are jsonl, json, csv, tsv, txt (also as .gz, .bz2, .xz, .zst), parquet or Arrow folders, of this machine,
-    behind a URL or on the Hub; the fields of a record say which shape it has (verl_ext/text/records.py lists them).
-    A source's name is the category of its records.
+    The fields of a record say which shape it has (verl_ext/text/records.py lists them). A source's name is the category
+    of its records.
     """
 
     maps: ClassVar[Mapping[str, str]] = {
@@ -64,7 +63,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     preview: int = option(2, "documents of each source that are shown at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
-        """A line for each mistake that can be seen without opening a source."""
+        """Yield a line for each mistake that can be seen without opening a source."""
         yield from self.source_problems(self.model)
         yield from super().problems()
         parts = {"sample": self.sample}
@@ -85,7 +84,7 @@ def run(options: TokenizeOptions) -> str:
 
 
 def summary(report: Report) -> str:
-    """The closing tables and previews of a report, for a terminal."""
+    """Return the closing tables and previews of a report, for a terminal."""
     from rich.console import Console  # not for a command with a mistake in it
 
     parts = [report.table(), previews_text(report.previews, Console())]

@@ -11,7 +11,7 @@ from verl_ext.progress import progress_bar
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import PlainText, parse_record
-from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.sources import FORMATS, SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenizer import check_template, path_problems, read_template
 from verl_ext.values import DataError, Options, option, show
 
@@ -35,8 +35,7 @@ class TokenizerOptions(Options):
     path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
         [],
-        "byte-level BPE trained on these files, folders, globs or URLs (txt, jsonl, json, csv, tsv, also as .gz, .bz2, "
-        ".xz, .zst; parquet; Arrow): a record's text_key, or every message of a chat",
+        f"byte-level BPE trained on a record's text_key, or every message of a chat, of these {FORMATS}",
     )
     text_key: str = option("text", "the field of a record that is its text")
     vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
