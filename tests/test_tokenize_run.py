@@ -122,10 +122,10 @@ def test_json_list_is_read_in_blocks_smaller_than_its_records() -> None:
 @pytest.mark.parametrize(
     "content", ['[{"text": "a"},\n {"text": }]', '[{"text": "a"}\n {"text": "b"}]', '[{"text": "a"},\n']
 )
-def test_broken_json_list_names_its_line(tmp_path: Path, model: Path, content: str) -> None:
+def test_a_broken_json_list_is_named_with_the_record(tmp_path: Path, model: Path, content: str) -> None:
     source = tmp_path / "in.json"
     source.write_text(content)
-    with pytest.raises(DataError, match=r"in\.json:2: malformed JSON"):
+    with pytest.raises(DataError, match=r"in\.json: malformed JSON: .* in record [12]$"):
         tokenize_files({"qa": source}, tmp_path / "out", model, "on_bad_record=skip")
 
 

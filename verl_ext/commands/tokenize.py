@@ -35,6 +35,7 @@ from verl_ext.text.workers import available_cpus, ordered_results, ray_results
 from verl_ext.values import DataError, option
 
 BITS = 128
+RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the command a millisecond or two
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def summary(report: Report) -> str:
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
-def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_bytes: int = SHARD_BYTES) -> Report:
+def tokenize(options: TokenizeOptions, chunk_size: ChunkSize | None = None, shard_bytes: int = SHARD_BYTES) -> Report:
     """Tokenize the sources into a dataset at `output_dir`; return what was counted.
 
     Raises `UsageError` and `DataError`, each one line.
@@ -110,13 +111,15 @@ def write_dataset(
     folder: Path,
     files: Sequence[SourceFile],
     options: TokenizeOptions,
-    chunk_size: ChunkSize = CHUNK,
+    chunk_size: ChunkSize | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
     """Write the dataset of these files, with its categories and report, into an empty folder.
 
     Returns what was counted. Raises `UsageError` and `DataError`, each one line.
     """
+    if chunk_size is None:
+        chunk_size = RAY_CHUNK if options.backend == "ray" else CHUNK
     num_bytes = total_bytes(files)
     report = Report(options, list(options.sources), options.preview)
     chunks = _sampled_chunks(files, options, report.read, chunk_size)

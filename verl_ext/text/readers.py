@@ -26,7 +26,7 @@ from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_u
 from verl_ext.values import DataError, first_line
 
 BLOCK = 1 << 20  # bytes of a text file taken at once
-# ArrowInvalid is a ValueError, as what Python says of a date that it does not have or of text in no UTF-8.
+# ArrowInvalid is a ValueError, as are Python's errors for a date that it does not have and for text in no UTF-8.
 _ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
 
 Place = int  # the line of JSONL and CSV, else the number of the record
@@ -36,7 +36,7 @@ Records = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds 
 
 
 class ChunkSize(NamedTuple):
-    """How much a chunk holds at most: records, and about so many bytes of text."""
+    """The most records of a chunk, and about the most bytes of their text."""
 
     records: int = 256
     bytes: int = 256 * 1024
@@ -57,13 +57,13 @@ class Chunk:
     text_bytes: int = 0  # about the size of the records, decompressed
 
     def place(self, number: Place) -> str:
-        """Where record `number` stands, as errors name it."""
+        """Return the place of a record, as errors name it."""
         return self.path if self.whole_file else f"{self.path}:{number}"
 
 
 @dataclass
 class Batch:
-    """Chunks of one source, in order, for one worker: small files share one, since a job of its own costs too much."""
+    """Chunks of one source, in order, for one worker: small files share a batch, since each job has its cost."""
 
     source: int  # the files' category_id
     chunks: list[Chunk] = field(default_factory=list)
@@ -71,33 +71,33 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        """How much of the source's files the chunks stand for."""
+        """The bytes of the source's files that the chunks stand for."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     @property
     def num_records(self) -> int:
-        """Records, the unusable ones included."""
+        """The number of records, with the unusable ones."""
         return sum(len(chunk.records) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """The text of a file of more than a block, which is read as a stream when it is tokenized."""
+    """The text of a file of more than a block, read as a stream by the process that tokenizes it."""
 
     path: str
 
     def blocks(self) -> Iterator[str]:
-        """The text, a block at a time; see `text_blocks`."""
+        """Yield the text, a block at a time; see `text_blocks`."""
         return (text for text, _ in text_blocks(self.path))
 
 
 def read_batches(
     files: Sequence[SourceFile], is_full: Callable[[int], bool], batch_bytes: int = CHUNK.bytes
 ) -> Iterator[Batch]:
-    """Yield the files' chunks, in order, in batches of about `batch_bytes` of text at the most.
+    """Yield the files' chunks, in order, in batches of at most about `batch_bytes` of text.
 
     `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
-    becomes its batch's `failure` and ends its source, so that it is reported only where the documents before it do not
+    becomes its batch's `failure` and ends its source, so that it is reported only if the documents before it do not
     fill the source, however far ahead of them it was found.
     """
     for source, own in groupby(files, key=lambda file: file.category_id):
@@ -133,7 +133,7 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
 
 
 def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Records]) -> Pieces:
-    """The records that `read` finds in the file's bytes."""
+    """Yield the records that `read` finds in the file's bytes."""
     with open_source(source.path) as file:
         if problem := encoding_problem(file.stream.peek(4)[:4]):
             raise DataError(f"{source.path}: must be UTF-8; {problem}")
@@ -165,7 +165,7 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
-    """A list, or one object per line as in many published .json files: a file that begins with an object."""
+    """Read a list, or one object per line as in many published .json files: those that begin with an object."""
     with open_source(source.path) as file:
         blocks = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in blocks if _has_text(line)), None)
@@ -200,18 +200,18 @@ def _rows(source: SourceFile, stream: io.TextIOWrapper) -> Records:
             if row:
                 yield (line, _row_record(header, row)), sum(map(len, row))
             line = reader.line_num + 1
-        stream.detach()  # else it closes the file, whose end is yet to be checked
+        stream.detach()  # it would close the file, whose end is yet to be checked
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
 
 
 def _repeated(names: Iterable[str]) -> str | None:
-    """The first name that stands more than once."""
+    """Return the first name that stands more than once."""
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def _row_record(header: list[str], row: list[str]) -> Any:
-    """A row as a record: an empty cell is null, a weight is a number."""
+    """Return a row as a record: an empty cell is null, a weight is a number."""
     if len(row) != len(header):
         return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
     if any("\0" in cell for cell in row):
@@ -227,7 +227,7 @@ def _row_record(header: list[str], row: list[str]) -> Any:
 
 
 def _text(source: SourceFile, _: ChunkSize) -> Pieces:
-    """The file as one record: its text, or a `TextFile` where that is more than a block."""
+    """Read the file as one record: its text, or a `TextFile` if that is more than a block."""
     text, is_long = "", False
     try:
         with closing(text_blocks(source.path)) as blocks:
@@ -240,10 +240,10 @@ def _text(source: SourceFile, _: ChunkSize) -> Pieces:
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
-    """A text file in blocks, line ends as Python's text files have them, and the bytes of the file that each took.
+    """Yield a text file in blocks, with the line ends of Python's text files, and the file's bytes that each took.
 
-    A block ends with a line, where no line is longer than a block. Raises `BadRecord` where the text is not UTF-8,
-    `DataError` where the file cannot be read.
+    A block ends with a line, if no line is longer than a block. Raises `BadRecord` for a text that is not UTF-8,
+    `DataError` for a file that cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(None, translate=True)
@@ -318,7 +318,7 @@ def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
 
 
 def arrow_shards(folder: str) -> list[str]:
-    """The files of an Arrow folder, in order. Raises `DataError` where its state.json does not name them."""
+    """Return the files of an Arrow folder, in order. Raises `DataError` unless its state.json names them."""
     try:
         if is_url(folder):
             with open_source(f"{folder}/{STATE}") as file:
@@ -340,7 +340,7 @@ def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
 def _table_records(
     path: str, tables: Iterable[Any], limit: ChunkSize, numbers: Iterator[int]
 ) -> Iterator[tuple[list[NumberedRecord], int]]:
-    """(numbered records, bytes of them) of each table or record batch."""
+    """Yield (numbered records, bytes of them) of each table or record batch."""
     for table in tables:
         if repeated := _repeated(table.schema.names):
             raise DataError(f"{path}: must have columns of different names; got {repeated!r} more than once")
@@ -350,7 +350,7 @@ def _table_records(
 
 
 def _rows_of(table: Any) -> list[Any]:
-    """A table's rows as records; `BadRecord` for a row that Arrow or Python cannot read, such as text in no UTF-8."""
+    """Return a table's rows as records; a row that cannot be read, such as text in no UTF-8, is a `BadRecord`."""
     try:
         return _read_rows(table)
     except _ROW_ERRORS:
@@ -373,7 +373,7 @@ def _read_rows(table: Any) -> list[Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """`value` without the null fields of its structs: Arrow fills in every key that any row has."""
+    """Return a value without the null fields of its structs: Arrow fills in every key that any row has."""
     if isinstance(value, dict):
         return {key: _without_none(child) for key, child in value.items() if child is not None}
     if isinstance(value, list):

@@ -48,11 +48,16 @@ class Encoder(Protocol):
     texts: ClassVar[tuple[str, ...]]
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
+
     @property
-    def options(self) -> Options: ...
+    def options(self) -> Options:
+        """The options that the documents follow from."""
+
     @property
-    def key(self) -> str: ...
+    def key(self) -> str:
+        """The config key of the files."""
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
         """Yield the files' documents, those of about `batch_bytes` of text at a time.
@@ -67,8 +72,11 @@ class Encoder(Protocol):
 class Writer(Protocol):
     """Appends documents to files that are complete after `close()`; `abandon()` follows also after an error."""
 
-    def close(self) -> None: ...
-    def abandon(self) -> None: ...
+    def close(self) -> None:
+        """Complete the files."""
+
+    def abandon(self) -> None:
+        """Close or remove files that are not complete."""
 
 
 DocumentsT = TypeVar("DocumentsT")

@@ -108,10 +108,8 @@ def write_text_indexes(
 ) -> dict[str, Counts]:
     """Write an index of each source of `files`; return what was counted, by the keys of `prefixes`.
 
-    Args:
-        prefixes, max_tokens: as of `TextIndexes`.
-        tokenized: turns batches of `batch_bytes` of text into documents, in order; None: this process does, with the
-            tokenizer's own threads.
+    prefixes, max_tokens: as of `TextIndexes`. tokenized: turns batches of `batch_bytes` of text into documents, in
+    order; None: this process does, with the tokenizer's own threads.
 
     Raises:
         DataError: a bad record under on_bad_record=error, a file that cannot be read, a source without a document.
