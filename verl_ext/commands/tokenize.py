@@ -6,7 +6,6 @@ bottom-n sample: without replacement, each set of n records as likely as any oth
 whatever the number of workers and the other sources, and a larger sample holds the smaller one.
 """
 
-import contextlib
 import heapq
 import math
 from collections import Counter
@@ -98,10 +97,7 @@ def tokenize(options: TokenizeOptions, chunk_size: ChunkSize | None = None, shar
     Raises `UsageError` and `DataError`, each one line.
     """
     files = find_source_files(options.patterns)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(OutputFolder(options.output_dir, options.overwrite))
-        if options.backend == "ray":
-            stack.enter_context(ray_cluster(options.num_workers or available_cpus()))
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
         report = write_dataset(folder.path, files, options, chunk_size, shard_bytes)
         folder.publish()
     return report
@@ -124,15 +120,16 @@ def write_dataset(
     report = Report(options, list(options.sources), options.preview)
     chunks = _sampled_chunks(files, options, report.read, chunk_size)
     make_encoder = partial(ChatEncoder, options, list(options.sources), options.preview)
-    how: dict[str, Any] = {"name": "tokenize", "preload": [tokenizer_module()]}
     if options.backend == "ray":
-        make_same = partial(_same_encoder, make_encoder, make_encoder().fingerprint(), versions(), gethostname())
-        results = ray_results(make_same, ChatEncoder.encode, chunks, options.num_workers, **how)
+        results = _on_ray(options, make_encoder, chunks)
     else:
         num_workers = options.num_workers or available_cpus()
         if num_bytes is not None:
             num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
-        results = ordered_results(make_encoder, ChatEncoder.encode, chunks, num_workers, **how)
+        preload = [tokenizer_module()]
+        results = ordered_results(
+            make_encoder, ChatEncoder.encode, chunks, num_workers, name="tokenize", preload=preload
+        )
     writer = DatasetWriter(folder, shard_bytes)
 
     def add(documents: Documents) -> Documents:
@@ -144,6 +141,20 @@ def write_dataset(
     report.check(options.sources)
     report.write(folder)
     return report
+
+
+def _on_ray(options: TokenizeOptions, make: Callable[[], ChatEncoder], chunks: Iterator[Chunk]) -> Iterator[Documents]:
+    """Yield the documents of the chunks, in order, by tasks of a Ray cluster."""
+    make_same = partial(_same_encoder, make, make().fingerprint(), versions(), gethostname())
+    with ray_cluster(options.num_workers or available_cpus()):
+        yield from ray_results(
+            make_same,
+            ChatEncoder.encode,
+            chunks,
+            options.num_workers,
+            name="tokenize",
+            preload=[tokenizer_module()],
+        )
 
 
 def _same_encoder(

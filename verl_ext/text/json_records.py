@@ -149,7 +149,7 @@ def json_list(path: str, stream: BinaryIO, block: int = BLOCK) -> Iterator[tuple
             read_on(block)
 
     def fail(message: str) -> NoReturn:
-        raise DataError(f"{path}: malformed JSON: {message} in record {number}")
+        raise DataError(f"{path}: malformed JSON: {message}{f' in record {number}' if number else ''}")
 
     def next_element() -> tuple[Any, int]:
         """Return the element there, or the `BadRecord` that it is, and where it ends."""

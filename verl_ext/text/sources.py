@@ -119,19 +119,19 @@ def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
     if _HUB.fullmatch(pattern):
         yield _hub_split(pattern, key)
         return
-    found: dict[str, tuple[str, int | None]] = {}
+    is_empty = True
     for sizes, is_folder in _remote_files(pattern, key) if is_url(pattern) else _local_files(pattern, key):
-        # A file that is named must be of a known format; of those below a folder the others are left out.
-        kinds = _kinds_below(sizes, key) if is_folder else {path: _known_kind(path, key) for path in sizes}
+        kinds: dict[str, Any] = _kinds_below(sizes, key) if is_folder else {path: kind_of(path) for path in sizes}
         for path, kind in kinds.items():
+            if kind is None:  # a file that is named; of a folder's files, those of no known format are left out
+                raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
             own = [sizes[path]] if kind != "arrow" else [sizes[name] for name in sizes if os.path.dirname(name) == path]
-            found[path] = kind, None if None in own else sum(size or 0 for size in own)
-    if not found:
+            if kind != "arrow" and not is_url(path):
+                _check_regular(path, key)
+            yield path, kind, None if None in own else sum(size or 0 for size in own)
+            is_empty = False
+    if is_empty:
         raise UsageError(f"{key} must be {KNOWN_FORMATS}; {pattern} has none")
-    for path, (kind, size) in found.items():
-        if kind != "arrow" and not is_url(path):
-            _check_regular(path, key)
-        yield path, kind, size
 
 
 def _local_files(pattern: str, key: str) -> Iterator[tuple[_Sizes, bool]]:
@@ -173,12 +173,11 @@ def _refuse(error: OSError) -> NoReturn:
     raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _kinds_below(paths: Iterable[str], key: str) -> dict[str, str]:
+def _kinds_below(files: _Sizes, key: str) -> dict[str, str]:
     """Return the kinds of the files below a folder that have a known one, of Arrow folders in place of their files.
 
     Files of text are notes beside files of another format, and left out.
     """
-    files = dict.fromkeys(paths)
     kinds: dict[str, str] = {}
     for path in files:
         folder, name = os.path.split(path)
@@ -193,12 +192,6 @@ def _kinds_below(paths: Iterable[str], key: str) -> dict[str, str]:
     return {path: kind for path, kind in kinds.items() if kind != "text"} or kinds
 
 
-def _known_kind(path: str, key: str) -> str:
-    if kind := kind_of(path):
-        return kind
-    raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
-
-
 def _check_regular(path: str, key: str) -> None:
     """Raise `UsageError` for a file that may block its reader, or whose name is not UTF-8."""
     try:
@@ -210,10 +203,7 @@ def _check_regular(path: str, key: str) -> None:
 
 
 def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
-    """Return the file that a URL names, or the files that a glob matches or a folder holds.
-
-    Only `*` and `[…]` are a glob's, since `?` begins a web address's query.
-    """
+    """Return the file that a URL names, or those that a glob (`*`, `[…]`; `?` begins a query) or folder holds."""
     system, path = _file_system(url, key)
     found: dict[str, Any] = {}
     with _host_errors(url):
@@ -283,9 +273,7 @@ def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
     if split not in splits:
         raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
     info = (builder.info.splits or {}).get(split)
-    named = _HUB.fullmatch(url)
-    assert named is not None
-    return url if named["split"] else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
+    return url if url.endswith(f":{split}") else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
 
 
 def hub_tables(url: str, rows: int) -> Iterator[Any]:
@@ -349,9 +337,9 @@ def open_source(path: str) -> Iterator[OpenedFile]:
     """
     try:
         with open_remote(path) if is_url(path) else open(path, "rb") as raw:
-            before = None if is_url(path) else os.fstat(raw.fileno())
+            before = None if is_url(path) else _state(os.fstat(raw.fileno()))
             yield OpenedFile(path, raw)
-            if before is not None and not _is_as_before(path, before):
+            if before is not None and _state(os.stat(path)) != before:
                 raise DataError(f"{path}: must not change while it is read; it did")
     except (DataError, UsageError, BadRecord):
         raise
@@ -362,9 +350,8 @@ def open_source(path: str) -> Iterator[OpenedFile]:
         raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
-def _is_as_before(path: str, before: os.stat_result) -> bool:
-    now = os.stat(path)
-    return all(getattr(now, fact) == getattr(before, fact) for fact in ("st_ino", "st_size", "st_mtime_ns"))
+def _state(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _XzStreams(io.RawIOBase):
