@@ -121,7 +121,7 @@ def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
         return
     is_empty = True
     for sizes, is_folder in _remote_files(pattern, key) if is_url(pattern) else _local_files(pattern, key):
-        kinds: dict[str, Any] = _kinds_below(sizes, key) if is_folder else {path: kind_of(path) for path in sizes}
+        kinds = _kinds_below(sizes, key) if is_folder else {path: kind_of(path) for path in sizes}
         for path, kind in kinds.items():
             if kind is None:  # a file that is named; of a folder's files, those of no known format are left out
                 raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
@@ -173,12 +173,12 @@ def _refuse(error: OSError) -> NoReturn:
     raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _kinds_below(files: _Sizes, key: str) -> dict[str, str]:
+def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
     """Return the kinds of the files below a folder that have a known one, of Arrow folders in place of their files.
 
     Files of text are notes beside files of another format, and left out.
     """
-    kinds: dict[str, str] = {}
+    kinds: dict[str, str | None] = {}
     for path in files:
         folder, name = os.path.split(path)
         if name == _SPLITS:
