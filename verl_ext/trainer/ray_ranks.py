@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
-from ray.util import get_node_ip_address
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 # Node is loaded by Ray's workers: nothing here imports torch or verl.
 
@@ -136,29 +137,45 @@ def placed_ranks(
     If so many nodes are not free within `seconds`, hold those of as many as `suits` accepts. say: gets a line when the
     wait is long. Raises ValueError when no number suits; RayError if Ray cannot make an actor.
     """
-    # The ranks of an actor are on one node, since an actor is; `stop` is heard while `run` waits.
-    wanted: dict[str, Any] = {"num_cpus": per_node, "num_gpus": per_node * on_gpu, "scheduling_strategy": "SPREAD"}
-    actors = [ray.remote(max_concurrency=2, **wanted)(Node).remote() for _ in range(nodes)]
+    bundle = {"CPU": per_node, "GPU": per_node} if on_gpu else {"CPU": per_node}
+    groups = [placement_group([bundle]) for _ in range(nodes)]  # a bundle is on one node
+    actors: list[Any] = []
     try:
-        asked = {actor.place.remote(): actor for actor in actors}
-        ready, waiting = ray.wait(list(asked), num_returns=nodes, timeout=min(seconds, _SILENCE))
-        if waiting and seconds > _SILENCE:
+        ready = _ready(groups, min(seconds, _SILENCE))
+        if len(ready) < nodes and seconds > _SILENCE:
             say(f"waiting for {_needs(nodes, per_node, on_gpu)}; {_cluster()}")
-            ready, _ = ray.wait(list(asked), num_returns=nodes, timeout=seconds - _SILENCE)
+            ready = _ready(groups, seconds - _SILENCE)
         count = next((n for n in range(len(ready), 0, -1) if suits(n)), 0)
         if not count:
             raise ValueError(
                 f"the Ray cluster must have {_needs(nodes, per_node, on_gpu)}, free within ray.timeout={seconds:g} "
                 f"seconds; got {len(ready)} such nodes: {_cluster()}"
             )
-        placed = [(ray.get(answer), asked[answer]) for answer in ready[:count]]
-        placed.sort(key=lambda each: (each[0].address, each[0].node))  # the same order at every start
-        for actor in set(actors) - {actor for _, actor in placed}:
-            ray.kill(actor)
-        yield PlacedRanks([actor for _, actor in placed], [place for place, _ in placed], per_node)
+        for group in set(groups) - set(ready[:count]):
+            remove_placement_group(group)
+        for group in ready[:count]:
+            where = PlacementGroupSchedulingStrategy(group)
+            devices = {"num_cpus": per_node, "num_gpus": per_node * on_gpu}
+            # `stop` is heard while `run` waits
+            actors.append(ray.remote(max_concurrency=2, scheduling_strategy=where, **devices)(Node).remote())
+        places = ray.get([actor.place.remote() for actor in actors])
+        order = sorted(range(count), key=lambda node: (places[node].address, places[node].node))  # as before a restart
+        yield PlacedRanks([actors[node] for node in order], [places[node] for node in order], per_node)
     finally:
         for actor in actors:
             ray.kill(actor)
+        for group in groups:
+            remove_placement_group(group)
+
+
+def _ready(groups: Sequence[Any], seconds: float) -> list[Any]:
+    """Return the placement groups that have their devices, as soon as all have or after so many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        ready = [group for group in groups if placement_group_table(group)["state"] == "CREATED"]
+        if len(ready) == len(groups) or time.monotonic() >= end:
+            return ready
+        time.sleep(_POLL)
 
 
 def _needs(nodes: int, per_node: int, on_gpu: bool) -> str:
@@ -255,6 +272,13 @@ class PlacedRanks:
 
     def _loss(self, node: int, error: RayError) -> str:
         """Return a line for the ranks whose actor is gone, alone or with its node."""
+        while isinstance(error, ActorUnavailableError):  # Ray does not know yet whether actor or node is gone
+            time.sleep(_POLL)
+            try:
+                ray.get(self._actors[node].place.remote())
+                break
+            except RayError as later:
+                error = later
         place, first = self._places[node], node * self._per_node
         numbers = ", ".join(map(str, range(first, first + self._per_node)))
         ranks = f"rank{'s' * (self._per_node > 1)} {numbers}"
