@@ -46,7 +46,7 @@ class CPUDevice:
 
     @staticmethod
     def max_memory_reserved(device: Any = None) -> int:
-        """The process's resident memory at its peak."""
+        """Return the process's resident memory at its peak."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     @staticmethod

@@ -15,7 +15,7 @@ _PACKAGE = "pkg://"
 
 
 def custom_object(node: str, path: str | None, name: str | None) -> Any:
-    """The object that the keys `node`.path and `node`.name name.
+    """Return the object that the keys `node`.path and `node`.name name.
 
     path: a Python file, or pkg://module for one that is installed. A file is executed once in a process.
 

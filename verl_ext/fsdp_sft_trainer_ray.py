@@ -1,6 +1,6 @@
-"""The same run on a Ray cluster: place the ranks, follow them, and start them again if some are lost.
+r"""The same run on a Ray cluster: place the ranks, follow them, and start them again if some are lost.
 
-    python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \\
+    python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \
         trainer.n_gpus_per_node=8
 
 Every rank is `verl_ext.fsdp_sft_trainer` with the arguments of this command. The cluster is the one of RAY_ADDRESS,

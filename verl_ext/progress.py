@@ -1,6 +1,6 @@
 """Progress bars over files and over steps, and rows as a text table.
 
-A terminal gets a bar that moves, a log file a line now and then.
+On a terminal a bar moves; a log file gets a line now and then.
 """
 
 import math
@@ -43,14 +43,14 @@ class _LineBar(tqdm):
 
 
 def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
-    """A tqdm bar over `total` units: redrawn often on a terminal, a line now and then in a log; `options`: tqdm's."""
+    """Return a tqdm bar with tqdm's options: redrawn often on a terminal, a line now and then in a log."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, mininterval=0.2, **options)
     return _LineBar(total=total, desc=description, mininterval=10, ncols=_LINE, delay=10, **options)
 
 
 def four_digits(value: float) -> str:
-    """A number with four significant digits: 2.134, 987.0, 12.34k, 1.235M, 1.000e-05, nan."""
+    """Return a number with four significant digits: 2.134, 987.0, 12.34k, 1.235M, 1.000e-05, nan."""
     value = float(f"{value:.4g}")
     for unit in ("", "k", "M", "G"):
         if not 1e4 <= abs(value) < math.inf or unit == "G":
@@ -60,14 +60,19 @@ def four_digits(value: float) -> str:
 
 
 class Done(Protocol):
-    """Records that are done: how many, their tokens, and the bytes of input that they were."""
+    """Records that are done."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """The bytes of input."""
+
     @property
-    def records(self) -> int: ...
+    def records(self) -> int:
+        """The number of records."""
+
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """The number of their tokens."""
 
 
 class Progress:
@@ -173,7 +178,7 @@ class StepProgress:
         return seconds * (self.total_steps - step)
 
     def pause(self) -> float:
-        """A moment from which :meth:`resume` takes time that is no training (validation, checkpoints)."""
+        """Return the time at which work that is no training begins (validation, checkpoints), for :meth:`resume`."""
         return time.perf_counter()
 
     def resume(self, paused: float) -> None:
@@ -181,7 +186,7 @@ class StepProgress:
         self._since += time.perf_counter() - paused
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if self.visible:
             tqdm.write(line)
 
@@ -206,7 +211,7 @@ class StepProgress:
 
 
 def _category_lines(values: Mapping[str, float], width: int) -> Iterator[str]:
-    """The losses of the categories among the metrics of a step, in a few lines."""
+    """Yield a few lines with the categories' losses among the metrics of a step."""
     names = [name.removesuffix("_loss") for name in values if name.endswith("_loss")]
     losses = [f"{name} {four_digits(values[f'{name}_loss'])}" for name in names if f"{name}_tokens" in values]
     text = "  ".join(loss.replace(" ", "\0") for loss in losses)  # a name and its loss stay together

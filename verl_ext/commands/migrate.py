@@ -1,8 +1,8 @@
-"""The command `verl-ext migrate`: a training command of verl ≤ 0.6's fsdp_sft_trainer as one of today.
+r"""The command `verl-ext migrate`: a training command of verl ≤ 0.6's fsdp_sft_trainer as one of today.
 
     verl-ext migrate 'torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=$M …'
 
-    torchrun --nproc_per_node=8 -m verl_ext.fsdp_sft_trainer \\
+    torchrun --nproc_per_node=8 -m verl_ext.fsdp_sft_trainer \
         model.path=$M
     # model.partial_pretrain (verl ≤ 0.6) is read as model.path
 
@@ -32,7 +32,8 @@ class MigrateOptions(Options):
     """Print the command of today for one of verl ≤ 0.6's fsdp_sft_trainer, with a comment for each key that changed.
 
     What has no equivalent is left out of the command and named, with what to give in its place. A command without such
-    keys may also be run as it is: the trainer reads the old names."""
+    keys may also be run as it is: the trainer reads the old names.
+    """
 
     command: str = option(REQUIRED, "the old command, as it stands in a shell script", required=True)
 

@@ -2,10 +2,11 @@
 
 They meet in a TCPStore of torch at master_addr:master_port, where torchrun will listen:
 
-    every node   report/RANK   versions, the address that gloo will use, problems that it sees by itself
-    node 0       roster        the addresses of all nodes
-    every node   result/RANK   its clock when the roster came, and the nodes that it cannot reach
-    node 0       verdict       a line for each problem, or none: all nodes end with the same lines and code
+    report/RANK   versions, the address that gloo will use, problems that the node sees by itself
+    result/RANK   the node's clock when all reports were there, and the nodes that it cannot reach
+    ended         a line that ends the check: a node does not come, or two nodes have one rank
+
+All nodes read the same values, and end with the same lines and exit code.
 
 A node that comes back while the run goes on (a restarted pod under c10d) finds torchrun's store instead, and in it the
 rendezvous of the run; there is nothing to compare with, and it starts.
@@ -17,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class PreflightOptions(Options):
     """Checks, on all nodes of a run together, what torchrun needs: launch/node.sh starts it where NNODES is above 1.
 
     The port of node 0 is free, every node reaches every other, interfaces that are named exist, Python and packages are
-    the same, clocks agree. The trainer compares options, data and model of all nodes itself."""
+    the same, clocks agree. The trainer compares options, data and model of all nodes itself.
+    """
 
     nnodes: int = option(REQUIRED, "nodes of the run", least=1, required=True)
     node_rank: int = option(0, "number of this node, from 0", least=0)
@@ -59,6 +61,7 @@ class PreflightOptions(Options):
     clock_seconds: float = option(5, "most seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
 
     def problems(self) -> Iterator[str | None]:
+        """Yield a line if there is no such node."""
         if self.node_rank >= self.nnodes:
             yield f"node_rank must be 0 to {self.nnodes - 1} with nnodes={self.nnodes}; got {self.node_rank}"
 
@@ -79,7 +82,7 @@ def run(options: PreflightOptions) -> str:
             )
         store = found
     try:
-        problems = _verdict(store, options, local, token)
+        problems = _problems(store, options, local, token)
     except RuntimeError:  # torch's DistError: the store is gone or does not answer
         problems = [f"{_name(options)} lost node 0 ({where}) during the check"]
     if problems:
@@ -147,80 +150,64 @@ def _store_at(options: PreflightOptions, key: str = _GREETING) -> "TCPStore | No
     return found[0] if found else None
 
 
-def _verdict(store: "TCPStore", options: PreflightOptions, local: str, token: str) -> list[str]:
-    """Take part in the check; return the problems, which node 0 has collected, the same lines on every node.
+def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: str) -> list[str]:
+    """Exchange reports and results with the other nodes; return a line for each problem.
 
     local: the address by which node 0 and this node reach each other. token: the greeting of a store of this node.
     """
     rank, who = options.node_rank, _name(options)
-    leads = store.get(_GREETING).decode() == token
     patience = _PATIENCE * (2 + options.nnodes // 16)  # for the connections to all other nodes
+    keeps_store = store.get(_GREETING).decode() == token
+    store.add("here", 1)
     address, problems = _gloo_address(options, local)
     family = socket.AF_INET6 if address and ":" in address else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=options.nnodes) as listener:
         same = {**versions(), "NNODES": str(options.nnodes), "NPROC_PER_NODE": str(options.processes)}
         at = [address, listener.getsockname()[1]]
-        store.add("here", 1)
         if store.add(f"nodes/{rank}", 1) > 1:
             _tell_twins(options, store)
         else:
             store.set(f"report/{rank}", json.dumps({"who": who, "same": same, "at": at, "problems": problems}))
-        if leads and not _is_of_this_host(local):  # MASTER_ADDR may be another host, which has a node 0 of its own
+        if keeps_store and not _is_of_this_host(local):  # MASTER_ADDR may be another host, with a node 0 of its own
             threading.Thread(target=_find_twin, args=(options, store, token), daemon=True).start()
-        reports, problems = _reports(store, options) if leads else ({}, [])
-        if leads:
-            roster = {each["who"]: each["at"] for each in reports.values() if each["at"][0]}
-            store.set("roster", json.dumps(roster))
-        store.wait(["roster"], timedelta(seconds=options.timeout + patience))
+        ranks = range(options.nnodes)
+        reports = _gathered(store, "report", ranks, options.timeout + patience * (not keeps_store))
         clock = time.time()  # every node reads it at the same moment
-        unreached = _unreachable(who, json.loads(store.get("roster")))
-        store.set(f"result/{rank}", json.dumps({"clock": clock, "problems": unreached}))
-        if leads:
-            results = _gathered(store, "result", [*reports], patience)
-            for other, report in reports.items():
-                if other not in results:
-                    problems.append(f"{report['who']} ended during the check")
-                    continue
-                ahead = results[other]["clock"] - clock
-                if abs(ahead) > options.clock_seconds:
-                    problems.append(
-                        f"the clock of {report['who']} must agree with node 0's within clock_seconds="
-                        f"{options.clock_seconds:g}; got {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} it"
-                    )
-                problems += results[other]["problems"]
-            store.set("verdict", json.dumps(problems))
-        store.wait(["verdict"], timedelta(seconds=2 * patience))
-        problems = json.loads(store.get("verdict"))
-        store.add("here", -1)
-        end = time.monotonic() + _PATIENCE
-        while leads and store.add("here", 0) and time.monotonic() < end:  # the store ends with this process
-            time.sleep(0.1)
+        if keeps_store and (missing := [str(rank) for rank in ranks if rank not in reports]):
+            where = f"{options.master_addr}:{options.master_port} within {options.timeout} s"
+            late = f"all {options.nnodes} nodes must report to {where}; got nothing from node {', '.join(missing)}"
+            store.compare_set("ended", "", late)
+        names = {rank: report["who"] for rank, report in reports.items()}
+        problems = differences({names[rank]: report["same"] for rank, report in reports.items()})
+        problems += [problem for report in reports.values() for problem in report["problems"]]
+        roster = {names[rank]: report["at"] for rank, report in reports.items() if report["at"][0]}
+        store.set(f"result/{rank}", json.dumps([clock, _unreachable(who, roster)]))
+        results = _gathered(store, "result", ranks, patience)
+    for other, (read, unreached) in results.items():
+        if abs(ahead := read - results.get(0, [read])[0]) > options.clock_seconds:
+            problems.append(
+                f"the clock of {names[other]} must agree with node 0's within clock_seconds="
+                f"{options.clock_seconds:g}; got {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} it"
+            )
+        problems += unreached
+    problems += [f"{names[other]} ended during the check" for other in ranks if other not in results and other in names]
+    problems = [store.get("ended").decode()] if store.check(["ended"]) else problems
+    end = time.monotonic() + _PATIENCE
+    store.add("here", -1)
+    while keeps_store and store.add("here", 0) > 0 and time.monotonic() < end:  # the store ends with this process
+        time.sleep(0.1)
     return problems
 
 
-def _reports(store: "TCPStore", options: PreflightOptions) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return the reports of all nodes by rank, and the problems in them; none if a node does not come."""
-    ranks = range(options.nnodes)
-    reports = _gathered(store, "report", ranks, options.timeout)
-    if store.check(["twins"]):
-        return {}, [store.get("twins").decode()]
-    if missing := [str(rank) for rank in ranks if rank not in reports]:
-        return {}, [
-            f"all {options.nnodes} nodes must report to {options.master_addr}:{options.master_port} within "
-            f"{options.timeout} s; got nothing from node {', '.join(missing)}"
-        ]
-    problems = differences({report["who"]: report["same"] for report in reports.values()})
-    return reports, [*problems, *(problem for report in reports.values() for problem in report["problems"])]
-
-
-def _gathered(store: "TCPStore", kind: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-    """Return the values that these nodes have set; without those of nodes that are late, or after twins are found."""
-    found: dict[int, Any] = {}
+def _gathered(store: "TCPStore", kind: str, ranks: range, seconds: float) -> dict[int, Any]:
+    """Return the values of these nodes by rank, without those of late nodes; none once the check has ended."""
     end = time.monotonic() + seconds
     while True:
-        found |= {rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"{kind}/{rank}"])}
-        if len(found) == len([*ranks]) or time.monotonic() > end or store.check(["twins"]):
-            return dict(sorted(found.items()))
+        found = {rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"{kind}/{rank}"])}
+        if store.check(["ended"]):
+            return {}
+        if len(found) == len(ranks) or time.monotonic() > end:
+            return found
         time.sleep(0.1)
 
 
@@ -229,7 +216,7 @@ def _tell_twins(options: PreflightOptions, *stores: "TCPStore") -> None:
     first = json.loads(stores[0].get(f"report/{options.node_rank}"))["who"]
     for store in stores:
         got = f"{options.node_rank} on {first} and {_name(options)}"
-        store.set("twins", f"NODE_RANK must differ from node to node; got {got}")
+        store.set("ended", f"NODE_RANK must differ from node to node; got {got}")
 
 
 def _find_twin(options: PreflightOptions, own: "TCPStore", token: str) -> None:

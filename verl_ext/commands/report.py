@@ -48,7 +48,7 @@ class Report:
             documents.category_ids = np.array(self._numbered(names), dtype=np.int32)
 
     def stored(self, name: str) -> dict[str, Any]:
-        """What was counted of a source, the only one that was read, for JSON and `add_stored`."""
+        """Return the counts of a source, the only one that was read, for JSON and `add_stored`."""
         own = {category: vars(counts) for category, counts in self.categories.items()}
         return {
             "source": name,
@@ -60,9 +60,9 @@ class Report:
         }
 
     def add_stored(self, stored: Mapping[str, Any]) -> list[int] | None:
-        """Count what another report of the same options has counted; its numbers' numbers here, where they differ.
+        """Add the counts of another report with the same options.
 
-        Raises `DataError` as `add` does.
+        Returns the number here of each of its category numbers, None if they are the same. Raises `DataError` as `add`.
         """
         name = stored["source"]
         self.read[name] += stored["read"]
@@ -88,7 +88,7 @@ class Report:
         return [self.numbers.setdefault(category, len(self.numbers) + 1) for category in categories]
 
     def check(self, sources: Mapping[str, Any]) -> None:
-        """Raises `DataError` for a source without a record, naming its files, or where no record could be used."""
+        """Raise `DataError` for a source without a record, naming its files, or if no record could be used."""
         for name, counts in self.sources.items():
             if not counts.records and (read := self.read[name]):
                 raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
@@ -99,10 +99,11 @@ class Report:
 
     @property
     def total(self) -> Counts:
+        """The counts of all sources."""
         return total(self.sources)
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of report.json; it names no time, so that equal runs give equal files."""
+        """Return the content of report.json; it names no time, so that equal runs give equal files."""
         in_all = self.total.as_dict()
         del in_all["examples"]
         return {
@@ -114,7 +115,7 @@ class Report:
         }
 
     def _source(self, name: str, counts: Counts) -> dict[str, Any]:
-        """What report.json has of a source beside its category's counts, or with counts where records give that."""
+        """Return a source's entry of report.json, with its counts if categories are not the sources."""
         found: dict[str, Any] = {"records_read": self.read[name], "records_sampled": counts.records}
         if self.options.category_field:
             found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
@@ -126,7 +127,7 @@ class Report:
         write_json(folder / CATEGORIES, {str(number): name for name, number in self.numbers.items()})
 
     def table(self) -> str:
-        """The closing tables, then a line for everything else that a source's records were found to have."""
+        """Return the closing tables, and a line for each other thing found in a source's records."""
         cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
         summary, *problems = tables("category", self.categories, targets=True)
@@ -160,13 +161,14 @@ class Report:
 
 
 def _most(counts: Mapping[str, int], unit: str = "") -> str:
-    """`a (3 turns), b (1 turns)`: the most frequent."""
+    """Return the most frequent names: `a (3 turns), b (1 turns)`."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
     listed = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)
     return listed + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
 
 
 def total(counts: Mapping[str, Counts]) -> Counts:
+    """Return the sum of all counts."""
     found = Counts()
     for each in counts.values():
         found.add(each)
@@ -174,6 +176,7 @@ def total(counts: Mapping[str, Counts]) -> Counts:
 
 
 def reported_options(options: Options) -> dict[str, Any]:
+    """Return the options that decide tokens and counts, secrets masked."""
     given = asdict(options)  # type: ignore[call-overload]
     return redacted({key: value for key, value in given.items() if key not in NOT_REPORTED})
 
@@ -221,7 +224,10 @@ def _summary(what: str, name: str, counts: Counts, targets: bool) -> Row:
 
 
 def _cut_rows(name: str, counts: Counts) -> Iterator[Row]:
-    """A row for each thing that was done to documents over max_tokens: tokens are those removed (of `split`, cut)."""
+    """Yield a row for each way in which documents over max_tokens were shortened.
+
+    Its tokens are those removed; of `split`, those of the documents that were cut.
+    """
     over = counts.over_length
     before = counts.tokens + over["dropped_tokens"] + over["truncated_tokens"]
     for done in ("dropped", "truncated", "split"):

@@ -62,6 +62,7 @@ class Node:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def place(self) -> Place:
+        """Return where this actor is."""
         context = ray.get_runtime_context()
         with socket.socket() as probe:
             probe.bind(("", 0))
