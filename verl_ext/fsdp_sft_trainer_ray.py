@@ -10,7 +10,7 @@ else one that runs on this machine, else one of its own that ends with the run.
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and has_gpus)
         while True:
             try:
-                with placed_ranks(nodes, per_node, suits, on_gpu, patience, _say) as ranks, _handled(ranks.signal):
+                with placed_ranks(nodes, per_node, suits, on_gpu, patience, _say) as ranks:
                     if restarts:
                         which = f"restart {restarts} of {options.max_restarts}"
                         _say(f"{which}: {why}; going on from {start()} {ranks}")
@@ -100,19 +100,6 @@ def _exit_code(ends: Ends) -> int:
     """Return the ranks' exit code that says most of the run; a lost rank means that training failed."""
     codes = [128 - code if code < 0 else code for code in ends.codes] + [TRAINING_FAILED] * len(ends.lost)
     return min(filter(None, codes), key=lambda code: (code not in (USER_ERROR, _INTERRUPTED), -code), default=0)
-
-
-@contextmanager
-def _handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM call `handle` in the block."""
-    before = {
-        number: signal.signal(number, lambda number, _: handle(number)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

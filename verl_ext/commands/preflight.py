@@ -95,7 +95,9 @@ def _store_of_node_0(options: PreflightOptions, token: str) -> "TCPStore":
     from torch.distributed import TCPStore  # here: importing torch takes seconds
 
     try:
-        server = socket.create_server(("", options.master_port), backlog=options.nnodes)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        server = socket.create_server(("", options.master_port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         if other := _store_at(options):
             return other

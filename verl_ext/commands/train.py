@@ -61,7 +61,7 @@ class TrainOptions(Options):
 
 
 def run(words: Sequence[str]) -> str:
-    """Tokenize what is not tokenized yet, and train; SystemExit where training ends with another code than 0."""
+    """Tokenize what is not tokenized yet, and train; raise SystemExit if training ends with another code than 0."""
     own, encoding = _those_of(words, ["nproc"]), []
     if _those_of(words, NODES.values()):  # else data.cache_dir is that of a dataset that reads text itself
         own += _those_of(words, [*NODES.values(), "data.cache_dir"])
@@ -167,15 +167,9 @@ def _num_gpus() -> int:
 def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
     """Raise UsageError for what the trainer refuses without reading data; `check` finds that in another process."""
     print("checking the trainer's options", file=sys.stderr, flush=True)
-    line = [
-        sys.executable,
-        "-c",
-        f"from {__name__} import check; check()",
-        str(ranks),
-        json.dumps(categories),
-        *overrides,
-    ]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, start_new_session=True)  # Ctrl-C is for this process
+    line = [sys.executable, "-c", f"from {__name__} import check; check()", str(ranks), json.dumps(categories)]
+    # A session of its own: Ctrl-C is for this process.
+    done = subprocess.run([*line, *overrides], stdout=subprocess.PIPE, text=True, start_new_session=True)
     if done.returncode:
         raise UsageError(done.stdout.strip()) if done.returncode == 2 else SystemExit(done.returncode)
 

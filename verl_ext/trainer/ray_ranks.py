@@ -202,15 +202,23 @@ class PlacedRanks:
         nodes = len(self._actors)
         return f"with {nodes * self._per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
 
-    def signal(self, number: int) -> None:
-        """Have `run` send every rank this signal, the second time SIGKILL."""
-        self._signals.append(signal.SIGKILL if self._signals else number)
-
     def run(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
         """Run every rank with these arguments and print what they print; kill those that outlive a failed one.
 
-        environment: variables of every rank, beside those that torchrun would set.
+        Ctrl-C and SIGTERM reach every rank, the second time as SIGKILL. environment: variables of every rank, beside
+        those that torchrun would set.
         """
+        handlers = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return self._followed(arguments, environment)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, _: object) -> None:
+        self._signals.append(signal.SIGKILL if self._signals else number)
+
+    def _followed(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
         streams = {
             actor.run.options(num_returns="streaming").remote(
                 arguments, [environment | self._variables(node, rank) for rank in range(self._per_node)], os.getcwd()
