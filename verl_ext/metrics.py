@@ -48,7 +48,7 @@ class StepSums:
 
     @property
     def loss(self) -> float:
-        """Σ a_t·ℓ_t / Z, NaN where Z is 0; reads the device."""
+        """Σ a_t·ℓ_t / Z, NaN if Z is 0; reads the device."""
         weighted, normaliser = self.values[:2].tolist()
         return weighted / normaliser if normaliser else math.nan
 
@@ -69,7 +69,7 @@ class StepSums:
 
         A category without a target token here has no mean: its loss is left out, its count is 0. Of a validation set
         ``perplexity`` is exp of the plain mean of ℓ_t over all targets, whatever the loss mode, and each category's
-        of its loss; inf where that is past float64.
+        of its loss; inf if that is past float64.
         """
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, target_tokens, packs = values[: len(_SCALARS)]

@@ -78,7 +78,7 @@ class Done(Protocol):
 class Progress:
     """A bar over the bytes of input files, with records, tokens/s and the time left.
 
-    total_bytes: None where it is not known; the bar has no end then.
+    total_bytes: None if it is not known; the bar has no end then.
     """
 
     def __init__(self, total_bytes: int | None, description: str = "tokenize") -> None:
@@ -150,7 +150,7 @@ class StepProgress:
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Print the metrics of a step in one line of at most 80 columns; on a tall terminal its categories below.
 
-        Called where the bar is aside, as :meth:`aside` has it.
+        Call it inside :meth:`aside`.
         """
         kind = next(iter(data)).partition("/")[0]  # train or val
         values = {name.removeprefix(f"{kind}/"): value for name, value in data.items()}

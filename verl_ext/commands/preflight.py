@@ -42,7 +42,7 @@ _STRANGER = 30  # seconds for which something may listen in the place of node 0,
 
 @dataclass(frozen=True)
 class PreflightOptions(Options):
-    """Checks, on all nodes of a run together, what torchrun needs: launch/node.sh starts it where NNODES is above 1.
+    """Check on all nodes of a run together that torchrun can start; launch/node.sh does so if NNODES is above 1.
 
     The port of node 0 is free, every node reaches every other, interfaces that are named exist, Python and packages are
     the same, clocks agree. The trainer compares options, data and model of all nodes itself.

@@ -38,7 +38,7 @@ class Report:
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
 
     def add(self, documents: Documents) -> None:
-        """Count a chunk; where records give their category, number those of its documents.
+        """Count a chunk; if records give their category, number those of its documents.
 
         Raises `DataError` for more than MAX_CATEGORIES of them.
         """

@@ -30,13 +30,13 @@ from verl_ext.text.tokenized import FORMAT, digest, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
 from verl_ext.values import DataError, Options, UsageError, option
 
-# What is tokenized, by the trainer's key of the folder that it becomes.
+# The trainer's key of a tokenized folder: the key of the sources that it is made of.
 NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}
 
 
 @dataclass(frozen=True)
 class SourceKeys(Options):
-    """What is tokenized, and where the result is kept."""
+    """The sources to tokenize, and the folder that keeps the result."""
 
     prefix: ClassVar[str] = "data"
 
@@ -57,7 +57,7 @@ class TrainOptions(Options):
     maps: ClassVar[dict[str, str]] = dict.fromkeys(NODES.values(), "a category to files")
 
     data: SourceKeys = option(SourceKeys, "what is tokenized")
-    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 where it has none", least=1)
+    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 if it has none", least=1)
 
 
 def run(words: Sequence[str]) -> str:
@@ -114,7 +114,7 @@ class Texts:
 
     @property
     def categories(self) -> list[str]:
-        """Their names; none where they are the records' own, not known before all are read."""
+        """Their names; none if each record names its own, which is not known before all are read."""
         return [] if self._options.category_field else list(self._options.sources)
 
     @property
