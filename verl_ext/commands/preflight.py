@@ -77,9 +77,8 @@ def run(options: PreflightOptions) -> str:
     else:
         found, local = _store_to_join(options)
         if found is None:
-            return (
-                f"preflight: {where} is held by the run {options.rdzv_id}, which this node joins; nothing was compared"
-            )
+            joins = f"is held by the run {options.rdzv_id}, which this node joins"
+            return f"preflight: {where} {joins}; nothing was compared"
         store = found
     try:
         problems = _problems(store, options, local, token)
@@ -203,14 +202,12 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: s
 
 def _gathered(store: "TCPStore", kind: str, ranks: range, seconds: float) -> dict[int, Any]:
     """Return the values of these nodes by rank, without those of late nodes; none once the check has ended."""
-    end = time.monotonic() + seconds
-    while True:
-        found = {rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"{kind}/{rank}"])}
-        if store.check(["ended"]):
-            return {}
-        if len(found) == len(ranks) or time.monotonic() > end:
-            return found
+    end, keys = time.monotonic() + seconds, [f"{kind}/{rank}" for rank in ranks]
+    while not store.check(keys) and not store.check(["ended"]) and time.monotonic() < end:
         time.sleep(0.1)
+    if store.check(["ended"]):
+        return {}
+    return {rank: json.loads(store.get(key)) for rank, key in zip(ranks, keys, strict=True) if store.check([key])}
 
 
 def _tell_twins(options: PreflightOptions, *stores: "TCPStore") -> None:
