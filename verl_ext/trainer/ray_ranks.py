@@ -246,9 +246,11 @@ class PlacedRanks:
                     pids[rank] = value
                 elif kind != "code":
                     _print(getattr(sys, kind), value)
+                elif value < 0 and is_killed:
+                    continue
                 elif value >= 0 or self._signals:
                     codes[rank] = value
-                elif not is_killed:
+                else:
                     who = f"rank {rank} (process {pids[rank]} on {self._places[node].host})"
                     lost[rank] = f"{who} was killed by {signal.Signals(-value).name}"
             if deadline is None and (lost or any(codes.values())):
@@ -256,7 +258,8 @@ class PlacedRanks:
             if deadline is not None and time.monotonic() > deadline and not is_killed and not self._signals:
                 is_killed = True
                 self._send(streams.values(), signal.SIGKILL)
-            for request in self._signals[num_sent:]:
+            has_started = len(pids) == len(self._actors) * self._per_node or lost
+            for request in self._signals[num_sent:] if has_started else []:
                 num_sent += 1
                 self._send(streams.values(), request)
         return Ends(tuple(codes.values()), tuple(lost[rank] for rank in sorted(lost)), bool(self._signals))
