@@ -22,21 +22,21 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import command, known_options, read_options
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
-from verl_ext.commands.torchrun import run_torchrun
 from verl_ext.files import cached_folder, damage, default_root
+from verl_ext.launcher import run_torchrun
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
 from verl_ext.text.tokenized import FORMAT, digest, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
 from verl_ext.values import DataError, Options, UsageError, option
 
-# What is tokenized, by the trainer's key of the folder that it becomes.
+# The trainer's key of a tokenized folder: the key of the sources that it is made of.
 NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}
 
 
 @dataclass(frozen=True)
 class SourceKeys(Options):
-    """What is tokenized, and where the result is kept."""
+    """The sources to tokenize, and the folder that keeps the result."""
 
     prefix: ClassVar[str] = "data"
 
@@ -57,11 +57,11 @@ class TrainOptions(Options):
     maps: ClassVar[dict[str, str]] = dict.fromkeys(NODES.values(), "a category to files")
 
     data: SourceKeys = option(SourceKeys, "what is tokenized")
-    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 where it has none", least=1)
+    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 if it has none", least=1)
 
 
 def run(words: Sequence[str]) -> str:
-    """Tokenize what is not tokenized yet, and train; SystemExit where training ends with another code than 0."""
+    """Tokenize what is not tokenized yet, and train; raise SystemExit if training ends with another code than 0."""
     own, encoding = _those_of(words, ["nproc"]), []
     if _those_of(words, NODES.values()):  # else data.cache_dir is that of a dataset that reads text itself
         own += _those_of(words, [*NODES.values(), "data.cache_dir"])
@@ -114,7 +114,7 @@ class Texts:
 
     @property
     def categories(self) -> list[str]:
-        """Their names; none where they are the records' own, not known before all are read."""
+        """Their names; none if each record names its own, which is not known before all are read."""
         return [] if self._options.category_field else list(self._options.sources)
 
     @property
@@ -167,15 +167,9 @@ def _num_gpus() -> int:
 def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
     """Raise UsageError for what the trainer refuses without reading data; `check` finds that in another process."""
     print("checking the trainer's options", file=sys.stderr, flush=True)
-    line = [
-        sys.executable,
-        "-c",
-        f"from {__name__} import check; check()",
-        str(ranks),
-        json.dumps(categories),
-        *overrides,
-    ]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, start_new_session=True)  # Ctrl-C is for this process
+    line = [sys.executable, "-c", f"from {__name__} import check; check()", str(ranks), json.dumps(categories)]
+    # A session of its own: Ctrl-C is for this process.
+    done = subprocess.run([*line, *overrides], stdout=subprocess.PIPE, text=True, start_new_session=True)
     if done.returncode:
         raise UsageError(done.stdout.strip()) if done.returncode == 2 else SystemExit(done.returncode)
 
