@@ -29,10 +29,10 @@ from verl_ext.config import compose
 from verl_ext.config.resolve import resolve_device
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
+from verl_ext.memory_plan.report import Predictor
+from verl_ext.memory_plan.run import Job, build_engine, fill_optimizer, take_step
 from verl_ext.plugin import PACKED
-from verl_ext.trainer.batch import StepCollator
-from verl_ext.trainer.memory import Predictor
-from verl_ext.trainer.memory_run import Job, build_engine, fill_optimizer, take_steps
+from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.values import plain
 
 _MIB = 2**20
@@ -44,6 +44,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "tied": {**_DENSE, "tie_word_embeddings": True},
     "experts": {**_DENSE, **_EXPERTS, "model_type": "qwen3_moe"},
 }
+_QWEN3_8B = Path(__file__).resolve().parent.parent / "recipes/glm_long/qwen3_8b"
 _CHECKPOINTING = "model.enable_gradient_checkpointing"
 
 
@@ -81,18 +82,47 @@ CASES = (
 
 
 def job_of(case: Case, folder: str, overrides: Sequence[str] = ()) -> Job:
-    """The case on CPU ranks: packs of two documents, of which every second token is a target."""
+    """Return the job of a case on CPU ranks."""
     config = compose([f"model.path={folder}", "data.train_dir=unused", *case.overrides, *overrides])
     resolve_device(config, None)
-    half = case.tokens // 2
-    pack = {
-        "input_ids": torch.arange(case.tokens) % 1000,
-        "position_ids": torch.arange(half).repeat(2),
-        "loss_mask": torch.arange(case.tokens) % 2,
-        "category_ids": torch.zeros(case.tokens, dtype=torch.int64),
-    }
-    batch = StepCollator(LossSpec("token"), CategoryTable((), ()))([pack])
+    batch = batch_of(case.tokens)
     return Job(plain(config), [[batch] * case.micro_batches], case.ranks, 0, "sdpa", PACKED, on_gpu=False)
+
+
+def batch_of(tokens: int) -> StepBatch:
+    """Return a pack of two documents, of which every second token is a target."""
+    pack = {
+        "input_ids": torch.arange(tokens) % 1000,
+        "position_ids": torch.arange(tokens // 2).repeat(2),
+        "loss_mask": torch.arange(tokens) % 2,
+        "category_ids": torch.zeros(tokens, dtype=torch.int64),
+    }
+    return StepCollator(LossSpec("token"), CategoryTable((), ()))([pack])
+
+
+def job_of_length(tokens: int, overrides: Sequence[str] = ()) -> Job:
+    """Return the job of one micro-batch of a Qwen3-8B on 8 GPUs, with the options of recipe=glm_long/stage2_1m."""
+    config = compose(
+        [
+            *(f"model.path={_QWEN3_8B}", f"model.override_config.max_position_embeddings={tokens}"),
+            *("data.train_dir=unused", f"data.max_tokens={tokens}", "data.train_batch_size=1", "parallel=ulysses8"),
+            *("model.activation_offload=true", "model.tile_tokens=4096", *overrides),
+        ]
+    )
+    resolve_device(config, "cuda")
+    return Job(plain(config), [[batch_of(tokens)]], 8, 0, "varlen", PACKED)
+
+
+def plan_lengths(lengths: Sequence[int], overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Print and return the peak of a GPU, and of a rank's host memory, by the tokens of a pack."""
+    cells = []
+    print(f"{'tokens':>12}{'GPU GiB':>10}{'host GiB':>10}")
+    with Predictor() as predictor:
+        for tokens in lengths:
+            prediction = predictor.predict(job_of_length(tokens, overrides))
+            cells.append({"tokens": tokens, "peak": prediction.peak, "host": prediction.host})
+            print(f"{tokens:>12,}{prediction.peak / 2**30:>10.1f}{prediction.host / 2**30:>10.1f}", flush=True)
+    return cells
 
 
 def write_model(name: str, folder: Path) -> None:
@@ -106,8 +136,8 @@ def write_model(name: str, folder: Path) -> None:
 
 def measure(job: Job) -> float:
     """Bytes of this rank's resident memory at the peak of a step, above what stood before it."""
+    from verl_ext.memory_plan.fake_gpu import MemoryTracker
     from verl_ext.trainer.distributed import process_group
-    from verl_ext.trainer.fake_gpu import MemoryTracker
 
     torch.set_num_threads(1)
     idle = MemoryTracker("cpu", fake=False)  # never entered: counts nothing
@@ -115,10 +145,10 @@ def measure(job: Job) -> float:
         with quiet():
             engine = build_engine(job)
         fill_optimizer(engine, idle)
-        take_steps(engine, job, idle)  # buffers and threads that last
+        take_step(engine, job, job.steps[0], idle)  # buffers and threads that last
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
-        take_steps(engine, job, idle)
+        take_step(engine, job, job.steps[0], idle)
         return _resident("VmHWM") - before
 
 
@@ -168,12 +198,17 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Predicted against measured peak memory of a step.")
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), help="by number, from 0")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="plan a Qwen3-8B on 8 GPUs by tokens, alone")
+    parser.add_argument("--overrides", nargs="+", default=[], help="of that plan, as on the trainer's command line")
     parser.add_argument("--output", help="JSON file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     no_progress_bars()
     if arguments.rank:
         print(measure(pickle.load(sys.stdin.buffer)))
+        return
+    if arguments.lengths:
+        write_cells(arguments.output, plan_lengths(arguments.lengths, arguments.overrides))
         return
     cells = []
     print(f"{'case':<44}{'predicted MiB':>14}{'measured MiB':>14}{'ratio':>8}")
@@ -185,8 +220,13 @@ def main() -> None:
                 f"{cell['case']:<44}{cell['predicted_mib']:>14,.0f}{cell['measured_mib']:>14,.0f}{cell['ratio']:>8.3f}",
                 flush=True,
             )
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(cells, indent=1), encoding="utf-8")
+    write_cells(arguments.output, cells)
+
+
+def write_cells(path: str | None, cells: list[dict[str, Any]]) -> None:
+    """Write the figures as JSON, if a file is named."""
+    if path:
+        Path(path).write_text(json.dumps(cells, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

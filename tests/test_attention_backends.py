@@ -224,7 +224,7 @@ def flash_stand_ins(monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 3, 40, 600])
 def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every_kernel(window, flash_stand_ins):
     queries, keys = (3, 1, 700, 5, 600), (3, 9, 700, 11, 1300)  # of sdpa several blocks
-    layout = DocumentLayout.of(queries, "cpu", keys)
+    layout = DocumentLayout.from_lengths(queries, "cpu", keys)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
@@ -235,6 +235,23 @@ def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every
     expected = _last_queries_of_keys(query, key, value, *lengths, options.flash_window, options.scale)
     for kernel in KERNELS.values():
         torch.testing.assert_close(kernel(query, key, value, layout, options), expected)
+
+
+@pytest.mark.parametrize(("variable", "expected"), [("1", True), ("0", False), (None, False)])
+def test_flash_attn_is_deterministic_where_verls_full_determinism_asks_for_it(variable, expected, monkeypatch):
+    given = []
+
+    def flash(query, *_, deterministic, **__):
+        given.append(deterministic)
+        return query
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", variable)
+    x = torch.ones(3, 2, 8)
+    KERNELS["flash_attn"](x, x, x, DocumentLayout.from_lengths([3], "cpu"), KernelOptions())
+    assert given == [expected]
 
 
 class Sizes(TorchDispatchMode):
@@ -254,7 +271,7 @@ class Sizes(TorchDispatchMode):
 def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
     x = torch.randn(4096, 1, 8)
     with Sizes() as sizes:
-        KERNELS["sdpa"](x, x, x, DocumentLayout.of([4096], "cpu"), KernelOptions(window=100))
+        KERNELS["sdpa"](x, x, x, DocumentLayout.from_lengths([4096], "cpu"), KernelOptions(window=100))
     assert max(sizes.seen) < 4096 * 4096 / 4
 
 
@@ -262,7 +279,7 @@ def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
 @given(shared=st.sampled_from([1, 2, 4, 6]), keys=st.integers(1, 4), most=st.integers(0, 30))
 def test_a_kernel_over_groups_of_heads_is_that_of_all_heads(shared, keys, most):
     """most: query heads of a call by their bytes."""
-    layout, size, calls = DocumentLayout.of([3, 7], torch.device("cpu")), 4, []
+    layout, size, calls = DocumentLayout.from_lengths([3, 7], torch.device("cpu")), 4, []
 
     def counted(query, key, value, *given):
         calls.append(query.size(1))

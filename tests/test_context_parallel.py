@@ -80,8 +80,8 @@ def compositions(tokens: int) -> Iterator[tuple[int, ...]]:
 def _attended(kernel, lengths, context, window, query, key, value):
     """``[T, H, E]`` of all groups, and whether any sent something, by an exchange inside this process."""
     ranks = [SequenceShards(1, context, rank) for rank in range(context)]
-    pack = DocumentLayout.of(lengths, "cpu")
-    layouts = [ContextLayout.shared(pack, ContextGroups(rank, None, rank)) for rank in ranks]
+    pack = DocumentLayout.from_lengths(lengths, "cpu")
+    layouts = [ContextLayout.from_layout(pack, ContextGroups(rank, None, rank)) for rank in ranks]
     exchanges = [layout.exchange(window) for layout in layouts]
     sent = []
 
@@ -147,12 +147,16 @@ def test_groups_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengt
 def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
     """A flash kernel would leave these as they were in memory."""
     rows = torch.ones(6, 1, 2)
-    for layout in (DocumentLayout.of([5], "cpu"), DocumentLayout.of([6], "cpu", [7]), DocumentLayout.of([4, 3], "cpu")):
+    for layout in (
+        DocumentLayout.from_lengths([5], "cpu"),
+        DocumentLayout.from_lengths([6], "cpu", [7]),
+        DocumentLayout.from_lengths([4, 3], "cpu"),
+    ):
         with pytest.raises(AssertionError):
             layout.attend(sdpa, rows, rows, rows, KernelOptions())
     with pytest.raises(AssertionError):
-        DocumentLayout.of([6], "cpu").attend(lambda query, *_: query[:5], rows, rows, rows, KernelOptions())
-    exchange = KeyExchange.of((0, 24, 72, 96), SequenceShards(1, 2, 1), None, "cpu")
+        DocumentLayout.from_lengths([6], "cpu").attend(lambda query, *_: query[:5], rows, rows, rows, KernelOptions())
+    exchange = KeyExchange.from_offsets((0, 24, 72, 96), SequenceShards(1, 2, 1), None, "cpu")
     with pytest.raises(AssertionError):
         replace(exchange, calls=exchange.calls[:1])
 
@@ -171,7 +175,9 @@ def _sent(shards: SequenceShards, exchange: KeyExchange, x: torch.Tensor, group:
 @pytest.mark.parametrize(("window", "received"), [(None, [[0, 8], [4, 0]]), (4, [[0, 3], [3, 0]]), (1, [[0, 0]] * 2)])
 def test_only_keys_that_are_seen_travel(window, received):
     """One document of 16 tokens, chunks of 4: group 0 has the first and the last, group 1 those between."""
-    sizes = [KeyExchange.of((0, 16), SequenceShards(1, 2, rank), window, "cpu").receive_sizes for rank in range(2)]
+    sizes = [
+        KeyExchange.from_offsets((0, 16), SequenceShards(1, 2, rank), window, "cpu").receive_sizes for rank in range(2)
+    ]
     assert sizes == received
 
 
@@ -206,7 +212,7 @@ def _attend() -> dict:
         mesh = meshes[ulysses, groups]
         shards = SequenceShards(ulysses, groups, dist.get_rank())
         owned = ContextGroups(shards, mesh.get_group("inside"), mesh.get_group("across"))
-        layout = ContextLayout.shared(DocumentLayout.of(lengths, "cpu"), owned)
+        layout = ContextLayout.from_layout(DocumentLayout.from_lengths(lengths, "cpu"), owned)
         *tensors, weights = (shards.slice(x) for x in _tensors(dtype, sum(lengths)))
         inputs = [x.transpose(0, 1)[None].requires_grad_() for x in tensors]
         with recorded_all_to_alls() as sent:

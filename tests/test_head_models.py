@@ -18,7 +18,7 @@ from verl_ext.attention import SequenceShards
 from verl_ext.config import compose
 from verl_ext.config.model import PackedModel
 from verl_ext.data import CategoryTable
-from verl_ext.engines.head import FusedHead, HeadWork, TargetRows, head_use
+from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
@@ -182,7 +182,7 @@ def test_a_head_that_needs_more_memory_than_asked_for_is_reported(name, asked, n
 def test_target_rows_are_shared_evenly_and_in_order(is_target, ulysses, groups):
     ranks = [SequenceShards(ulysses, groups, rank) for rank in range(ulysses * groups)]
     flags = torch.tensor([*is_target, *[False] * (-len(is_target) % ranks[0].multiple)])
-    shares = [TargetRows.of(flags, rank) for rank in ranks]
+    shares = [TargetRows.from_mask(flags, rank) for rank in ranks]
     held = [rank.slice(torch.arange(len(flags)))[share.held] for rank, share in zip(ranks, shares, strict=True)]
     targets = torch.cat(held).tolist()
     assert sorted(targets) == flags.nonzero().flatten().tolist()
@@ -197,7 +197,7 @@ def test_target_rows_are_shared_evenly_and_in_order(is_target, ulysses, groups):
 def test_an_adapter_that_is_more_than_a_product_is_not_fused(folder):
     for more in ({"use_dora": True}, {"lora_bias": True}):
         base = AutoModelForCausalLM.from_pretrained(folder("llama"))
-        assert head_use(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
+        assert supported_head(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], **more))) == "targets"
 
 
 def test_a_head_inside_fsdp1_is_fused_and_an_adapter_that_fsdp1_wraps_is_not(folder):
@@ -210,12 +210,12 @@ def test_a_head_inside_fsdp1_is_fused_and_an_adapter_that_fsdp1_wraps_is_not(fol
         return wrapper
 
     base = AutoModelForCausalLM.from_pretrained(folder("llama"))
-    assert head_use(wrapped(base)) == "fused"
+    assert supported_head(wrapped(base)) == "fused"
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"]))
-    assert head_use(wrapped(model)) == "fused"
+    assert supported_head(wrapped(model)) == "fused"
     adapters = model.get_output_embeddings().lora_B
     adapters["default"] = wrapped(adapters["default"])  # as verl's policy does with every layer that learns
-    assert head_use(wrapped(model)) == "targets"
+    assert supported_head(wrapped(model)) == "targets"
 
 
 def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
@@ -228,7 +228,7 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
             torch.nn.init.normal_(parameter)
     ids = torch.randint(4, 128, (1, 12))
     labels, coefficients = ids[0, 1:], torch.rand(11)
-    assert head_use(model) == "fused"
+    assert supported_head(model) == "fused"
 
     def gradients(loss):
         model.zero_grad()
@@ -238,8 +238,8 @@ def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
     logits = model(ids).logits[0, :-1].float()
     plain = gradients((coefficients * torch.nn.functional.cross_entropy(logits, labels, reduction="none")).sum())
     head = FusedHead(model)
-    rows = TargetRows.of(torch.tensor([True] * 11 + [False]), SequenceShards())
-    with head.doing(HeadWork(labels, coefficients, rows, None, 3000)):
+    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
+    with head.computing_loss(HeadInputs(labels, coefficients, rows, None, 3000)):
         terms = model(ids, logits_to_keep=rows.held).logits[0, :, 0]
     fused = gradients(terms.sum())
     assert plain.keys() == fused.keys()
@@ -260,7 +260,7 @@ def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
             torch.nn.init.normal_(parameter)
     ids = torch.randint(4, 128, (1, 12))
     labels, coefficients = ids[0, 1:], torch.rand(11)
-    rows = TargetRows.of(torch.tensor([True] * 11 + [False]), SequenceShards())
+    rows = TargetRows.from_mask(torch.tensor([True] * 11 + [False]), SequenceShards())
     embeddings = model.get_input_embeddings().weight.requires_grad_()
 
     def gradient(loss):
@@ -281,7 +281,7 @@ def test_a_fused_head_without_its_adapter_is_the_base_models(merged, folder):
     head = FusedHead(model)
 
     def fused():
-        with head.doing(HeadWork(labels, coefficients, rows, None, 3000)):
+        with head.computing_loss(HeadInputs(labels, coefficients, rows, None, 3000)):
             terms, nll = model(ids, logits_to_keep=rows.held).logits[0].unbind(-1)
         return nll.detach(), gradient(terms.sum())
 

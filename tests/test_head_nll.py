@@ -1,11 +1,14 @@
 """The fused head against plain logits and cross-entropy, values and gradients."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_ext.losses.token_nll import head_terms
+from verl_ext.losses.token_nll import head_terms, row_bytes
 
 
 def plain_terms(factors, labels, coefficients, bias=None):
@@ -103,3 +106,35 @@ def test_an_infinite_loss_of_a_token_that_weighs_nothing_is_left_out():
     hidden = torch.tensor([[1e10], [0.0]], requires_grad=True)
     terms, _ = head_terms([(hidden, weight)], torch.tensor([1, 0]), torch.tensor([0.0, 1.0]))
     assert terms.isfinite().all()
+
+
+class Products(TorchDispatchMode):
+    """Records the type and shape of every matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.seen.append((output.dtype, tuple(output.shape)))
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_the_product_itself_gives_a_blocks_logits_in_fp32(dtype, monkeypatch):
+    """On the meta device, as on any but the CPU. A product in half precision would round logits to 8 or 11 bits."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # the meta device has none
+    targets, vocabulary, rows = 100, 50, 30
+    with Products() as products, torch.no_grad():
+        hidden, weight = (torch.empty(n, 16, dtype=dtype, device="meta") for n in (targets, vocabulary))
+        labels = torch.zeros(targets, dtype=torch.int64, device="meta")
+        terms, nll = head_terms(
+            [(hidden, weight)],
+            labels,
+            torch.ones(targets, device="meta"),
+            block_bytes=rows * row_bytes(vocabulary, dtype, on_cpu=False),
+        )
+    assert products.seen == [(torch.float32, (size, vocabulary)) for size in (30, 30, 30, 10)]
+    assert terms.dtype == nll.dtype == torch.float32

@@ -31,7 +31,7 @@ def test_split_over_ranks_it_is_the_attention_of_all_heads_and_has_its_gradients
         query, key, value = (x.requires_grad_() for x in inputs)
         expected = attention(query, key, value)
         gradients = torch.autograd.grad((expected * weights).sum(), inputs)
-        padding = HeadPadding.of(heads, kv_heads, ranks)
+        padding = HeadPadding.from_heads(heads, kv_heads, ranks)
         whole = padding.query(query), padding.key_value(key), padding.key_value(value)
         assert [x.size(2) for x in whole] == [padding.heads, padding.kv_heads, padding.kv_heads]
         assert padding.heads == -(-heads // ranks) * ranks == heads + padding.zero_heads
@@ -53,7 +53,7 @@ def test_split_over_ranks_it_is_the_attention_of_all_heads_and_has_its_gradients
     ],
 )  # fmt: skip
 def test_the_fewest_heads_are_computed_and_then_the_fewest_keys_travel(given, padded):
-    padding = HeadPadding.of(*given)
+    padding = HeadPadding.from_heads(*given)
     assert (padding.heads, padding.kv_heads) == padded
 
 
@@ -71,7 +71,7 @@ def _on_ranks() -> list:
     for shape in SHAPES:
         *inputs, weights = (x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()] for x in _tensors(*shape))
         inputs = [x.transpose(1, 2).requires_grad_() for x in inputs]
-        layout = DocumentLayout.of([8, 4], "cpu")
+        layout = DocumentLayout.from_lengths([8, 4], "cpu")
         with recorded_all_to_alls() as sent:
             output, _ = packed_attention(torch.nn.Module(), *inputs, document_layout=layout)
             forward = len(sent)
@@ -102,7 +102,7 @@ def test_a_layer_sends_queries_keys_and_values_at_once_and_its_output_back(ranks
             found = torch.cat([tensors[index] for tensors, _, _ in answers], dim=1)
             torch.testing.assert_close(found, want)
         heads, kv_heads, size, value_size = shape
-        padding = HeadPadding.of(heads, kv_heads, ranks)
+        padding = HeadPadding.from_heads(heads, kv_heads, ranks)
         numbers = padding.heads * size + padding.kv_heads * (size + value_size), padding.heads * value_size
         to_heads, to_tokens = (12 // ranks * count * 4 for count in numbers)  # bytes, the rank's own share included
         for _, forward, backward in answers:

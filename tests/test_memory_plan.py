@@ -15,11 +15,11 @@ from verl_ext.config.resolve import plan_options, resolve_device
 from verl_ext.config.run import num_bytes
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
+from verl_ext.memory_plan.fake_gpu import MemoryTracker
+from verl_ext.memory_plan.report import Predictor, memory_facts, memory_lines, remedy_line
+from verl_ext.memory_plan.run import KINDS, Job, build_engine, fill_optimizer, take_step
 from verl_ext.plugin import PACKED
 from verl_ext.trainer.batch import StepCollator
-from verl_ext.trainer.fake_gpu import MemoryTracker
-from verl_ext.trainer.memory import Predictor, memory_facts, memory_lines, remedy_line
-from verl_ext.trainer.memory_run import KINDS, Job, build_engine, fill_optimizer, take_steps
 from verl_ext.trainer.setup import prepare
 from verl_ext.values import plain
 
@@ -51,7 +51,7 @@ def tracked(jobs):
             engine = build_engine(job)
             fill_optimizer(engine, tracker)
             tracker.forget_peak()
-            take_steps(engine, job, tracker)
+            take_step(engine, job, job.steps[0], tracker)
         peaks.append({kind: tracker.peak.get(kind, 0) for kind in KINDS})
     return peaks
 

@@ -93,7 +93,7 @@ def train(config: DictConfig) -> None:
 
 def predicted_memory(run: "Run") -> dict[str, Any]:
     """What a plan's report says of memory, printed as it is predicted; rank 0 only."""
-    from verl_ext.trainer.memory import memory_facts, memory_lines, remedy_line
+    from verl_ext.memory_plan.report import memory_facts, memory_lines, remedy_line
 
     facts: dict[str, Any] = {}
     for facts in memory_facts(run):

@@ -106,7 +106,7 @@ def test_queries_may_be_the_last_of_longer_documents(name, window, device):
     (query, *_), upstream = tensors(lengths, (4, 2, 64), device)
     (_, key, value), _ = tensors(key_lengths, (4, 2, 64), device, seed=1)
     inputs = [query, key, value]
-    layout = DocumentLayout.of(lengths, device, key_lengths)
+    layout = DocumentLayout.from_lengths(lengths, device, key_lengths)
     found = with_gradients(function(*inputs, layout, KernelOptions(window=window)), inputs, upstream)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want = with_gradients(written_out(*exact, lengths, window, key_lengths), exact, upstream.double())

@@ -1,7 +1,7 @@
 """Keys and values between the groups of ranks that share a pack (`parallel.context_parallel_size`).
 
-A rank has the queries of its group's two chunks, and needs the keys of their documents from the beginning, or as far as
-a window reaches back:
+A rank has the queries of its group's two chunks. It needs the keys of their documents from the beginning, or from as
+far back as a window reaches:
 
 ```
 chunks        │   0   │   1   │   2   │   3   │
@@ -10,15 +10,15 @@ group 0       │ q k   │   ····│·······│ q k   │      B's ke
 group 1       │·······│ q k   │ q k   │              A's from group 0, for those of chunk 1
 ```
 
-Who needs what follows from the documents alone, so that nothing is asked for. Gradients of keys and values return the
-same way and are added where they came from. The keys that a rank knows lie in one tensor in the pack's order, and the
-attention reads them there: one kernel call for both chunks if their keys lie apart, else one for each.
+The documents alone decide which rank needs which keys, so no rank has to ask. Gradients of keys and values return the
+same way and are added on the rank that they came from. The keys that a rank knows lie in one tensor, in the order of
+the pack, and attention reads them there: one kernel call for both chunks if their keys lie apart, else one for each.
 
 Legend: T tokens of a pack with padding, L tokens of a chunk, H query and K key/value heads of a rank inside attention,
 E head size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from verl_ext.attention.kernels import KernelOptions
 from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces
 
 
@@ -46,7 +45,7 @@ class ContextGroups:
 
 
 class KernelCall(NamedTuple):
-    """Queries of this rank, the known keys that they see, and where the documents of both lie."""
+    """One call of a kernel: queries of this rank, the known keys that they see, and the documents of both."""
 
     queries: slice
     keys: slice
@@ -55,15 +54,16 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """What a layer exchanges and computes; rows are those of the 2·L tokens that this rank has of its heads.
+    """The exchange and the kernel calls of a layer; rows are the 2·L tokens that this rank has of its heads.
 
     Attributes:
-        send: rows for other groups, in their order; send_sizes: how many for each.
-        receive_sizes: how many come from each group.
-        known: keys that this rank has in the end, in the pack's order.
-        own, received: where its own rows lie among these, by chunk, and those of other groups, in the order they come.
-        calls: one or two, whose queries are all of this rank's.
-        is_silent: whether no group needs anything of another.
+        send: the rows for other groups, in the order of the groups; send_sizes: the number for each group.
+        receive_sizes: the number of rows that come from each group.
+        known: the number of keys that this rank has in the end, in the pack's order.
+        own: the places of this rank's own rows among the known keys, by chunk.
+        received: the places of the rows of other groups among the known keys, in the order of their arrival.
+        calls: one or two kernel calls, which share out all queries of this rank.
+        needs_no_exchange: whether no group needs a key of another.
     """
 
     send: tuple[slice, ...]
@@ -73,7 +73,7 @@ class KeyExchange:
     own: tuple[slice, ...]
     received: tuple[slice, ...]
     calls: tuple[KernelCall, ...]
-    is_silent: bool
+    needs_no_exchange: bool
 
     def __post_init__(self) -> None:
         end = 0
@@ -85,8 +85,10 @@ class KeyExchange:
         assert end == sum(map(_size, self.own)), "each query is in one call"
 
     @classmethod
-    def of(cls, offsets: Sequence[int], shards: SequenceShards, window: int | None, device: Any) -> "KeyExchange":
-        """For documents [offsets[d], offsets[d + 1]) that end at T, and layers of this window or of none."""
+    def from_offsets(
+        cls, offsets: Sequence[int], shards: SequenceShards, window: int | None, device: Any
+    ) -> "KeyExchange":
+        """Work out the exchange for documents [offsets[d], offsets[d + 1]) that end at T, and layers of a window."""
         length = offsets[-1] // len(shards.chunks)
         runs = [Run(chunk * length, (chunk + 1) * length) for chunk in shards.chunks]
         held = [runs[2 * group : 2 * group + 2] for group in range(shards.context)]
@@ -103,12 +105,12 @@ class KeyExchange:
             own=tuple(_rows(known, run) for run in mine),
             received=tuple(_rows(known, run) for run in chain(*come)),
             calls=_calls(offsets, mine, known, window, device),
-            is_silent=not any(needs),
+            needs_no_exchange=not any(needs),
         )
 
 
 class Run(NamedTuple):
-    """Tokens [start, end) of a pack."""
+    """The tokens [start, end) of a pack."""
 
     start: int
     end: int
@@ -119,7 +121,7 @@ def _tokens(runs: Sequence[Run]) -> int:
 
 
 def _rows(runs: Sequence[Run], part: Run) -> slice:
-    """Where a part of the pack lies among runs that are stored one after the other."""
+    """Return the place of a part of the pack among runs that are stored one after the other."""
     before = 0
     for run in runs:
         if run.start <= part.start < run.end:
@@ -129,13 +131,13 @@ def _rows(runs: Sequence[Run], part: Run) -> slice:
 
 
 def _first_key(offsets: Sequence[int], first: int, window: int | None) -> int:
-    """The earliest token that the token `first` sees."""
+    """Return the earliest token that the token `first` sees."""
     document, _, _ = next(pieces(offsets, first, first + 1))
     return offsets[document] if window is None else max(offsets[document], first - window + 1)
 
 
 def _needed(offsets: Sequence[int], own: Sequence[Run], runs: Sequence[Run], window: int | None) -> list[Run]:
-    """What the queries of a group's own chunks see of all others, each chunk to its end."""
+    """Return the parts of other chunks that the queries of a group's own chunks see, each up to its chunk's end."""
     first = {query: _first_key(offsets, query.start, window) for query in own}
     needed = []
     for run in runs:
@@ -148,21 +150,21 @@ def _needed(offsets: Sequence[int], own: Sequence[Run], runs: Sequence[Run], win
 def _calls(
     offsets: Sequence[int], own: Sequence[Run], known: Sequence[Run], window: int | None, device: Any
 ) -> tuple[KernelCall, ...]:
-    """A call for each chunk, or one for all where their keys follow each other and nothing is seen twice."""
+    """Return one call if the keys of both chunks lie apart, so that no key is seen twice; else a call for each."""
     keys = [Run(_first_key(offsets, run.start, window), run.end) for run in own]
     lengths = [_lengths(offsets, run, key.start) for run, key in zip(own, keys, strict=True)]
     if keys[0].end <= keys[1].start:
         queries, seen = ([*early, *late] for early, late in zip(*lengths, strict=True))
-        layout = DocumentLayout.of(queries, device, seen)
+        layout = DocumentLayout.from_lengths(queries, device, seen)
         return (KernelCall(slice(0, _tokens(own)), slice(0, _tokens(known)), layout),)
     return tuple(
-        KernelCall(_rows(own, run), _rows(known, key), DocumentLayout.of(queries, device, seen))
+        KernelCall(_rows(own, run), _rows(known, key), DocumentLayout.from_lengths(queries, device, seen))
         for run, key, (queries, seen) in zip(own, keys, lengths, strict=True)
     )
 
 
 def _lengths(offsets: Sequence[int], run: Run, first_key: int) -> tuple[list[int], list[int]]:
-    """How many queries, and how many keys from ``first_key`` on, each document has in a run."""
+    """Return the number of queries, and of keys from ``first_key`` on, that each document has in a run."""
     found = list(pieces(offsets, *run))
     queries = [end - start for _, start, end in found]
     return queries, [end - max(offsets[document], first_key) for document, _, end in found]
@@ -170,46 +172,38 @@ def _lengths(offsets: Sequence[int], run: Run, first_key: int) -> tuple[list[int
 
 @dataclass(frozen=True)
 class ContextLayout(DocumentLayout):
-    """Document boundaries of a whole pack whose keys and values travel between groups of ranks."""
+    """The document boundaries of a whole pack whose keys and values travel between groups of ranks."""
 
     groups: ContextGroups = field(kw_only=True)
     exchanges: dict[int | None, KeyExchange] = field(default_factory=dict, repr=False)  # by window, as layers ask
 
     @classmethod
-    def shared(cls, layout: DocumentLayout, groups: ContextGroups) -> "ContextLayout":
-        """The layout of all T tokens, padding included, for the ranks that share them."""
+    def from_layout(cls, layout: DocumentLayout, groups: ContextGroups) -> "ContextLayout":
+        """Share the layout of all T tokens, padding included, among groups of ranks."""
         return cls(layout.offsets, layout.cu_seqlens, layout.max_length, groups=groups)
 
     def exchange(self, window: int | None) -> KeyExchange:
-        """What layers of a window exchange, worked out on the host for the first of them."""
+        """Return the exchange of layers with this window, worked out on the host for the first of them."""
         if window not in self.exchanges:
             device = self.cu_seqlens.device
-            self.exchanges[window] = KeyExchange.of(self.offsets, self.groups.shards, window, device)
+            self.exchanges[window] = KeyExchange.from_offsets(self.offsets, self.groups.shards, window, device)
         return self.exchanges[window]
 
-    def attend(
-        self,
-        kernel: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: KernelOptions,
-    ) -> torch.Tensor:
-        """``[2·L, H, E]`` of a kernel for this rank's queries, keys and values ``[2·L, heads, ·]``."""
+    def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
+        """Return the calls for this rank's rows ``[2·L, heads, ·]``, with the keys and values of other groups."""
         exchange = self.exchange(options.window)
-        if exchange.is_silent:  # its own rows are all that it knows
+        if exchange.needs_no_exchange:  # this rank knows its own rows alone
             seen = [x[call.keys] for call in exchange.calls for x in (key, value)]
         else:
             seen = [*_Gather.apply(key, value, exchange, self.groups.across)]
-        outputs = [
-            call.layout.attend(kernel, query[call.queries], keys, values, options)
+        return [
+            (call.layout, query[call.queries], keys, values)
             for call, keys, values in zip(exchange.calls, seen[::2], seen[1::2], strict=True)
         ]
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class _Gather(torch.autograd.Function):
-    """Keys and values ``[known part, K, E]`` of each kernel call, from this rank's ``[2·L, K, E]``."""
+    """The exchange of keys and values: ``[known part, K, E]`` of each kernel call, from this rank's ``[2·L, K, E]``."""
 
     @staticmethod
     def forward(
@@ -236,7 +230,7 @@ class _Gather(torch.autograd.Function):
                 part += next(grads)
         rows = [known[place] for place in exchange.received]
         returned = _all_to_all(rows, known, exchange.receive_sizes, exchange.send_sizes, ctx.across)
-        # A group's share is rounded once, the sum over groups is not rounded in between.
+        # Each group's share is rounded once. Their sum is not rounded in between.
         total = torch.cat([known[place] for place in exchange.own]).to(torch.promote_types(known.dtype, torch.float32))
         for place, part in zip(exchange.send, returned.split([*map(_size, exchange.send)]), strict=True):
             total[place] += part
@@ -247,7 +241,7 @@ class _Gather(torch.autograd.Function):
 def _all_to_all(
     rows: Sequence[torch.Tensor], like: torch.Tensor, send: list[int], receive: list[int], across: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The rows ``[sum(receive), …]`` that come from each rank, for those that go to each."""
+    """Send rows to each rank of the group, and return the rows ``[sum(receive), …]`` that come from each."""
     received = like.new_empty(sum(receive), *like.shape[1:])
     dist.all_to_all_single(received, torch.cat([like[:0], *rows]), receive, send, group=across)
     return received

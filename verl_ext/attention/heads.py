@@ -5,8 +5,8 @@
    q, k, v  ──all-to-all──►  T tokens of H/n heads  ──kernel──►  ──all-to-all──►  T/n tokens of H heads
 ```
 
-Heads that n ranks do not divide are made divisible by splitting the query heads of a key/value head into parts, for
-each of which the key/value head is repeated, and by filling up parts and their number with zero heads:
+If n ranks do not divide the heads, the query heads of a key/value head are split into parts, each with a copy of the
+key/value head; zero heads fill up the parts and their number:
 
 ```
    28 heads of 4 key/value heads, 8 ranks     q q q q q q q │ …   ►   q q q q│q q q 0 │ …     4 a rank
@@ -31,12 +31,13 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class HeadPadding:
-    """The way to a number of heads that ranks divide, each query head beside its key/value head.
+    """The padding to a number of heads that the ranks divide, each query head beside its key/value head.
 
     Attributes:
-        groups: key/value heads of the model; group: query heads of each.
-        parts: into which each group is split, of equally many query heads after filling up.
-        ranks: among which the heads are divided.
+        groups: key/value heads of the model.
+        group: query heads of each key/value head.
+        parts: the parts that each group is split into, of equally many query heads after filling up.
+        ranks: the ranks that share the heads.
     """
 
     groups: int
@@ -46,8 +47,8 @@ class HeadPadding:
 
     @classmethod
     @lru_cache
-    def of(cls, heads: int, kv_heads: int, ranks: int) -> "HeadPadding":
-        """The padding with the fewest query heads, and among those with the fewest key/value heads."""
+    def from_heads(cls, heads: int, kv_heads: int, ranks: int) -> "HeadPadding":
+        """Choose the padding with the fewest query heads, and among those with the fewest key/value heads."""
         group = heads // kv_heads
         return min(
             (cls(kv_heads, group, parts, ranks) for parts in range(1, group + 1)), key=lambda p: (p.heads, p.kv_heads)
@@ -74,7 +75,7 @@ class HeadPadding:
         return self.heads - self.groups * self.group
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, T, self.heads, E]`` from ``x[B, T, groups · group, E]``."""
+        """Pad ``x[B, T, groups · group, E]`` to ``[B, T, self.heads, E]``."""
         if self.zero_heads == 0:
             return x
         padded = x.new_zeros(*x.shape[:2], self.heads, x.size(-1))
@@ -82,32 +83,32 @@ class HeadPadding:
         return padded
 
     def key_value(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, T, self.kv_heads, E]`` from ``x[B, T, groups, E]``."""
+        """Repeat and pad ``x[B, T, groups, E]`` to ``[B, T, self.kv_heads, E]``."""
         repeated = x if self.parts == 1 else x.repeat_interleave(self.parts, dim=2)
         missing = self.kv_heads - repeated.size(2)
         return F.pad(repeated, (0, 0, 0, missing)) if missing else repeated
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, T, groups · group, E]`` from ``x[B, T, self.heads, E]``."""
+        """Take the model's own heads ``[B, T, groups · group, E]`` out of ``x[B, T, self.heads, E]``."""
         return x if self.zero_heads == 0 else self._of_model(x).flatten(2, 3)
 
     def _of_model(self, x: torch.Tensor) -> torch.Tensor:
-        """The view ``[B, T, groups, group, E]`` of the model's own query heads among padded ones."""
+        """View the model's own query heads ``[B, T, groups, group, E]`` among padded ones."""
         filled = self.parts * self.part
         return x[:, :, : self.groups * filled].unflatten(2, (self.groups, filled))[:, :, :, : self.group]
 
 
 def split_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """``[B, T, heads/n, E]`` of each tensor ``[B, T/n, heads, E]``, by one all-to-all among the n ranks of ``group``.
+    """Exchange tokens for heads: ``[B, T, heads/n, E]`` from ``[B, T/n, heads, E]`` of each tensor, in one all-to-all.
 
-    The tensors share B, T/n and their type; each has its own heads, a multiple of n, and head size E. They come back as
-    views of one tensor where B is 1.
+    The n ranks of ``group`` take part. The tensors share B, T/n and their type; each has its own heads, a multiple of
+    n, and head size E. If B is 1, the results are views of one tensor.
     """
     return _AllToAll.apply(group, True, *tensors)
 
 
 def join_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[B, T/n, heads, E]`` from ``[B, T, heads/n, E]``: the way back of :func:`split_heads`."""
+    """Exchange heads for tokens: ``[B, T/n, heads, E]`` from ``[B, T, heads/n, E]``, the inverse of `split_heads`."""
     (joined,) = _AllToAll.apply(group, False, tensor)
     return joined
 
@@ -126,7 +127,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(group: dist.ProcessGroup, split: bool, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Each rank's part of dimension 2 (split) or 1 for that rank; what comes is joined along the other one."""
+    """Send each rank its part of dimension 2 (split) or 1, and join what comes along the other dimension."""
     divided, joined = (2, 1) if split else (1, 2)
     ranks = dist.get_world_size(group)
     parts = [x.unflatten(divided, (ranks, -1)).movedim(divided, 0) for x in tensors]  # [n, B, T/n, heads/n, E]

@@ -17,10 +17,10 @@ attention), E head size.
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import Parameter, signature
+from inspect import signature
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +38,7 @@ _QUERY_BLOCK = 512  # queries of one call of sdpa with a window
 
 
 class KernelOptions(NamedTuple):
-    """What a layer asks of a kernel beside its tensors."""
+    """The arguments of a kernel beside its tensors."""
 
     scale: float | None = None  # factor on the logits; None: 1/√E
     window: int | None = None  # tokens that a token sees, itself included, as in transformers; None: all
@@ -53,7 +53,7 @@ class KernelOptions(NamedTuple):
 def sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """Causal attention of ``query[T, H, E]`` to ``key, value[S, K, E]``, a kernel call or several for each document."""
+    """Attend causally from ``query[T, H, E]`` to ``key, value[S, K, E]``, document by document."""
     outputs: list[torch.Tensor] = []
     for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
         q = query[slice(*queries)].transpose(0, 1).unsqueeze(0)
@@ -74,10 +74,10 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
 def _windowed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: KernelOptions
 ) -> Iterator[torch.Tensor]:
-    """A call for each block of queries, with the keys that its window reaches: no mask of all by all.
+    """Yield the output of each block of queries, called with the keys that its window reaches: no mask of all by all.
 
-    What takes a mask and holds no scores is the memory-efficient kernel inside sdpa: it has no grouped heads, and takes
-    a mask as it is, shared by all blocks, where keys are a multiple of 16.
+    Inside sdpa, the memory-efficient kernel is the one that takes a mask and holds no scores. It has no grouped heads,
+    and takes a mask without a copy, shared by all blocks, if keys are a multiple of 16.
     """
     assert options.window is not None
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
@@ -97,7 +97,7 @@ def _windowed(
 
 
 def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """``[queries, keys]`` to be added to the logits of the last queries of as many keys."""
+    """Return the mask ``[queries, keys]`` to add to the logits, whose queries are the last of the keys' tokens."""
     position = torch.arange(keys, device=like.device)
     distance = position[keys - queries :, None] - position[None, :]
     unseen = (distance < 0) | (distance >= window)
@@ -107,12 +107,12 @@ def _window_mask(queries: int, keys: int, window: int, like: torch.Tensor) -> to
 def varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """torch's flash attention with cumulative lengths, its own or one that it was given; half precision on CUDA."""
+    """Run torch's flash attention with cumulative lengths, or the kernel that it was given; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert not options.dropout, "choose_backend refuses it"
     # An early varlen_attn (torch 2.11) takes grouped heads without being told, as its kernel does.
-    is_told = query.size(1) > key.size(1) and "enable_gqa" in _parameters(varlen_attn)
+    is_told = query.size(1) > key.size(1) and "enable_gqa" in signature(varlen_attn).parameters
     grouped: dict[str, Any] = {"enable_gqa": True} if is_told else {}
     padded, lengths = _flash_arguments(query, value, layout)
     window = options.flash_window
@@ -121,15 +121,10 @@ def varlen(
     return output[..., : value.size(-1)]
 
 
-@lru_cache
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
-    return signature(function).parameters
-
-
 def flash_attn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """The flash-attn package's varlen kernel; half precision on CUDA."""
+    """Run the varlen kernel of the package flash-attn; half precision on CUDA."""
     from flash_attn import flash_attn_varlen_func
 
     padded, lengths = _flash_arguments(query, value, layout)
@@ -150,8 +145,10 @@ def flash_attn(
 def _flash_arguments(
     query: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Values as wide as the queries, as flash kernels want (latent attention has narrower ones), and the lengths of
-    queries and keys: their causal rule is that of a document's last tokens."""
+    """Return values padded to the width of the queries, and the lengths of queries and keys, for a flash kernel.
+
+    Latent attention has narrower values. The causal rule of flash kernels takes queries for a document's last tokens.
+    """
     padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
     keys = layout.keys
     return padded, (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)
@@ -160,11 +157,11 @@ def _flash_arguments(
 def by_groups_of_heads(
     kernel: Callable[..., torch.Tensor], group_bytes: int = GROUP_BYTES
 ) -> Callable[..., torch.Tensor]:
-    """The kernel over groups of query heads, as many at a time as have `group_bytes` in fp32; at least one.
+    """Run the kernel over groups of query heads, as many at a time as have `group_bytes` in fp32; at least one.
 
-    Flash attention's backward sums dq in fp32, and holds dk and dv for every query head of a call: with 32 heads and
-    8 of keys, 4.5 times the size of the queries, which a group at a time do not take. Sequences whose heads are
-    together no larger are one call.
+    Flash attention's backward sums dq in fp32, and holds dk and dv for every query head of a call. With 32 query heads
+    and 8 key heads this is 4.5 times the size of the queries; a group at a time takes its share of that. If all heads
+    together are no larger than `group_bytes`, there is one call.
     """
 
     def grouped(
@@ -172,7 +169,7 @@ def by_groups_of_heads(
     ) -> torch.Tensor:
         heads, shared = query.size(1), query.size(1) // key.size(1)
         most = group_bytes // (4 * query[:, 0].numel())
-        # A group is within the heads that share keys, or several of those sets.
+        # A group is a part of the heads that share a key head, or several whole sets of them.
         sizes = [
             size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)
         ]
@@ -203,7 +200,7 @@ KERNEL_NAMES = {"varlen": "varlen (FA2)", "fa3": "varlen (FA3)", "fa4": "varlen 
 
 
 class _TorchKernels(NamedTuple):
-    """Kernels that torch's varlen attention can be given: their name there, module, GPUs and widest head."""
+    """A kernel that torch's varlen attention can be given: its name there, module, GPUs and widest head."""
 
     name: str
     module: str
@@ -219,7 +216,7 @@ _TORCH_KERNELS = {
 
 @dataclass(frozen=True)
 class AttentionOptions(Options):
-    """Which kernel computes the attention inside the documents of a pack."""
+    """The options of the kernel that computes the attention inside the documents of a pack."""
 
     prefix: ClassVar[str] = "attention"
 
@@ -227,7 +224,7 @@ class AttentionOptions(Options):
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values in one type: autocast's, when layer norms or rotations under it gave fp32."""
+    """Cast queries, keys and values to autocast's type, if it is on: layer norms and rotations give fp32 under it."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -237,9 +234,9 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def flash_limit(
     dtype: torch.dtype = torch.bfloat16, head_size: int = 128, capability: tuple[int, int] | None = None
 ) -> str | None:
-    """What flash kernels need that is not given here; None where both run.
+    """Return the requirement of flash kernels that is not met here, or None if they run.
 
-    capability: of the GPU, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough.
+    capability: the GPU's, as ``torch.cuda.get_device_capability`` gives it; None is taken to be enough.
     """
     if capability is not None and capability < (8, 0):
         return f"a GPU of compute capability 8.0 (Ampere) or newer; got {_dotted(capability)}"
@@ -258,10 +255,10 @@ def choose_backend(
     capability: tuple[int, int] | None = None,
     head_size: int = 128,
 ) -> str:
-    """The backend that `attention.backend` stands for: ``auto`` takes the fastest that runs what is asked.
+    """Return the backend that `attention.backend` stands for: ``auto`` takes the fastest one that runs here.
 
-    limit: what :func:`flash_limit` says; dropout: of attention weights; capability: of the GPU, None to ask it.
-    Raises ValueError where the name is none of them, or the kernel cannot run here.
+    limit is the answer of :func:`flash_limit`, dropout that of attention weights, capability the GPU's, None to ask.
+    Raises ValueError if there is no backend of that name, or it cannot run here.
     """
     check_choice("attention.backend", requested, ("auto", *BACKENDS))
     if requested == "auto":
@@ -293,7 +290,7 @@ def choose_backend(
 
 
 def fallback_notices(chosen: str, dropout: float, capability: tuple[int, int] | None, head_size: int) -> list[str]:
-    """Say which installed packages ``auto`` would have taken before the kernel that it chose, and why they failed."""
+    """Name the installed packages that ``auto`` prefers to the kernel that it chose, and why they failed."""
     notices = []
     for name in _of_packages(dropout, capability, head_size):
         if name == chosen:
@@ -306,7 +303,7 @@ def fallback_notices(chosen: str, dropout: float, capability: tuple[int, int] | 
 
 
 def _of_packages(dropout: float, capability: tuple[int, int] | None, head_size: int) -> list[str]:
-    """The backends of packages that suit a GPU and a model, the fastest first."""
+    """Return the backends of packages that suit a GPU and a model, the fastest first."""
     capability = capability or gpu_capability()
     suited = [
         name
@@ -318,9 +315,9 @@ def _of_packages(dropout: float, capability: tuple[int, int] | None, head_size: 
 
 @lru_cache
 def unusable(backend: str) -> str | None:
-    """Why a backend's package cannot be used, the first line of its error; None where it can.
+    """Return the first line of the error with which a backend's package cannot be used; None if it can.
 
-    Imports the package, and gives its kernels to torch's varlen attention where they are for that.
+    This imports the package, and gives its kernels to torch's varlen attention if they are made for that.
     """
     try:
         if backend == "flash_attn":
@@ -338,7 +335,10 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 @lru_cache
 def gpu_capability(device: int | None = None) -> tuple[int, int] | None:
-    """Compute capability of the CUDA device, by default the current one; None without CUDA. It initialises CUDA."""
+    """Return the compute capability of a CUDA device, by default the current one; None without CUDA.
+
+    This initialises CUDA.
+    """
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 

@@ -1,4 +1,4 @@
-"""Where the documents of a pack begin and end, and where its tokens lie on the ranks that share it.
+"""The boundaries of a pack's documents, and the places of its tokens on the ranks that share it.
 
 The ranks are `parallel.context_parallel_size` groups of `engine.ulysses_sequence_parallel_size` neighbours. Causal
 attention costs a token more the later it stands in its document: a group holds an early and a late chunk of the pack.
@@ -9,7 +9,7 @@ group     │ 0   7 │ 1   6 │ 2   5 │ 3   4 │           order of the ran
 rank      │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │ 6 │ 7 │           here 2 ranks a group
 ```
 
-One group holds the pack as it is, a slice a rank.
+A single group holds the pack in its own order, one slice a rank.
 """
 
 import math
@@ -52,16 +52,16 @@ class DocumentLayout:
     longer_keys: "DocumentLayout | None" = None  # of keys, where documents have more of them than queries
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: Any, keys: Sequence[int] | None = None) -> "DocumentLayout":
-        """Documents of these lengths; keys: lengths of their keys, where those are others."""
+    def from_lengths(cls, lengths: Sequence[int], device: Any, keys: Sequence[int] | None = None) -> "DocumentLayout":
+        """Lay out documents of these lengths one after the other; keys: the lengths of their keys, if they differ."""
         offsets = (0, *accumulate(lengths))
         cu_seqlens = pinned(torch.tensor(offsets, dtype=torch.int32), device).to(device, non_blocking=True)
-        longer = None if keys is None or list(keys) == list(lengths) else cls.of(keys, device)
+        longer = None if keys is None or list(keys) == list(lengths) else cls.from_lengths(keys, device)
         return cls(offsets, cu_seqlens, max(lengths), longer)
 
     @property
     def keys(self) -> "DocumentLayout":
-        """Where each document's keys lie, of which its queries are the last."""
+        """The layout of each document's keys; its queries are the last of them."""
         return self.longer_keys or self
 
     def attend(
@@ -72,17 +72,23 @@ class DocumentLayout:
         value: torch.Tensor,
         options: Any,
     ) -> torch.Tensor:
-        """``[T, H, E]`` of a kernel for ``query[T, H, ·]``, ``key[S, K, ·]`` and ``value[S, K, E]``.
+        """Return ``[T, H, E]`` of a kernel for this rank's ``query[T, H, ·]``, ``key[S, K, ·]`` and ``value[S, K, E]``.
 
-        Documents must cover all rows: a flash kernel leaves the others as they were in memory.
+        Documents must cover all rows of a call: a flash kernel leaves other rows as they were in memory.
         """
-        assert (len(query), len(key), len(value)) == (self.offsets[-1], *[self.keys.offsets[-1]] * 2)
-        output = kernel(query, key, value, self, options)
-        assert output.shape == (*query.shape[:2], value.size(-1))
-        return output
+        outputs = []
+        for layout, q, k, v in self._calls(query, key, value, options):
+            assert (len(q), len(k), len(v)) == (layout.offsets[-1], *[layout.keys.offsets[-1]] * 2)
+            outputs.append(kernel(q, k, v, layout, options))
+            assert outputs[-1].shape == (*q.shape[:2], v.size(-1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
+        """Return the layout, queries, keys and values of each kernel call that :meth:`attend` makes."""
+        return [(self, query, key, value)]
 
     def padded(self, pad: int) -> "DocumentLayout":
-        """Append ``pad`` tokens as one last pseudo-document, as ranks need that do not divide T."""
+        """Append ``pad`` tokens as one last pseudo-document, for ranks that do not divide T."""
         if pad == 0:
             return self
         end = self.offsets[-1] + pad
@@ -92,7 +98,7 @@ class DocumentLayout:
 
 
 def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cpu") -> DocumentLayout:
-    """Boundaries from ``position_ids[T]`` on the host, which restart at 0 with every document.
+    """Read the boundaries from ``position_ids[T]`` on the host, which restart at 0 with every document.
 
     ```
     position_ids   0 1 2 | 0 1 2 3 | 0        offsets 0 3 7 8    max_length 4
@@ -104,11 +110,11 @@ def document_layout(position_ids: torch.Tensor, device: torch.device | str = "cp
     assert int(position_ids[0]) == 0, "a micro-batch begins with a document's first token"
     starts = (position_ids == 0).nonzero().flatten()
     edges = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
-    return DocumentLayout.of(edges.diff().tolist(), device)
+    return DocumentLayout.from_lengths(edges.diff().tolist(), device)
 
 
 def pieces(offsets: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """(d, start, end) of each document d that has tokens in [first, last), and which of them it has there."""
+    """Yield (d, start, end) for each document d that has the tokens [start, end) in [first, last)."""
     d = bisect_right(offsets, first) - 1
     while d + 1 < len(offsets) and offsets[d] < last:
         yield d, max(offsets[d], first), min(offsets[d + 1], last)
@@ -116,17 +122,17 @@ def pieces(offsets: Sequence[int], first: int, last: int) -> Iterator[tuple[int,
 
 
 def pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """A small tensor page-locked on its way from the host to CUDA, without which the copy waits."""
+    """Page-lock a small tensor on its way from the host to CUDA, so that the host does not wait for the copy."""
     return tensor.pin_memory() if tensor.device.type == "cpu" and torch.device(device).type == "cuda" else tensor
 
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Which tokens of a pack of T, padding included, each of the ranks holds that share it, and where this rank's are.
+    """The shares of a pack of T tokens, padding included, that ranks hold, and this rank among them.
 
     Attributes:
-        ulysses: ranks of a group, neighbours; context: groups.
-        rank: this one among all of them, group · ulysses + its place in the group.
+        ulysses: the ranks of a group, which are neighbours; context: the number of groups.
+        rank: this rank among all of them, group · ulysses + its place in the group.
     """
 
     ulysses: int = 1
@@ -135,6 +141,7 @@ class SequenceShards:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that share a pack."""
         return self.ulysses * self.context
 
     @property
@@ -144,7 +151,7 @@ class SequenceShards:
 
     @property
     def multiple(self) -> int:
-        """Of which T must be a multiple."""
+        """The number that T must be a multiple of."""
         return math.lcm(self.ranks, len(self.chunks))
 
     @property
@@ -155,31 +162,31 @@ class SequenceShards:
         return tuple(chunk for group in range(self.context) for chunk in (group, 2 * self.context - 1 - group))
 
     def by_rank(self, values: torch.Tensor) -> torch.Tensor:
-        """``[T, …]`` of the pack in the order of the ranks."""
+        """Put ``[T, …]`` of the pack in the order of the ranks."""
         if self.context == 1:
             return values
         chunks = values.chunk(len(self.chunks))
         return torch.cat([chunks[chunk] for chunk in self.chunks])
 
     def by_position(self, values: torch.Tensor) -> torch.Tensor:
-        """``[T, …]`` in the order of the ranks as it stands in the pack."""
+        """Put ``[T, …]`` in the order of the ranks back in the order of the pack."""
         if self.context == 1:
             return values
         chunks = values.chunk(len(self.chunks))
         return torch.cat([chunks[self.chunks.index(chunk)] for chunk in range(len(chunks))])
 
     def slice(self, values: torch.Tensor) -> torch.Tensor:
-        """``[T/n, …]``: what this rank holds of ``[T, …]``."""
+        """Return the ``[T/n, …]`` that this rank holds of ``[T, …]``."""
         length = len(values) // self.ranks
         return self.by_rank(values)[self.rank * length : (self.rank + 1) * length]
 
     def positions(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Where tokens stand in the pack that have these places in the order of the ranks."""
+        """Map places in the order of the ranks to positions in the pack."""
         length = tokens // len(self.chunks)
         return torch.tensor(self.chunks)[places // length] * length + places % length
 
     def spans(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """[start, end) in the pack of the runs of tokens that this rank holds, in its order; at most two."""
+        """Yield [start, end) in the pack of each run of tokens that this rank holds, at most two, in its order."""
         length, held = tokens // len(self.chunks), tokens // self.ranks
         first, last = self.rank * held, (self.rank + 1) * held
         for index, chunk in enumerate(self.chunks):

@@ -3,10 +3,11 @@
 Registered through transformers' ``AttentionInterface``, so that no model is patched. The engine passes a
 :class:`DocumentLayout` to the model's forward, whose keyword arguments reach every attention layer.
 
-Ranks of Ulysses exchange heads around the kernel (heads.py). With a :class:`ContextLayout` they do so inside a group
-of ranks, and before the kernel keys and values travel between groups (context.py).
+The ranks of Ulysses exchange heads before and after the kernel (heads.py). With a :class:`ContextLayout` they do so
+inside a group of ranks, and keys and values travel between groups before the kernel (context.py).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,18 +28,18 @@ from verl_ext.attention.kernels import (
 )
 from verl_ext.attention.layout import DocumentLayout
 
-_requested = "auto"
+_requested: str | Callable[..., torch.Tensor] = "auto"
 _layout_required = False
 
 
-def set_backend(requested: str) -> None:
-    """Choose the kernel of this process by its name in `attention.backend`; ``auto`` decides by device."""
+def set_backend(requested: str | Callable[..., torch.Tensor]) -> None:
+    """Choose the kernel of this process: its name in `attention.backend`, ``auto`` to decide by device, or a kernel."""
     global _requested
     _requested = requested
 
 
 def require_layout() -> None:
-    """From now on this process runs packs: a call without a layout would mix their documents and is refused."""
+    """Refuse calls without a layout from now on: this process runs packs, whose documents such a call would mix."""
     global _layout_required
     _layout_required = True
 
@@ -55,16 +56,17 @@ def packed_attention(
     document_layout: DocumentLayout | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]`` inside documents; gives ``[1, T/n, H, E]``.
+    """Return ``[1, T/n, H, E]``: the attention of ``query[1, H, T/n, E]`` to ``key, value[1, K, T/n, E]``.
 
-    n is the sequence-parallel size; ``document_layout`` covers all T tokens, None: each row is one document.
+    It stays inside documents. n is the sequence-parallel size. ``document_layout`` covers all T tokens; without one,
+    each row is a document.
     """
     _refuse_unsupported(module, kwargs, masked=document_layout is not None and attention_mask is not None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, T/n, heads, E]
     shared = document_layout if isinstance(document_layout, ContextLayout) else None
     group: Any = shared.groups.inside if shared else get_ulysses_sequence_parallel_group()
     ranks = get_ulysses_sequence_parallel_world_size(group)
-    padding = HeadPadding.of(query.size(2), key.size(2), ranks)
+    padding = HeadPadding.from_heads(query.size(2), key.size(2), ranks)
     query, key, value = padding.query(query), padding.key_value(key), padding.key_value(value)
     query, key, value = in_autocast_dtype(query, key, value)
     if ranks > 1:
@@ -78,10 +80,12 @@ def packed_attention(
     rows, length = query.shape[:2]
     capability = gpu_capability(query.device.index) if query.is_cuda else None
     limit = flash_limit(query.dtype, query.size(-1), capability)
-    backend = choose_backend(_requested, query.device.type, limit, dropout, capability, query.size(-1))
-    kernel = by_groups_of_heads(KERNELS[backend])
+    kernel = _requested
+    if isinstance(kernel, str):
+        kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1))]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    output = document_layout.attend(kernel, query, key, value, KernelOptions(scaling, sliding_window, dropout))
+    options = KernelOptions(scaling, sliding_window, dropout)
+    output = document_layout.attend(by_groups_of_heads(kernel), query, key, value, options)
     output = output.unflatten(0, (rows, length))
     if ranks > 1:
         output = join_heads(output, group)
@@ -89,7 +93,7 @@ def packed_attention(
 
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> None:
-    """Raises ValueError for what no backend computes, which would be left out in silence."""
+    """Raise ValueError if a layer asks for something that no backend computes, rather than leave it out."""
     unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if masked:
         unsupported.append("an attention mask of its own")
@@ -107,7 +111,7 @@ def _rows_layout(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.T
             "to generate"
         )
     rows, length = query.shape[:2]
-    return DocumentLayout.of([length] * rows, query.device)
+    return DocumentLayout.from_lengths([length] * rows, query.device)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,9 +1,9 @@
 """Rotary embeddings whose frequencies depend on a document's length, computed for each document of a pack by itself.
 
-transformers chooses them in every forward by the largest position that it is given: ``dynamic`` scaling grows with each
-length beyond the model's own, ``longrope`` (Phi-3, Phi-4-mini) changes to a second set of frequencies beyond
-``original_max_position_embeddings``. In a pack, the longest document would decide for its neighbours; under Ulysses,
-each rank would decide for its own slice of a document.
+transformers chooses frequencies in every forward by the largest position that it is given: ``dynamic`` scaling grows
+with each length beyond the model's own, and ``longrope`` (Phi-3, Phi-4-mini) changes to a second set of frequencies
+beyond ``original_max_position_embeddings``. In a pack, the longest document would decide for its neighbours; under
+Ulysses, each rank would decide for its own slice of a document.
 
 Legend: T tokens of a micro-batch with padding, n the sequence-parallel size.
 """
@@ -19,9 +19,9 @@ from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pi
 
 
 def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | None:
-    """The document length up to which all have the same rotary frequencies; None where length does not matter.
+    """Return the length up to which all documents have the same rotary frequencies; None if length does not matter.
 
-    config: a Hugging Face text config; layer_type: where it has ``rope_parameters`` for each layer type, one of them.
+    layer_type is one of the text config's layer types, if it has ``rope_parameters`` for each of them.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope = rope if layer_type is None else rope[layer_type]
@@ -34,7 +34,7 @@ def same_frequencies_up_to(config: Any, layer_type: str | None = None) -> int | 
 def restore_rope_precision(model: Any) -> None:
     """Compute the frequencies of rotary embeddings again in fp32, in place.
 
-    verl casts a whole model to `engine.model_dtype`, these with it, which transformers never does: in bfloat16 a
+    verl casts a whole model to `engine.model_dtype`, its frequencies included. transformers never does: in bfloat16 a
     frequency has three digits, so that an angle at position 1,000 is off by up to two radians.
     """
     for module in model.modules():
@@ -50,9 +50,9 @@ def restore_rope_precision(model: Any) -> None:
 def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) -> None:
     """Replace, in place, rotary embeddings of ``model`` whose frequencies depend on the length of a document.
 
-    shards: which tokens of a pack this rank holds; None: all.
-    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. Raises
-    ValueError where the config has such frequencies, and no module is a rotary embedding as transformers writes them.
+    Their parent modules must be called with the keyword argument ``document_layout``, as attention layers are. shards
+    are the tokens of a pack that this rank holds, None for all. Raises ValueError if the config has such frequencies,
+    and no module is a rotary embedding as transformers writes them.
     """
     found = False
     for parent in list(model.modules()):
@@ -74,8 +74,8 @@ def choose_rope_by_document(model: Any, shards: SequenceShards | None = None) ->
 class DocumentRope(torch.nn.Module):
     """A rotary embedding of transformers, called once for each run of documents that share frequencies.
 
-    transformers chooses them by reading the largest position, for which the host would wait on a GPU: they are chosen
-    on the host instead, by a rotary embedding that stays there.
+    transformers chooses the frequencies by reading the largest position, for which the host would wait on a GPU. Here a
+    rotary embedding that stays on the host chooses them.
     """
 
     def __init__(self, rotary: Any, shards: SequenceShards) -> None:
@@ -87,11 +87,11 @@ class DocumentRope(torch.nn.Module):
         self.layout: DocumentLayout | None = None
 
     def set_layout(self, parent: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook of the parent: the layout of all T tokens, None where each row is one document."""
+        """Take the layout of all T tokens from the parent's arguments, as its forward pre-hook; None for rows."""
         self.layout = kwargs.get("document_layout")
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        """The embedding of ``position_ids[1, T/n]``: a tensor or a tuple of them, each ``[1, T/n, …]``."""
+        """Return the embedding of ``position_ids[1, T/n]``: a tensor or a tuple of them, each ``[1, T/n, …]``."""
         kwargs = {} if layer_type is None else {"layer_type": layer_type}
         limit = same_frequencies_up_to(self.rotary.config, layer_type)
         if self.layout is None or limit is None:
@@ -99,10 +99,12 @@ class DocumentRope(torch.nn.Module):
         parts = []
         for start, end, length in self._runs(self.layout, limit):
             rotary = _copied(self.on_host[0])
-            rotary(torch.empty(0), torch.tensor([[length - 1]]), **kwargs)  # chooses, and keeps what it chose
+            rotary(
+                torch.empty(0), torch.tensor([[length - 1]]), **kwargs
+            )  # chooses frequencies and keeps them in its buffers
             for name, buffer in rotary._buffers.items():
                 rotary._buffers[name] = pinned(buffer, x.device).to(x.device, non_blocking=True)
-            # The last position of a document of that length is for a rotary embedding that chooses by itself (PhiMoE).
+            # PhiMoE's rotary embedding chooses again by the largest position, so it gets a document's last one too.
             positions = torch.nn.functional.pad(position_ids[:, start:end], (0, 1), value=length - 1)
             parts.append(inspect.unwrap(type(rotary).forward)(rotary, x, positions, **kwargs))
         if isinstance(parts[0], torch.Tensor):
@@ -110,7 +112,7 @@ class DocumentRope(torch.nn.Module):
         return tuple(torch.cat([part[:, :-1] for part in column], dim=1) for column in zip(*parts, strict=True))
 
     def _runs(self, layout: DocumentLayout, limit: int) -> Iterator[tuple[int, int, int]]:
-        """Start and end within this rank's tokens, and the length that chooses the frequencies between them."""
+        """Yield runs: start and end within this rank's tokens, and the document length that chooses frequencies."""
         begin, end, chosen = 0, 0, 0
         for span in self.shards.spans(layout.offsets[-1]):
             for document, first, last in pieces(layout.offsets, *span):
@@ -124,7 +126,7 @@ class DocumentRope(torch.nn.Module):
 
 
 def _copied(rotary: Any) -> Any:
-    """A copy that shares the tensors: transformers keeps the frequencies that it chose in the module."""
+    """Copy a module, but not its tensors: transformers keeps the frequencies that it chose in the module."""
     copied = copy.copy(rotary)
     copied._buffers = dict(rotary._buffers)
     return copied

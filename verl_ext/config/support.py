@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
-from verl_ext.engines.head import head_use
+from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.losses import HEADS, row_bytes
@@ -105,7 +105,7 @@ def head_in_use(config: DictConfig, hf_config: Any) -> str:
     if cls is None or asked not in HEADS:
         return asked
     with torch.device("meta"):
-        return max(asked, head_use(cls(copy.deepcopy(hf_config))), key=HEADS.index)
+        return max(asked, supported_head(cls(copy.deepcopy(hf_config))), key=HEADS.index)
 
 
 def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
@@ -175,7 +175,7 @@ def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
 def padding_notices(config: DictConfig, hf_config: Any) -> list[str]:
     """Says what the zero heads cost where the sequence-parallel size does not divide the heads."""
     sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
-    zero = HeadPadding.of(*heads, sp).zero_heads if heads else 0
+    zero = HeadPadding.from_heads(*heads, sp).zero_heads if heads else 0
     if not heads or not zero:
         return []
     return [

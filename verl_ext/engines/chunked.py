@@ -1,4 +1,4 @@
-"""The engine of rows that a model reads chunk by chunk with a memory: one document a row, padded on the right.
+"""The engine of rows, one document each and padded on the right, that a model with a memory reads chunk by chunk.
 
 ```
 rows            q q q q | q q a P | P P P P      input_ids [B, L], every row equally long
@@ -42,11 +42,11 @@ class ChunkedEngine(StepEngine):
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """A whole row: every chunk has collectives."""
+        """Return the tokens of a whole row, because every chunk has collectives."""
         return max_tokens
 
     def _build_module(self) -> torch.nn.Module:
-        """verl's module with the memory of `model.memory_checkpoint`; `model.train=memory` freezes all else."""
+        """Build verl's module with the memory of `model.memory_checkpoint`; `model.train=memory` freezes the rest."""
         module: Any = super()._build_module()
         if self.model_config.memory_checkpoint:
             load_memory_checkpoint(module, self.model_config.memory_checkpoint)
@@ -55,7 +55,7 @@ class ChunkedEngine(StepEngine):
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """verl's FSDP2, except that what enters a memory is not cast: its state stays in fp32."""
+        """Wrap as verl's FSDP2 does, but cast no input of a memory: its state stays in fp32."""
         precision = self.engine_config.mixed_precision
         assert precision is not None, "the config is resolved before the engine is built"
         self._autocast_dtype = PrecisionType.to_dtype(precision["param_dtype"])
@@ -75,7 +75,7 @@ class ChunkedEngine(StepEngine):
         return module
 
     def _offload_policy(self) -> CPUOffloadPolicy | None:
-        """FSDP2's own offload where `engine.offload_policy` asks for it, in place of verl's."""
+        """Return FSDP2's own offload if `engine.offload_policy` asks for it, in place of verl's."""
         if not self.engine_config.offload_policy:
             return None
         self._is_offload_param = self._is_offload_optimizer = False
@@ -83,11 +83,11 @@ class ChunkedEngine(StepEngine):
         return CPUOffloadPolicy(pin_memory=True)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict, dict]:
-        """Rows ``[B, T]`` and the positions whose logits are wanted; the labels ``[N]`` of those for the outputs."""
+        """Return the rows ``[B, T]`` with the wanted positions, and the labels ``[N]`` of those for the outputs."""
         ids = rows(micro_batch["input_ids"])
         wanted = target_positions(micro_batch)
         if not wanted.any():
-            wanted[0, 0] = True  # every rank runs the head: its collectives are the others' too
+            wanted[0, 0] = True  # every rank must run the head, which has collectives
         labels = ids.roll(-1, dims=1)[wanted]
         mask = first_documents(rows(micro_batch["position_ids"]))
         read = self._read_tokens(mask)
@@ -95,9 +95,9 @@ class ChunkedEngine(StepEngine):
         return inputs, {"wanted": wanted.flatten(), "labels": labels}
 
     def _read_tokens(self, mask: torch.Tensor) -> int:
-        """T: the longest row of all ranks, rounded up to whole chunks.
+        """Return T, the longest row of all ranks rounded up to whole chunks.
 
-        It waits for the device once a micro-batch, which is many chunks of work.
+        The host waits for the device once a micro-batch, which is many chunks of work.
         """
         longest = mask.sum(1).max().to(get_device_id())
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
@@ -107,8 +107,10 @@ class ChunkedEngine(StepEngine):
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
-        """By position, jagged as ``input_ids``: ``log_probs`` of the next token, 0 where it is no target; and
-        ``is_greedy``, whether that token is the likeliest."""
+        """Return ``log_probs`` of the next token, and ``is_greedy``, whether that token is the likeliest.
+
+        Both are jagged as ``input_ids``; log_probs are 0 if the next token is no target.
+        """
         wanted, labels = output_args["wanted"], output_args["labels"]
         is_greedy = output.logits.argmax(-1) == labels  # before the loss, whose backward reuses the logits' memory
         nll = token_nll(output.logits, labels, inplace_backward=True)
@@ -118,7 +120,7 @@ class ChunkedEngine(StepEngine):
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
     def generate_answers(self, ids: torch.Tensor, prompts: torch.Tensor, tokens: int) -> list[list[int]]:
-        """The likeliest ``tokens`` tokens after the first ``prompts[B]`` ones of rows ``ids[B, L]``; collective."""
+        """Continue the first ``prompts[B]`` tokens of rows ``ids[B, L]`` by the likeliest tokens; collective."""
         device: Any = get_device_id()
         is_prompt = torch.arange(ids.shape[1]) < prompts[:, None]
         tokenizer = self.model_config.tokenizer
@@ -135,28 +137,28 @@ class ChunkedEngine(StepEngine):
         return answers.tolist()
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole parameters of the memory, on rank 0's host memory; collective."""
+        """Gather the whole parameters of the memory in rank 0's host memory; collective."""
         return {name: gather_to_rank0(tensor) for name, tensor in self.module.memory_state_dict().items()}
 
 
 def _all_max(values: torch.Tensor) -> torch.Tensor:
-    """The elementwise maximum over all ranks."""
+    """Take the elementwise maximum over all ranks."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
 
 
 def rows(values: Any) -> torch.Tensor:
-    """``[B, L]`` from a jagged tensor of rows of one length."""
+    """View a jagged tensor of rows of one length as ``[B, L]``."""
     lengths = values.offsets().diff()
     assert bool((lengths == lengths[0]).all()), "rows of one length on every rank, or the ranks wait for each other"
     return values.values().view(len(lengths), -1)
 
 
 def target_positions(micro_batch: TensorDict) -> torch.Tensor:
-    """bool``[B, L]``: positions that predict a target, weighted or not."""
+    """Return bool``[B, L]``, True at positions that predict a target, weighted or not."""
     return rows(micro_batch["category_index"]) >= 0
 
 
 def first_documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """int64``[B, L]``: 1 on the row's first document; what follows restarts ``position_ids`` and is padding."""
+    """Return int64``[B, L]``: 1 on a row's first document, 0 on the padding, which restarts ``position_ids``."""
     return ((position_ids == 0).cumsum(1) == 1).long()

@@ -1,7 +1,7 @@
 """The head of a causal language model inside the engine: loss terms of target tokens in place of logits.
 
-Sequence-parallel ranks hold slices of the pack whose targets lie unevenly (an answer ends a document): their hidden
-states move so that every rank has equally many.
+Sequence-parallel ranks hold slices of the pack whose targets are spread unevenly (an answer ends a document). Hidden
+states of targets move between ranks, so that every rank has equally many.
 
     slices of a pack    ····│··TT│TTTT│T···        targets T of 4 ranks: 0, 2, 4, 1
     rows of the head      TT│  TT│  TT│   T        after an all-to-all whose sizes the host knows
@@ -29,13 +29,14 @@ from verl_ext.losses import head_terms
 
 @dataclass(frozen=True)
 class TargetRows:
-    """Which target tokens a sequence-parallel rank has before and after the exchange, all known on the host.
+    """The target tokens of a sequence-parallel rank before and after the exchange, all known on the host.
 
     Attributes:
         at: int64[N], the positions of all targets in the pack, in the order of the ranks that hold them.
-        held: int64[≤ N], those of this rank's slice, counted from its beginning.
+        held: int64[≤ N], the targets in this rank's slice, counted from the slice's beginning.
         rows: the part of `at` that this rank's head computes.
-        send, receive: how many hidden states go to, and come from, each rank.
+        send: the number of hidden states that go to each rank.
+        receive: the number of hidden states that come from each rank.
         padded: R.
     """
 
@@ -47,8 +48,8 @@ class TargetRows:
     padded: int
 
     @classmethod
-    def of(cls, is_target: torch.Tensor, shards: SequenceShards) -> "TargetRows":
-        """For bool[T] of a pack on the host, padding included."""
+    def from_mask(cls, is_target: torch.Tensor, shards: SequenceShards) -> "TargetRows":
+        """Read the targets from bool[T] of a pack on the host, padding included."""
         places = shards.by_rank(is_target).nonzero().flatten()
         rank, ranks, length = shards.rank, shards.ranks, len(is_target) // shards.ranks
         padded = max(-(-len(places) // ranks), 1)  # a gather of nothing has no backward
@@ -64,13 +65,15 @@ class TargetRows:
 
 
 @dataclass(frozen=True)
-class HeadWork:
-    """What a :class:`FusedHead` computes in a forward.
+class HeadInputs:
+    """The inputs of a :class:`FusedHead` beside the hidden states.
 
     Attributes:
-        labels: int64[≤ R]; coefficients: fp32[≤ R]; both of the targets `rows.rows`.
+        labels: int64[≤ R], of the targets `rows.rows`.
+        coefficients: fp32[≤ R], of the same.
+        rows: the targets of this rank.
         group: the sequence-parallel ranks, None for one alone.
-        block_bytes: as of :func:`head_terms`.
+        block_bytes: the argument of :func:`head_terms`.
     """
 
     labels: torch.Tensor
@@ -81,34 +84,34 @@ class HeadWork:
 
 
 class FusedHead:
-    """The output embedding of a module, which gives ``(loss term, nll)`` per target inside :meth:`doing`.
+    """The output embedding of a module, which computes ``(loss term, nll)`` per target inside :meth:`computing_loss`.
 
-    FSDP's hooks stay around its forward: its weight is whole inside, gathered as for logits.
+    FSDP's hooks stay around its forward, so its weight is whole inside, as it is for logits.
     """
 
     def __init__(self, module: Any) -> None:
         self._head = module.get_output_embeddings()
         self._logits = self._head.forward
         self._head.forward = self._forward
-        self._work: HeadWork | None = None
+        self._inputs: HeadInputs | None = None
 
     @contextmanager
-    def doing(self, work: "HeadWork | None") -> Iterator[None]:
-        """Compute these terms in the forward inside, whose ``logits_to_keep`` is ``work.rows.held``; None: logits."""
-        self._work = work
+    def computing_loss(self, inputs: "HeadInputs | None") -> Iterator[None]:
+        """Compute loss terms in the forward inside, whose ``logits_to_keep`` is ``inputs.rows.held``; None: logits."""
+        self._inputs = inputs
         try:
             yield
         finally:
-            self._work = None
+            self._inputs = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32``[1, R, 2]`` in place of logits; logits where no work is given."""
-        work = self._work
-        if work is None:
+        """Return fp32``[1, R, 2]`` in place of logits, or logits if no loss is computed."""
+        given = self._inputs
+        if given is None:
             return self._logits(hidden)
         x = hidden.squeeze(0)
-        if work.group is not None:
-            x = _Exchange.apply(x, work.rows.send, work.rows.receive, work.group)
+        if given.group is not None:
+            x = _Exchange.apply(x, given.rows.send, given.rows.receive, given.group)
         head: Any = self._head
         base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
         x = x.to(base.weight.dtype)
@@ -117,12 +120,14 @@ class FusedHead:
             if name in head.lora_A:
                 low = head.lora_A[name](head.lora_dropout[name](x)) * head.scaling[name]
                 factors.append((low.to(x.dtype), head.lora_B[name].weight.to(x.dtype)))
-        terms, nll = head_terms(factors, work.labels, work.coefficients, bias=base.bias, block_bytes=work.block_bytes)
-        return torch.stack([terms[None], nll[None]], dim=-1)  # no view: FSDP2 warns of one
+        terms, nll = head_terms(
+            factors, given.labels, given.coefficients, bias=base.bias, block_bytes=given.block_bytes
+        )
+        return torch.stack([terms[None], nll[None]], dim=-1)  # a copy: FSDP2 warns if a forward returns a view
 
 
 def _active_adapters(head: Any) -> Sequence[str]:
-    """The adapters that PEFT's own forward of a layer would add to its base, which holds those that are merged."""
+    """Return the adapters that PEFT's own forward would add to a layer; its base holds those that are merged."""
     if getattr(head, "disable_adapters", True):  # a layer without adapters has no such attribute
         if getattr(head, "merged", False):
             head.unmerge()
@@ -131,7 +136,7 @@ def _active_adapters(head: Any) -> Sequence[str]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows between the ranks of a group, of split sizes that all of them know."""
+    """An all-to-all of rows between the ranks of a group, who all know the sizes."""
 
     @staticmethod
     def forward(
@@ -147,11 +152,12 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad_outputs[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def head_use(module: Any) -> str:
-    """The least memory that a model's head allows: ``fused``, ``targets`` (with ``logits_to_keep``) or ``plain``.
+def supported_head(module: Any) -> str:
+    """Return the form of the head that takes the least memory: ``fused``, ``targets`` or ``plain``.
 
-    fused needs a linear head, with LoRA adapters at most, whose logits the model gives as they are: a soft cap or a
-    scale would change the terms. That is tried on the model's class without its layers.
+    `fused` needs a linear head, with LoRA adapters at most, whose logits the model returns unchanged: a soft cap or a
+    scale would change the terms. A model of the same class without its layers shows that. `targets` needs a model that
+    takes ``logits_to_keep``.
     """
     module = module.module if isinstance(module, FullyShardedDataParallel) else module
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
@@ -161,7 +167,7 @@ def head_use(module: Any) -> str:
     base = head.get_base_layer() if hasattr(head, "get_base_layer") else head
     is_linear = isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward
     is_plain = head is base or (
-        hasattr(head, "lora_A")  # and neither DoRA nor a bias in the adapter, nor FSDP1 around it
+        hasattr(head, "lora_A")  # neither DoRA, nor a bias in the adapter, nor FSDP1 around it
         and not getattr(head, "lora_variant", None)
         and all(type(adapter) is nn.Linear and adapter.bias is None for adapter in head.lora_B.values())
     )
@@ -170,12 +176,12 @@ def head_use(module: Any) -> str:
 
 @dataclass
 class _LayersOutput(BaseModelOutputWithPastAndCrossAttentions):
-    router_logits: Any = None  # which models with experts read
+    router_logits: Any = None  # models with experts read it
 
 
 def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
-    """Whether a model of this class returns the very tensor that its head gave."""
-    given = torch.ones(1, 1, 2, device="cpu")  # also where the caller builds on meta
+    """Tell whether a model of this class returns the very tensor that its head gave."""
+    given = torch.ones(1, 1, 2, device="cpu")  # even if the caller builds on meta
     hidden: Any = torch.zeros(1, 1, hf_config.get_text_config().hidden_size, device="cpu")
 
     class Layers(nn.Module):
@@ -188,6 +194,6 @@ def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
         model.get_output_embeddings().forward = lambda _: given
         setattr(model, cls.base_model_prefix, Layers())  # type: ignore[attr-defined]
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
-    except Exception:  # of a class that reads more than hidden states
+    except Exception:  # whatever a class raises that reads more than hidden states
         return False
     return logits is given and bool((given == 1).all())

@@ -1,9 +1,9 @@
-"""Which implementation of Adam a run takes: one kernel of all parameters, lists of them, or a loop over them.
+"""The implementation of Adam that a run takes: fused, foreach, or a loop over the parameters.
 
-torch would take `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors `fused` is the
-fastest, and on torch < 2.13 each of its steps leaves objects behind (https://github.com/pytorch/pytorch/issues/188174).
-Of 100 parameters on two gloo ranks, on torch 2.11: 506 objects and 51 KiB a step (`foreach` 21 and 11 KiB, the loop 26
-and 7 KiB), in 61 ms (135 and 1,088 ms). On torch 2.13 none of them leaves any object.
+torch itself takes `foreach` on a GPU and the loop on a CPU, whatever its version. Over FSDP2's DTensors `fused` is the
+fastest, but on torch < 2.13 each of its steps leaves objects behind (https://github.com/pytorch/pytorch/issues/188174).
+With 100 parameters on two gloo ranks, on torch 2.11: 506 objects and 51 KiB a step (`foreach` 21 and 11 KiB, the loop
+26 and 7 KiB), in 61 ms (135 and 1,088 ms). On torch 2.13 none of them leaves any object.
 """
 
 import os
@@ -22,15 +22,16 @@ _ADAMS = ("Adam", "AdamW")
 def implementation(
     optim: Mapping[str, Any], device: str, offloads: bool = False, half: bool = False, version: str = torch.__version__
 ) -> str | None:
-    """The implementation of an optimizer: the user's by `optim.override_optimizer_config`, else that of the device.
+    """Choose the implementation: the user's by `optim.override_optimizer_config`, else that of the device.
 
     Args:
-        optim: the node `optim`; device: cuda or cpu.
+        optim: the node `optim`.
+        device: cuda or cpu.
         offloads: `engine.offload_policy`, whose steps run on the host, a tenth as long when they are fused.
-        half: fp16, whose gradient scaler would hand a fused step tensors that are no DTensors.
-        version: of torch.
+        half: whether the run is in fp16, whose gradient scaler would hand a fused step tensors that are no DTensors.
+        version: torch's.
 
-    Returns None for an optimizer that has no such choice here.
+    Returns None for an optimizer without this choice.
     """
     given = optim["override_optimizer_config"] or {}
     if chosen := [name for name in (FUSED, FOREACH) if given.get(name)]:
@@ -43,7 +44,7 @@ def implementation(
 
 
 def with_implementation(config: Any, device: str, offloads: bool, half: bool) -> Any:
-    """verl's optimizer config with :func:`implementation` among its options; the user's own win."""
+    """Add the :func:`implementation` to the options of verl's optimizer config; the user's own win."""
     chosen = implementation(vars(config), device, offloads, half)
     if chosen is None:
         return config
@@ -53,7 +54,7 @@ def with_implementation(config: Any, device: str, offloads: bool, half: bool) ->
 def take_threads() -> None:
     """Let the steps of an optimizer on the host use this rank's share of the node's cores.
 
-    Launchers give a rank one thread, since all else runs on its GPU.
+    Launchers give a rank one thread, since everything else runs on its GPU.
     """
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(max(share, torch.get_num_threads()))

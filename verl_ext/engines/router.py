@@ -23,32 +23,32 @@ from transformers.utils.output_capturing import OutputRecorder
 
 
 class RoutingSums(NamedTuple):
-    """What tokens add to the sums of a step, in float64."""
+    """The sums of a step, or the part that some of its tokens add, in float64."""
 
-    choices: torch.Tensor  # [E], how often each expert was chosen
-    probabilities: torch.Tensor  # [E], the sum of its probabilities; has a gradient
-    tokens: torch.Tensor  # [1], the tokens times the layers with a router
+    choices: torch.Tensor  # [E], the number of times that each expert was chosen
+    probabilities: torch.Tensor  # [E], the sum of each expert's probabilities; it has a gradient
+    tokens: torch.Tensor  # [1], the number of tokens times that of layers with a router
 
 
 def router_loss(step: RoutingSums, probabilities: torch.Tensor) -> torch.Tensor:
-    """The share ``[]`` of a step's L_router that tokens with these ``probabilities`` have; of all its own, L_router."""
+    """Return the share of a step's L_router that tokens with these ``probabilities`` have; for all tokens, L_router."""
     return len(step.choices) * (step.choices * probabilities).sum() / step.tokens.squeeze() ** 2
 
 
 def asks_for_router_loss(hf_config: Any) -> bool:
-    """Whether a model's config has transformers add a router loss: ``output_router_logits`` and a coefficient."""
+    """Tell whether a config has transformers add a router loss: ``output_router_logits`` and a coefficient."""
     text = hf_config.get_text_config()
     return bool(getattr(text, "output_router_logits", False)) and getattr(text, "router_aux_loss_coef", None) != 0
 
 
 def has_router_loss(model_class: type | None, hf_config: Any) -> bool:
-    """Whether :class:`RouterLoss` can be taken of a model of this class and config."""
+    """Tell whether :class:`RouterLoss` supports models of this class and config."""
     needs = ("router_aux_loss_coef", "num_experts_per_tok")
     return _router_of(model_class) is not None and all(hasattr(hf_config, name) for name in needs)
 
 
 def _router_of(model_class: type | None) -> OutputRecorder | None:
-    """The router that transformers declares for a model class: its module's class, and which output are the logits."""
+    """Return the router that transformers declares for a model class: its module class and the index of its logits."""
     declared = (getattr(model_class, "_can_record_outputs", None) or {}).get("router_logits")
     return declared if isinstance(declared, OutputRecorder) and declared.layer_name is None else None
 
@@ -81,12 +81,12 @@ class RouterLoss:
             part.register_forward_hook(lambda _, __, output, index=index: self._record(output[index]))
 
     def _record(self, logits: torch.Tensor) -> None:
-        if self._logits is not None:  # neither in evaluation nor where a backward pass computes a layer again
+        if self._logits is not None:  # not in evaluation, nor when a backward pass recomputes a layer
             self._logits.append(logits.flatten(0, -2))
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """A list that holds every router's ``[T, E]`` logits of the forward inside."""
+        """Record every router's ``[T, E]`` logits of the forward inside in the list that this yields."""
         logits: list[torch.Tensor] = []
         self._logits = logits
         try:
@@ -95,11 +95,11 @@ class RouterLoss:
             self._logits = None
 
     def begin_step(self) -> None:
-        """Forget the last step's routing. :meth:`measure` sums that of the next one, else its only micro-batch does."""
+        """Forget the last step's routing; :meth:`measure`, or the only micro-batch, sums the next one's."""
         self._step = None
 
     def measure(self, micro_batches: Sequence[RoutingSums]) -> None:
-        """Sum over a step's micro-batches and over all ranks, in one all-reduce; sets ``value``, the step's loss."""
+        """Sum over a step's micro-batches and all ranks in one all-reduce, and set ``value``, the step's loss."""
         total = torch.stack([torch.cat([part.detach() for part in sums]) for sums in micro_batches]).sum(0)
         dist.all_reduce(total)
         experts = len(total) // 2
@@ -107,8 +107,10 @@ class RouterLoss:
         self.value = router_loss(self._step, self._step.probabilities)
 
     def sums(self, logits: Sequence[torch.Tensor], is_real: torch.Tensor) -> RoutingSums:
-        """What a micro-batch adds to the step's sums: logits ``[T, E]`` of every layer with a router, is_real
-        bool``[T]``, False for padding."""
+        """Return a micro-batch's part of the step's sums.
+
+        logits are ``[T, E]`` of every layer with a router; is_real is bool``[T]``, False for padding.
+        """
         device, experts = logits[0].device, logits[0].shape[-1]
         choices = torch.zeros(experts, dtype=torch.float64, device=device)
         probabilities = torch.zeros(experts, dtype=torch.float64, device=device)
@@ -121,9 +123,9 @@ class RouterLoss:
         return RoutingSums(choices, probabilities, is_real.sum(0, dtype=torch.float64) * len(logits))
 
     def share(self, logits: Sequence[torch.Tensor], is_real: torch.Tensor) -> torch.Tensor:
-        """A micro-batch's share of the step's loss, weighted by ``router_aux_loss_coef``: a scalar with a gradient.
+        """Return a micro-batch's share of the step's loss, weighted by ``router_aux_loss_coef``: a scalar.
 
-        It is multiplied by the number of ranks, over which FSDP averages gradients.
+        It has a gradient and is multiplied by the number of ranks, over which FSDP averages gradients.
         """
         sums = self.sums(logits, is_real)
         if self._step is None:

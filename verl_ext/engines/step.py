@@ -1,7 +1,8 @@
 """verl's FSDP engine as the training loop uses it: micro-batches in, gradients out, the loss left on the device.
 
-A subclass of ``FSDPEngineWithLMHead``; everything that it does not name here (sharding, offload, LoRA, checkpoints,
-clipping, the learning-rate schedule) is verl's. What a forward reads and gives is for its subclasses to say.
+A subclass of ``FSDPEngineWithLMHead``. Everything that is not here (sharding, offload, LoRA, clipping, the schedule of
+the learning rate) is verl's. Its subclasses decide what a forward reads and returns. At each workaround for verl, a
+comment that begins with "Upstream:" says what verl does, in which version, and when the workaround can go.
 """
 
 import warnings
@@ -30,45 +31,49 @@ from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.saving import Save, load_engine
 from verl_ext.engines.state import HostCopies
 
-_STEADY_STEPS = 400  # after which the scale doubles; verl's own number
+_STEADY_STEPS = 400  # the scale doubles after so many; verl's own number
 
 
 @dataclass
 class StepEngineConfig(FSDPEngineConfig):
-    """verl's, whose ``ulysses_sequence_parallel_size`` counts all ranks that share a pack, as its meshes take it.
+    """verl's configuration, whose ``ulysses_sequence_parallel_size`` counts all ranks that share a pack.
 
-    context_parallel_size: groups that these ranks form, `parallel.context_parallel_size`.
+    verl's meshes take it so. context_parallel_size is the number of groups that these ranks form,
+    `parallel.context_parallel_size`.
     """
 
     context_parallel_size: int = 1
 
 
 class StepEngine(FSDPEngineWithLMHead):
-    """Runs the micro-batches of a step."""
+    """An engine that runs the micro-batches of a step."""
 
-    context_device_mesh: DeviceMesh | None = None  # of groups that share packs, where there are several
-    generates: ClassVar[bool] = False  # whether it has generate_answers(ids, prompts, tokens)
-    scaler: Any  # a ShardedGradScaler with fp16, else None
+    context_device_mesh: DeviceMesh | None = None  # of the groups that share packs, if there are several
+    generates: ClassVar[bool] = False  # True if it has generate_answers(ids, prompts, tokens)
+    scaler: Any  # a ShardedGradScaler in fp16, else None
     router_loss: RouterLoss | None = None
     host_copies: HostCopies | None = None  # of the checkpoint that threads write
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
-        # verl also copies the override onto the config as a plain attribute, which an export would write to disk and
-        # which plain transformers then refuses; the implementation itself is kept elsewhere.
+        # Upstream: verl 0.9.1 copies every override onto the config as a plain attribute. An export would write this
+        # one, which plain transformers refuses; transformers keeps the implementation elsewhere. To go when verl passes
+        # attn_implementation to from_pretrained alone.
         vars(self.model_config.hf_config).pop("attn_implementation", None)
         _adapt_config(self.model_config.hf_config)
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
-        """Tokens that a rank without a pack runs, so that the collectives of the others complete."""
+        """Return the tokens that a rank without a pack runs, so that the collectives of the others complete."""
         return 1
 
     def initialize(self) -> None:
-        """verl's model, optimizer and schedule; fp16 has a gradient scaler on every device, verl's own on CUDA alone.
+        """Build verl's model, optimizer and schedule, and in fp16 a gradient scaler on every device.
 
         The scale starts at 2^16 and halves with every step that is skipped for an infinite gradient on any rank.
         """
+        # Upstream: the scaler of verl 0.9.1 is CUDA's, which warns and does nothing on other devices. To go when verl
+        # names the device.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but")
             super().initialize()
@@ -79,14 +84,16 @@ class StepEngine(FSDPEngineWithLMHead):
             )
 
     def _build_module(self) -> torch.nn.Module:
-        """verl's module with the activation options of the model node."""
+        """Build verl's module with the activation options of the model node."""
         module = super()._build_module()
         apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """verl's, whose FSDP2 is given adapters on the head: what verl puts in FSDPModule's place for classes of abc's,
-        as PEFT's layers are, has another memory layout than those, and Python refuses it."""
+        """Wrap the module as verl does, without its patch of FSDP2."""
+        # Upstream: verl 0.9.1 wraps modules whose class derives from ABC by assigning __class__ (`fully_shard_module`).
+        # Python rejects that for PEFT's layers, so a head with adapters could not be wrapped. FSDP2 itself takes such
+        # classes; to go when verl calls fully_shard for them.
         verls: Any = fsdp_utils
         before, verls.fully_shard_module = verls.fully_shard_module, None
         try:
@@ -95,7 +102,7 @@ class StepEngine(FSDPEngineWithLMHead):
             verls.fully_shard_module = before
 
     def _build_optimizer(self, module: Any) -> Any:
-        """verl's, in the implementation that this run's device and torch are given."""
+        """Build verl's optimizer in the implementation that suits this run's device and torch."""
         offloads = bool(self.engine_config.offload_policy)
         if offloads:
             take_threads()
@@ -114,19 +121,21 @@ class StepEngine(FSDPEngineWithLMHead):
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def training_loss(self, micro_batch: TensorDict, loss_function: Callable) -> torch.Tensor:
-        """What a micro-batch adds to the step's loss, a scalar on the device."""
+        """Return a micro-batch's part of the step's loss, a scalar on the device."""
         return self.forward_step(micro_batch, loss_function, forward_only=False)[0]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
-        """Forward alone; what it gives is what ``loss_function`` collects."""
+        """Run forwards alone; ``loss_function`` collects their results."""
         for micro_batch in micro_batches:
             self.forward_step(micro_batch, loss_function, forward_only=True)
 
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """verl's forward step, without its waits for the device: for lengths that lie there and for ``loss.item()``."""
+        """Run a forward, and return the loss and verl's dictionary of outputs."""
+        # Upstream: verl 0.9.1 waits for the device here, for lengths that lie on it and for ``loss.item()``. To go when
+        # its forward_step returns tensors.
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
         model_inputs, output_args, micro_batch = self.prepare_micro_batch(micro_batch, device)
         with self._autocast():
@@ -142,16 +151,17 @@ class StepEngine(FSDPEngineWithLMHead):
         return loss, {"model_output": detach_tree(model_output), "loss": loss.detach(), "metrics": metrics}
 
     def optimizer_step(self) -> float:
-        """verl's; a checkpoint that is still copied to the host is the one before it."""
+        """Take verl's step, after the copies to the host of a checkpoint that is still being saved."""
         if self.host_copies is not None:
             self.host_copies.hold_device()
         return super().optimizer_step()
 
     def run_module(self, model_inputs: dict, output_args: dict) -> Any:
+        """Run the model."""
         return self.module(**model_inputs, use_cache=False)
 
     def prepare_micro_batch(self, micro_batch: TensorDict, device: Any) -> tuple[dict, dict, TensorDict]:
-        """What the model reads, what its outputs are made with, and a micro-batch of the host, all on the device."""
+        """Return the model's inputs, the arguments of its outputs, and a micro-batch of the host, all on the device."""
         inputs, output_args = self.prepare_model_inputs(micro_batch)
         for part in (inputs, output_args):
             moved = {key: x.to(device, non_blocking=True) for key, x in part.items() if isinstance(x, torch.Tensor)}
@@ -159,19 +169,19 @@ class StepEngine(FSDPEngineWithLMHead):
         return inputs, output_args, on_device(micro_batch, device)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """What `checkpoint.save_contents` asks for, into a folder; collective. NotWritten: a file cannot be written."""
+        """Save `checkpoint.save_contents` into a folder; collective. Raises NotWritten if a file cannot be written."""
         self.collected(Path(local_path)).write()
 
     def collected(self, folder: Path, later: bool = False) -> Save:
-        """What :meth:`save_checkpoint` writes, to be written `later` while training goes on; collective."""
+        """Collect the content of :meth:`save_checkpoint`, to be written `later` while training goes on; collective."""
         return Save(self, folder, super().save_checkpoint, later)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """What `checkpoint.load_contents` asks for, of any number of ranks or, of verl's own form, of as many."""
+        """Load `checkpoint.load_contents`, saved by any number of ranks, or in verl's own form by as many."""
         load_engine(self, Path(local_path), super().load_checkpoint)
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole parameters of a long-term memory, on rank 0's host memory; collective. Empty without one."""
+        """Gather the parameters of a long-term memory, if there is one, in rank 0's host memory; collective."""
         return {}
 
     def _autocast(self) -> Any:
@@ -181,7 +191,7 @@ class StepEngine(FSDPEngineWithLMHead):
 
 
 def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
-    """A micro-batch of jagged tensors on the device, copied without waiting for it.
+    """Copy a micro-batch of jagged tensors to the device without waiting for it.
 
     ``TensorDict.to`` waits for the offsets of each tensor. Here the values travel as the flat tensors that the loader
     page-locked, and the offsets, which all share, once.
@@ -201,8 +211,10 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
 
 
 def _adapt_config(config: Any) -> None:
-    """verl reads key/value heads from every config and takes an architecture for a causal model by its name's
-    "ForCausalLM"; GPT-2, a GPT2LMHeadModel, has neither. What is exported has its class's own name again."""
+    """Give configs like GPT-2's the fields that verl expects: num_key_value_heads and the name of an architecture."""
+    # Upstream: verl 0.9.1 reads num_key_value_heads from every config, and recognises a causal model by "ForCausalLM"
+    # in its architecture; GPT2LMHeadModel has neither. An export writes the class's own name again. To go when verl
+    # asks transformers' mapping of causal models.
     if not hasattr(config, "num_key_value_heads") and hasattr(config, "num_attention_heads"):
         config.num_key_value_heads = config.num_attention_heads
     architecture = (config.architectures or [""])[0]

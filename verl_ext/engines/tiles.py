@@ -5,11 +5,11 @@
  hidden ─► norm, q k v, their norms, rotation ─► attention ─► output projection, residual, norm, MLP, residual ─►
 ```
 
-Both parts of a layer are its own forward on a tile, which attention's interface interrupts: the first part ends there,
-the second begins with the layer's input and the output of attention. Each tile is computed again for its gradient, so
-that a layer keeps its input, the inputs of attention and its output: what ALST does for MLPs
-(https://arxiv.org/abs/2506.13996), for all that reads each token by itself. Parameters are gathered, and their
-gradients reduced, once a layer, as without tiles.
+Both parts of a layer are the layer's own forward on a tile, which the attention interface interrupts. The first part
+ends where attention is called; the second runs with the output of attention in its place. Each tile is computed again
+for its gradient, so that a layer keeps its input, the inputs of attention and its output. ALST does so for MLPs
+(https://arxiv.org/abs/2506.13996); here it is done for every part that reads each token by itself. Parameters are
+gathered, and their gradients reduced, once a layer, as without tiles.
 
 Legend: B rows (1 for a pack), T tokens of a micro-batch on this rank, H hidden size, E head size.
 """
@@ -36,8 +36,8 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 class TiledModule:
     """The forward of a module that reads each token by itself, over tiles of `tile` tokens.
 
-    It takes the place of ``module.forward``: hooks around the module, FSDP's among them, run once, and adapters that
-    are put inside later are a part of it. A sequence of one tile is computed as it always was.
+    It takes the place of ``module.forward``. So hooks around the module, FSDP's among them, run once, and adapters that
+    are put inside later are a part of it. A sequence of one tile runs through the module's own forward.
     """
 
     def __init__(self, module: nn.Module, tile: int) -> None:
@@ -46,7 +46,7 @@ class TiledModule:
         module.forward = self._forward
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[…, H]`` of ``[…, H]``; with heads, ``[B, T, heads, E]`` of the same."""
+        """Map ``[…, H]`` to ``[…, H]``; with heads, ``[B, T, heads, E]`` to the same."""
         flat = x.flatten(0, min(x.dim(), 3) - 2).unsqueeze(0)
         if flat.shape[1] <= self.tile:
             return self.whole(x)
@@ -64,7 +64,7 @@ class TiledLayer:
         layer.forward = self._forward
 
     def _forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
-        """As the layer's own, of ``hidden[B, T, H]``; `others` that have a row for each token are cut with it."""
+        """Run the layer on ``hidden[B, T, H]``; `others` that have a row for each token are cut with it."""
         kwargs |= dict(zip(self.names, others, strict=False))
         tokens, cache = hidden.shape[1], kwargs.get("past_key_values", kwargs.get("layer_past"))
         if tokens <= self.tile or cache is not None:
@@ -72,8 +72,8 @@ class TiledLayer:
         parts: Any = self.layer.modules()
         name = next(part.config._attn_implementation for part in parts if hasattr(part, "config"))
         attention: Callable = ALL_ATTENTION_FUNCTIONS[name]
-        call: list[tuple] = []  # what the layer gives to attention beside queries, keys and values
-        more: list[Any] = []  # what the layer gives in a tuple after its hidden states; None: it gives these alone
+        call: list[tuple] = []  # the layer's arguments to attention beside queries, keys and values
+        more: list[Any] = []  # the rest of the tuple that the layer returns; None if it returns hidden states alone
 
         def cut(at: slice) -> dict[str, Any]:
             def of_tile(x: torch.Tensor) -> torch.Tensor:
@@ -100,12 +100,12 @@ class TiledLayer:
             with _attention_is(lambda *_, **__: (attended, None), name):
                 output = self.whole(x, **cut(at))
             alone = isinstance(output, torch.Tensor)
-            more[:] = [None if alone else output[1:]]  # not the tensor, whose graph would hold all of `attended`
+            more[:] = [None if alone else output[1:]]  # not the tensor: its graph would hold `attended`
             return (output if alone else output[0],)
 
         heads = _Tiled(self.layer, self.tile, before)(hidden)
         ((module, args, given),) = call
-        given |= {key: kwargs[key] for key in given if key in kwargs}  # of all tokens
+        given |= {key: kwargs[key] for key in given if key in kwargs}  # for all tokens, not those of a tile
         attended, *_ = attention(module, *(x.transpose(1, 2) for x in heads), *args, **given)
         del heads
         (hidden,) = _Tiled(self.layer, self.tile, after)(hidden, attended)
@@ -113,12 +113,12 @@ class TiledLayer:
 
 
 def slices(tokens: int, tile: int) -> list[slice]:
-    """The tiles of so many tokens."""
+    """Cut a number of tokens into tiles."""
     return [slice(start, start + tile) for start in range(0, tokens, tile)]
 
 
 class _Reached(Exception):
-    """Ends a layer's forward where it calls attention."""
+    """The end of a layer's forward where it calls attention."""
 
     def __init__(self, heads: tuple[torch.Tensor, ...], call: tuple) -> None:
         self.heads, self.call = heads, call
@@ -132,7 +132,7 @@ def _reach(
 
 @contextmanager
 def _attention_is(function: Callable, name: str) -> Iterator[None]:
-    """Let `function` be the attention that layers call by this name."""
+    """Make `function` the attention that layers call by this name."""
     before = ALL_ATTENTION_FUNCTIONS[name]
     AttentionInterface.register(name, function)
     try:
@@ -142,9 +142,9 @@ def _attention_is(function: Callable, name: str) -> Iterator[None]:
 
 
 class _Tiled:
-    """A function of tiles, with the parameters of a module, as one of whole sequences.
+    """A function of tiles, with the parameters of a module, made one of whole sequences.
 
-    function: gives tensors ``[B, tile, …]`` of a slice of tokens and tensors ``[B, tile, …]``.
+    function: maps a slice of tokens and tensors ``[B, tile, …]`` to tensors ``[B, tile, …]``.
     """
 
     def __init__(self, module: nn.Module, tile: int, function: Function) -> None:
@@ -152,13 +152,13 @@ class _Tiled:
         self.upstream: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors ``[B, T, …]`` of tensors ``[B, T, …]``."""
+        """Map tensors ``[B, T, …]`` to tensors ``[B, T, …]``."""
         parameters = self.trainable() if torch.is_grad_enabled() else []
         kept = _Keep.apply(self, len(inputs), *inputs, *parameters)
         return _Run.apply(self, kept, *(x.detach() for x in inputs))
 
     def trainable(self) -> list[torch.Tensor]:
-        """The parameters that have gradients, as FSDP has gathered them."""
+        """Return the parameters that need gradients, as FSDP has gathered them."""
         parameters: list[torch.Tensor] = [p for p in self.module.parameters() if p.requires_grad]
         assert not any(isinstance(parameter, DTensor) for parameter in parameters), "FSDP must gather around the tiles"
         return parameters
@@ -176,7 +176,7 @@ class _Tiled:
     def gradients(
         self, inputs: tuple[torch.Tensor, ...], upstream: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
     ) -> list[torch.Tensor | None]:
-        """Of the inputs that are wanted and of each of :meth:`trainable`; those are summed in fp32."""
+        """Return the gradients of the wanted inputs and of each :meth:`trainable` parameter, summed in fp32."""
         parameters = self.trainable()
         of_inputs = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=True)]
         sums: list[torch.Tensor | None] = [None] * len(parameters)
@@ -212,10 +212,10 @@ class _Tiled:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps the inputs of tiled work, and computes the gradients; its output, an empty tensor, goes to :class:`_Run`.
+    """The half of tiled work that keeps its inputs and computes gradients; an empty tensor leads to :class:`_Run`.
 
-    Apart from that, because a checkpointed layer is recomputed as far as the last tensor that it keeps: where that is
-    one of these inputs, the work is not done once more before its tiles are.
+    It is a function of its own because a checkpointed layer is recomputed only up to the last tensor that it keeps. If
+    that is one of these inputs, the whole work is not repeated before its tiles are.
     """
 
     @staticmethod
@@ -240,7 +240,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Run(torch.autograd.Function):
-    """The outputs of tiled work; what they get in the backward pass waits for :class:`_Keep`, which is next."""
+    """The half of tiled work that computes outputs, and hands their gradients to :class:`_Keep`, which is next."""
 
     @staticmethod
     def forward(ctx: Any, work: _Tiled, kept: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -254,7 +254,7 @@ class _Run(torch.autograd.Function):
 
 
 class _State:
-    """The state of the random numbers of the host and of a tensor's device."""
+    """The states of the random number generators of the host and of a tensor's device."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._kind = x.device.type
@@ -263,17 +263,17 @@ class _State:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """What is drawn inside is drawn as after that state, and changes nothing outside."""
+        """Draw random numbers inside from these states, without a change outside."""
         with torch.random.fork_rng(self._devices, device_type=self._kind):
             torch.set_rng_state(self._host)
             set_device_states(self._devices, self._states, device_type=self._kind)
             yield
 
 
-# What token-wise modules may be made of: parts that read the last dimension alone.
+# The parts that token-wise modules may be made of: they read the last dimension alone.
 _PARTS = (nn.Linear, Conv1D, nn.Dropout, nn.Identity)
 _ACTIVATIONS = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
-# What a layer may be given: what has a row for each token, or is read by its attention alone.
+# The arguments that a layer may have: they have a row for each token, or only its attention reads them.
 _ARGUMENTS = {
     *("hidden_states", "position_ids", "position_embeddings", "attention_mask", "past_key_values", "layer_past"),
     *("use_cache", "encoder_hidden_states", "encoder_attention_mask", "kwargs"),
@@ -281,7 +281,7 @@ _ARGUMENTS = {
 
 
 def tile(model: nn.Module, tokens: int) -> None:
-    """Let the model's token-wise work run over tiles of so many tokens. Raises ValueError where there are none."""
+    """Make the model's token-wise work run over tiles of so many tokens. Raises ValueError if it has none."""
     layers, modules = tileable(model)
     if not layers + modules:
         raise ValueError(untileable(type(model).__name__, tokens))
@@ -292,11 +292,10 @@ def tile(model: nn.Module, tokens: int) -> None:
 
 
 def tileable(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Decoder layers of a model of transformers' that read each token by itself but for their attention; of the rest of
-    the model, the MLPs and norms that do.
+    """Return the decoder layers that can run over tiles, and the MLPs and norms outside of these layers that can.
 
-    They are made of linear layers, norms, activations and dropout. Mixtures of experts, whose parameters and routers
-    are their own, are none of them.
+    They read each token by itself, layers apart from their attention, and are made of linear layers, norms, activations
+    and dropout. Mixtures of experts, whose parameters and routers are their own, are none of them.
     """
     layers = [layer for layer in model.modules() if _is_tileable_layer(layer)]
     inside = {part for layer in layers for part in layer.modules()}
@@ -321,7 +320,7 @@ def _reads_each_token(mlp: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether each part is transformers' own code, not remote code, and all parameters are those of known parts."""
+    """Tell whether each part is transformers' own code, not remote code, and known parts hold all parameters."""
     return all(
         type(part) in _ACTIVATIONS
         or type(part) in _PARTS
@@ -340,7 +339,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def untileable(model_class: str, tokens: int) -> str:
-    """The line that refuses `model.tile_tokens` for a model without such layers and modules."""
+    """Return the line that refuses `model.tile_tokens` for a model without such layers and modules."""
     return (
         f"model.tile_tokens must be null for {model_class}, none of whose layers reads each token by itself but for "
         f"attention; got {tokens}"

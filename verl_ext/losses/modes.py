@@ -69,7 +69,7 @@ def pack(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> Pa
 def longwriter(
     mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], documents_per_pack: int = 30
 ) -> PackCoefficients:
-    """As `pack`, times the pack's documents over `documents_per_pack`."""
+    """Weigh as `pack` does, times the pack's documents over `documents_per_pack`."""
     coefficients, normaliser = pack(mask, weights, lengths)
     return PackCoefficients(coefficients * (len(lengths) / documents_per_pack), normaliser)
 
@@ -93,6 +93,7 @@ class CustomLoss(Options):
     name: str | None = option(None, "the function in it: (mask, weights, lengths) -> (coefficients, its term of Z)")
 
     def problems(self) -> Iterable[str | None]:
+        """Yield the problem of a function that cannot be used."""
         try:
             self.checked()
         except ValueError as error:
@@ -100,14 +101,13 @@ class CustomLoss(Options):
 
     @property
     def is_given(self) -> bool:
-        """Whether one is named."""
+        """Whether the user names a function."""
         return bool(self.path or self.name)
 
     def checked(self) -> Mode | None:
-        """The function, whose answers are checked; None where none is named.
+        """Return the function, whose answers are checked; None if none is named.
 
-        Raises:
-            ValueError: there is none of that name, or it cannot be used with a pack that is tried.
+        Raises ValueError if there is none of that name, or if it fails for a pack that is tried.
         """
         if not self.is_given:
             return None
@@ -131,19 +131,18 @@ class CustomLoss(Options):
 def _checked(
     function: Mode, name: str, mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]
 ) -> PackCoefficients:
-    """What a function of the user's gives for a pack; ValueError for what is no loss."""
+    """Return a user's function's answer for a pack. Raises ValueError if it is no loss."""
 
     def refuse(requirement: str, got: object) -> NoReturn:
-        raise ValueError(f"{name} must {requirement}; got {got} for documents of {_listed(lengths)} tokens")
+        listed = ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
+        raise ValueError(f"{name} must {requirement}; got {got} for documents of {listed} tokens")
 
     try:
         coefficients, normaliser = function(mask.copy(), weights.copy(), lengths.copy())
         values, term = np.asarray(coefficients, np.float64), float(normaliser)
     except Exception as error:
-        refuse(
-            "give (coefficients, its term of Z) for (mask, weights, lengths)",
-            f"{type(error).__name__}: {first_line(error)}",
-        )
+        got = f"{type(error).__name__}: {first_line(error)}"
+        refuse("give (coefficients, its term of Z) for (mask, weights, lengths)", got)
     if values.shape != mask.shape:
         refuse(f"give a coefficient for each of the {len(mask)} tokens", f"shape {values.shape}")
     wrong = ~(np.isfinite(values) & (values >= 0)) | ((mask == 0) & (values != 0))
@@ -155,13 +154,9 @@ def _checked(
     return PackCoefficients(values, term)
 
 
-def _listed(lengths: NDArray[Any]) -> str:
-    return ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
-
-
 @dataclass(frozen=True)
 class LossOptions(Options):
-    """Which mean is minimised. Category names are texts: one without a name is named by its number."""
+    """The options of the loss. Category names are texts; one without a name is named by its number."""
 
     prefix: ClassVar[str] = "loss"
 
@@ -187,6 +182,7 @@ class LossOptions(Options):
             object.__setattr__(self, "category_weights", named)
 
     def problems(self) -> Iterable[str | None]:
+        """Yield what is wrong with the values together, and with the weights of categories."""
         if self.custom_cls.is_given and self.mode != "token":
             yield f"loss.mode must be token, its default, with loss.custom_cls; got {self.mode}"
         weights = self.category_weights
@@ -204,17 +200,17 @@ class LossOptions(Options):
 
     @property
     def head_flags(self) -> dict[str, Any]:
-        """What a batch says to the engine about its head."""
+        """The fields of a batch that tell the engine about its head."""
         return {"head": self.head, "head_block_bytes": (self.head_block_mib or 256) * 2**20}
 
     def spec(self, names: Sequence[str]) -> "LossSpec":
-        """The loss over data whose categories have these names."""
+        """Return the loss over data whose categories have these names."""
         mode = self.custom_cls.checked() or self.mode
         return LossSpec(mode, category_weight_table(self.category_weights, names), self.documents_per_pack)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What makes two runs' losses the same, by key; of a mode of one's own, its code."""
+        """The values that make two runs' losses the same, by key; for a user's own mode, its code."""
         mode = self.custom_cls.fingerprint if self.custom_cls.is_given else self.mode
         of_both = {name: getattr(self, name) for name in ("category_weights", "documents_per_pack")}
         return {f"loss.{name}": value for name, value in {"mode": mode, **of_both}.items()}
@@ -224,7 +220,7 @@ class LossOptions(Options):
 class LossSpec:
     """The loss with categories as dense indices: category_weights float64[C + 1], index 0 is "no category".
 
-    mode: a name of MODES or a function as they are.
+    mode: a name of MODES or a function like them.
     """
 
     mode: str | Mode = "token"
@@ -237,7 +233,7 @@ class LossSpec:
 
     @functools.cached_property
     def function(self) -> Mode:
-        """The mode, given the constants that it has arguments for."""
+        """The function of the mode, with `documents_per_pack` bound if it takes it."""
         mode = self.mode if callable(self.mode) else MODES[self.mode]
         if "documents_per_pack" not in inspect.signature(mode).parameters:
             return mode
@@ -245,9 +241,9 @@ class LossSpec:
 
 
 def category_weight_table(weights: Mapping[str, float] | None, names: Sequence[str]) -> np.ndarray:
-    """float64[C + 1] by dense category index from `loss.category_weights`; 1 for no category and for names not in it.
+    """Return float64[C + 1] by dense category index from `loss.category_weights`, 1 for categories not in it.
 
-    A weight for a category that a dataset lacks has no effect there: a validation set may hold fewer.
+    A weight for a category that a dataset lacks has no effect there: a validation set may hold fewer categories.
     """
     return np.array([1.0, *((weights or {}).get(name, 1.0) for name in names)])
 
@@ -260,11 +256,11 @@ def pack_coefficients(
     loss_weight: np.ndarray | None = None,
     documents: int | None = None,
 ) -> PackCoefficients:
-    """a_t and Z's term of one pack.
+    """Return a_t and the term of Z of one pack.
 
-    loss_mask [T], 1 where the token at t is a target; category_index int[T], dense, 0 where it has none; offsets
-    int[D + 1], document d is ``[offsets[d], offsets[d + 1])``; loss_weight [T] or None for 1; documents: those of the
-    pack without padding, which D may count; D when None.
+    loss_mask is [T], 1 if the token at t is a target; category_index int[T], dense, 0 for tokens without a category;
+    offsets int[D + 1], document d is ``[offsets[d], offsets[d + 1])``; loss_weight [T], or None for 1; documents the
+    number without padding, which D may count.
     """
     targets = loss_mask.astype(np.float64)
     assert not targets[offsets[:-1]].any(), "a document's first token is never a target"
@@ -279,7 +275,7 @@ def pack_coefficients(
 
 
 def shift_left(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[T]: the value of the next token *inside the document*, 0 at each document's last token.
+    """Return [T], the value of the next token *inside the document*, 0 at each document's last token.
 
     The model's output at t predicts token t + 1; shifting here, before any split over sequence-parallel ranks, means
     that no token is ever predicted from another document or lost at a rank's edge.

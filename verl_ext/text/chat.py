@@ -1,4 +1,4 @@
-"""Chat and text records as documents: the options, and the encoder that each worker process holds.
+"""Chat and text records turned into documents: the options, and the encoder that each worker process holds.
 
 record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncoder--> ids, offsets --> Document
                          PlainText ---------------------------------> ids, with EOS              --> Document
@@ -27,7 +27,7 @@ from verl_ext.text.tokenized import digest, tokenizer_facts
 from verl_ext.text.tokenizer import ModelOptions, check_template, load_tokenizer, read_template
 from verl_ext.values import DataError, UsageError, first_line, one_line, option
 
-# Arguments of `apply_chat_template` that are set here.
+# The arguments of `apply_chat_template` that are set here.
 RESERVED_TEMPLATE_KWARGS = frozenset(
     (
         *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -39,7 +39,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 
 @dataclass(frozen=True)
 class ChatOptions(RecordOptions):
-    """How chat and text records become documents."""
+    """The options that turn chat and text records into documents."""
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
@@ -73,7 +73,7 @@ class ChatOptions(RecordOptions):
     over_length: str = option("error", "what to do with longer documents", choices=OVER_LENGTH_POLICIES)
 
     def problems(self) -> Iterable[str | None]:
-        """A line for each mistake that can be seen without opening a source."""
+        """Yield a line for each mistake that can be seen without opening a source."""
         yield from self.model.tokenizer_problems()
         yield from column_problems(self.columns)
         if self.category_field == "":
@@ -92,10 +92,10 @@ class ChatOptions(RecordOptions):
 
 
 class ChatRenderer:
-    """Chats as texts with targets, by one chat template and what `turns`, `on_unprinted` and `end_of_turn` say."""
+    """A renderer of chats to texts with targets, with one template, `turns`, `on_unprinted` and `end_of_turn`."""
 
     def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
-        """Raises `UsageError` where there is no chat template, or none that can be used."""
+        """Read the template. Raises `UsageError` if there is none, or it cannot be used."""
         template = given = options.chat_template
         if given is not None:
             template = read_template(given, "chat_template")
@@ -112,12 +112,13 @@ class ChatRenderer:
 
     @cached_property
     def template_words(self) -> set[str]:
+        """The names in the template."""
         return set(re.findall(r"\w+", self._chats.template.source))
 
     def texts(self, chat: Chat) -> list[ChatText]:
-        """The chat's text, or with `turns=each` that of every turn to be learnt. Raises `BadRecord`.
+        """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
 
-        What is not printed, and `on_unprinted` lets through, stands with the first text that leaves it out.
+        Words that are not printed, and that `on_unprinted` accepts, are noted with the first text that lacks them.
         """
         on_found = self._options.special_tokens_in_text
         texts = [self._special.chat_text(self._chats, part, on_found) for part in self._parts(chat)]
@@ -147,8 +148,8 @@ class ChatRenderer:
 
 
 def _stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
-    """The tokens that stop generation by the model's generation_config.json, where there is one."""
-    from transformers.utils import cached_file  # heavy: for worker processes only
+    """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
+    from transformers.utils import cached_file  # heavy, and needed in worker processes only
 
     path = cached_file(
         model.path or model.tokenizer,
@@ -170,7 +171,7 @@ def _stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
 
 @dataclass
 class _Item:
-    """One text of a record: of a chat with turns=each one of several."""
+    """A text of a record, of which a chat with turns=each has several."""
 
     number: Place
     category: str | None
@@ -180,27 +181,30 @@ class _Item:
 
 @dataclass
 class _Found:
-    """What a chunk has given so far."""
+    """The results of a chunk so far."""
 
     counts: Counts
     by_category: dict[str, Counts] = field(default_factory=dict)
     documents: list[Document] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)  # of the documents, where records give theirs
+    categories: list[str] = field(default_factory=list)  # of the documents, if records give theirs
     preview: list[list[Run]] = field(default_factory=list)
-    bad: list[tuple[Place, str | None, BadRecord]] = field(default_factory=list)  # where, of which category, why
+    bad: list[tuple[Place, str | None, BadRecord]] = field(default_factory=list)  # place, category, error
 
     def counts_of(self, category: str | None) -> list[Counts]:
-        """Those that count a record: its source's, and its category's where records give it."""
+        """Return the counts of a record's source, and of its category if records give it."""
         return [self.counts, *([self.by_category.setdefault(category, Counts())] if category is not None else [])]
 
 
 class ChatEncoder:
-    """Makes documents of chat and text records, with one tokenizer and one set of options."""
+    """An encoder of chat and text records, with one tokenizer and one set of options."""
 
     def __init__(self, options: ChatOptions, sources: Sequence[str] = (), preview: int = 0) -> None:
-        """sources: names of the chunks' sources, for `category_field`. preview: documents of a chunk that are decoded.
+        """Load the tokenizer. Raises `UsageError` if there is none.
 
-        Raises `UsageError` where there is no tokenizer.
+        Args:
+            options: the options.
+            sources: the names of the chunks' sources, for `category_field`.
+            preview: the number of documents of a chunk that are decoded.
         """
         self.options, self._sources, self._preview = options, sources, preview
         self.tokenizer = load_tokenizer(options.model)
@@ -208,8 +212,10 @@ class ChatEncoder:
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
 
     def fingerprint(self) -> str:
-        """A digest of what a record's documents follow from: the options, the tokenizer, the template and what stops
-        a turn, wherever they were read from. Raises `UsageError` for a template that cannot be read."""
+        """Digest everything that decides a record's documents. Raises `UsageError` if a template cannot be read.
+
+        That is the options, the tokenizer, the template and the stop tokens, wherever they were read from.
+        """
         options = {each.name: getattr(self.options, each.name) for each in fields(ChatOptions) if each.name != "model"}
         if (template := self.options.chat_template) is not None:
             options["chat_template"] = read_template(template, "chat_template")
@@ -221,7 +227,7 @@ class ChatEncoder:
         return digest([tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options, self._preview])
 
     def encode(self, chunk: Chunk) -> Documents:
-        """The documents of a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""
+        """Encode a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""
         found = _Found(Counts(records=len(chunk.records)))
         items = list(self._items(chunk, found))
         failed: tuple[Any, DataError] | None = None
@@ -230,14 +236,14 @@ class ChatEncoder:
                 self._add(item, encoded, chunk.path, found)
             except BadRecord as error:
                 found.bad.append((item.number, item.category, error))
-            except DataError as error:  # ends the run, unless a bad record before it does
+            except DataError as error:  # it ends the run, unless an earlier bad record does
                 failed = item.number, error
                 break
         for number, category, bad in sorted(found.bad, key=lambda bad: bad[0]):
             if failed and failed[0] < number:
                 break
             line = f"{chunk.place(number)}: {bad}"
-            # What on_unprinted=drop leaves out, and a target lost to truncation, follow from what was asked for.
+            # Chats that on_unprinted=drop leaves out, and targets lost to truncation, are what the user asked for.
             is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
             is_asked_for |= bad.reason.startswith("no_target_after")
             if self.options.on_bad_record == "error" and not is_asked_for:
@@ -256,7 +262,7 @@ class ChatEncoder:
         return documents
 
     def _items(self, chunk: Chunk, found: _Found) -> Iterator[_Item]:
-        """The texts of every record; unusable records are added to `found.bad`."""
+        """Yield the texts of every record; add unusable records to `found.bad`."""
         category_field = self.options.category_field
         for number, raw in chunk.records:
             category = self._sources[chunk.category_id - 1] if category_field else None
@@ -288,11 +294,11 @@ class ChatEncoder:
 
     @cached_property
     def _chats(self) -> ChatRenderer:
-        """Created for the first chat: plain texts need no chat template."""
+        """The renderer, made for the first chat: plain texts need no chat template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
     def _count_fields(self, record: Record, counts: list[Counts]) -> None:
-        """Count the fields that nothing reads; a message's field counts where the template does not name it."""
+        """Count the fields that nothing reads; a message's field counts if the template does not name it."""
         if not (record.unused or record.message_fields or record.dropped):
             return
         category = self.options.category_field or ""
@@ -305,7 +311,7 @@ class ChatEncoder:
             each.dropped_media.update(record.dropped)
 
     def _encoded(self, items: list[_Item]) -> list[Any]:
-        """Every text as `Encoded`, or as the error that its encoding raised."""
+        """Encode every text; return `Encoded` or the error for each."""
         chats = [item.text for item in items if isinstance(item.text, ChatText)]
         plain = [item.text for item in items if not isinstance(item.text, ChatText)]
         of_chats = iter(self._encoder.encode_chats(chats))
@@ -313,7 +319,7 @@ class ChatEncoder:
         return [next(of_chats) if isinstance(item.text, ChatText) else next(of_plain) for item in items]
 
     def _add(self, item: _Item, encoded: Encoded | Exception, path: str, found: _Found) -> None:
-        """The documents of a text, cut where they are too long, and their counts. Raises `BadRecord`."""
+        """Add a text's documents, cut if they are too long, and their counts. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
         document, over_length = self._document(item, encoded), Counter[str]()
@@ -338,7 +344,7 @@ class ChatEncoder:
                 found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
 
     def _document(self, item: _Item, encoded: Encoded) -> Document:
-        """The tokens, mask and weights of a text; a plain text ends with EOS."""
+        """Make a document of a text's tokens, mask and weights; a plain text ends with EOS."""
         ids = encoded.ids
         if isinstance(item.text, ChatText):
             mask, item.text.border_tokens = self._encoder.mask(encoded, item.text.text, item.text.rendered.spans)
@@ -355,7 +361,7 @@ class ChatEncoder:
         return Document(ids, mask, self._weights(encoded, item, len(ids)))
 
     def _weights(self, encoded: Encoded, item: _Item, tokens: int) -> np.ndarray | None:
-        """weights[T] float32: the record's weight times that of the turn a token is in; None where neither is given."""
+        """Return weights[T] float32, the record's weight times that of a token's turn; None if neither is given."""
         spans: dict[float, list[Span]] = {}
         text = item.text.text if isinstance(item.text, ChatText) else ""
         for target in item.text.rendered.targets if isinstance(item.text, ChatText) else []:

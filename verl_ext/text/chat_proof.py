@@ -1,14 +1,14 @@
-"""Chats are rendered without running the template, where an earlier chat of the same shape shows what it prints.
+"""A fast path for chats of a known shape: an earlier chat of that shape shows what the template prints.
 
-A chat's shape is its roles and which of its fields hold text ("words"). The second chat of a shape is rendered with
-stand-ins for its words, strings that record what the template asks of them:
+A chat's shape is its roles and the fields that hold text ("words"). The second chat of a shape is rendered with
+stand-ins for its words, strings that record the questions that the template asks of them:
 
     template     {{ '<think>' if '</think>' in m.content }}{{ m.content.strip() }}
     recorded     "</think>" is not in the words; the words are printed without white space around them
 
-A chat of the same shape whose words give the same answers takes the same path through the template, so that its text
-and targets are put together from the pieces. A template that asks what cannot be recorded (the length of words, a
-letter of them), or whose text goes through operations that a stand-in does not see, is run for every chat.
+A chat of the same shape whose words give the same answers takes the same path through the template, so its text and
+targets can be put together from the pieces. If a template asks something that cannot be recorded (the length of words,
+a letter of them), or takes text through operations that a stand-in does not see, it is run for every chat.
 """
 
 import re
@@ -16,15 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl_ext.text.chat_spans import SPOKEN_FIELDS, RenderedChat, Target, locate
+from verl_ext.text.chat_marks import SPOKEN_FIELDS
+from verl_ext.text.chat_spans import RenderedChat, Target, locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.records import Chat, Message
 
 CHECKED = 256  # one in so many chats is rendered as well
-SHAPES = 1024  # kept
-LONGEST = 64  # messages of a chat that is looked at as a shape
-# Characters that JSON and Python write otherwise, so that words which are escaped are not found in the text.
+SHAPES = 1024  # the most shapes that are kept
+LONGEST = 64  # the most messages of a chat that has a shape
+# Characters that JSON and Python escape, so that escaped words are not found in the text.
 _STAND_IN = re.compile(r'Zq8w([0-9]+)"\\\\é\n"Zq8')
 _NEW = 'Zq8w0"\\\\é\n"Zq8'
 _FILTERS = {"trim", "length", "count", "tojson", "default", "d", "list", "first", "last", "selectattr", "rejectattr"}
@@ -36,15 +37,20 @@ Change = tuple[str, tuple[Any, ...]]  # a method of words, such as strip, and it
 
 @dataclass
 class _Notes:
-    """What a template asks: (leaf, changes of the words before, method, arguments, answer); and what it may print, by
-    number of the stand-in. is_proof: False once something was asked that cannot be recorded."""
+    """The questions of a template, and the words that it may print.
+
+    Attributes:
+        questions: (leaf, changes of the words before, method, arguments, answer).
+        printed: a leaf and the changes of its words, by the number of its stand-in.
+        is_proof: False once something was asked that cannot be recorded.
+    """
 
     questions: set[tuple[Leaf, tuple[Change, ...], str, tuple[Any, ...], Any]] = field(default_factory=set)
     printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)
     is_proof: bool = True
 
     def words(self, text: str, leaf: Leaf, changes: tuple[Change, ...] = ()) -> "_Words":
-        """`text` with the stand-in for the words of a field after these changes, in place of any other."""
+        """Put the stand-in for the words of a field after these changes into a text, in place of any other."""
         if (leaf, changes) not in self.printed:
             self.printed.append((leaf, changes))
         stand_in = _NEW.replace("w0", f"w{self.printed.index((leaf, changes))}")
@@ -54,7 +60,7 @@ class _Notes:
 
 
 class _Opaque(str):
-    """Text made of words, which a template may print and join, and not ask about."""
+    """A text made of words, which a template may print and join, but not ask about."""
 
     notes: _Notes
 
@@ -77,13 +83,13 @@ class _Opaque(str):
 
 
 class _Words(_Opaque):
-    """The words of one field; records what is asked of them."""
+    """The words of one field, which record the questions asked of them."""
 
     leaf: Leaf
     changes: tuple[Change, ...]
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method, noted."""
+        """Answer as the method does, and note the question."""
         plain = tuple(str(a) if isinstance(a, str) else a for a in arguments)
         if any(isinstance(argument, _Opaque) for argument in arguments):
             self.notes.is_proof = False
@@ -113,7 +119,7 @@ def _asking(name: str) -> Callable[..., Any]:
 
 
 def _changing(name: str) -> Callable[..., Any]:
-    """A method that changes the words of a chat and leaves its stand-ins as they are."""
+    """Make a method that changes the words of a chat and leaves its stand-ins as they are."""
     return lambda self, *arguments: self.notes.words(str(self), self.leaf, (*self.changes, (name, arguments)))
 
 
@@ -139,8 +145,15 @@ for _kind in (_Opaque, _Words):
 
 @dataclass
 class _Shape:
-    """Text around the words, what stands between (by stand-in), and the targets: borders as (characters of the text
-    around, words before)."""
+    """The texts around the words of a chat, and its targets.
+
+    Attributes:
+        around: the texts before, between and after words.
+        between: the numbers of the stand-ins between these texts.
+        targets: start and stop as (characters of the texts around, words before), and the target itself.
+        unprinted: the kinds of words that the template leaves out.
+        notes: the questions that a chat of this shape must answer alike.
+    """
 
     around: list[str]
     between: list[int]
@@ -149,7 +162,7 @@ class _Shape:
     notes: _Notes
 
     def located(self, chat: Chat) -> RenderedChat | None:
-        """A chat of this shape; None where its words give another answer to something that the template asks."""
+        """Render a chat of this shape; None if its words answer a question of the template differently."""
         for (index, name), changes, method, arguments, answer in self.notes.questions:
             words = _changed(chat.messages[index][name], changes)
             if getattr(words, method)(*arguments) != answer:
@@ -177,7 +190,7 @@ def _changed(words: str, changes: Sequence[Change]) -> str:
 
 
 class ProvenChats:
-    """Renders chats with one template, by proven shapes where that can be."""
+    """A renderer of chats with one template, by proven shapes if possible."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -189,19 +202,19 @@ class ProvenChats:
         self._count = 0
 
     def located(self, chat: Chat) -> RenderedChat:
-        """As `locate`, which it is for chats of no proven shape."""
+        """Render a chat as `locate` does, which is called for chats without a proven shape."""
         key = _shape_key(chat) if self._is_usable else None
         if key is None:
             return locate(self.template, chat)
         if key not in self._shapes:
-            # Most shapes of long chats are seen once: they are proven when they are seen again.
+            # Most shapes of long chats occur once, so a shape is proven when it occurs again.
             if key not in self._seen_once:
                 if len(self._seen_once) < SHAPES:
                     self._seen_once.add(key)
                 return locate(self.template, chat)
             self._shapes[key] = self._prove(chat)
         shape = self._shapes[key]
-        # A turn whose words begin as the generation prompt ends, with a <think>, is looked at in its own text.
+        # A turn whose words begin like the end of the generation prompt, with a <think>, needs its own text.
         begins = (chat.messages[index].get("content", "").startswith(self._prompt_ends) for index in chat.targets)
         found = shape.located(chat) if shape is not None and not any(begins) else None
         if found is None:
@@ -209,13 +222,13 @@ class ProvenChats:
         self._count += 1
         if self._count % CHECKED == 1:
             rendered = locate(self.template, chat)
-            if rendered != found:  # asked in a way that the stand-ins do not see
+            if rendered != found:  # the template asked in a way that stand-ins do not see
                 self._is_usable = False
                 return rendered
         return found
 
     def _prove(self, chat: Chat) -> _Shape | None:
-        """The shape of a chat; None where its text is not proven by it."""
+        """Return the shape of a chat; None if the shape does not determine its text."""
         notes = _Notes()
         messages: list[Message] = []
         for index, message in enumerate(chat.messages):
@@ -224,7 +237,7 @@ class ProvenChats:
             messages.append({**message, **stand_ins})
 
         def watched(message: Message) -> Message:
-            """The message with its stand-ins as strings that record what is asked."""
+            """Return the message with its stand-ins as strings that record questions."""
             return {
                 name: notes.words(value, *notes.printed[int(found[1])])
                 if isinstance(value, str) and (found := _STAND_IN.search(value))
@@ -255,7 +268,7 @@ class ProvenChats:
 
 
 def _shape_key(chat: Chat) -> tuple[Any, ...] | None:
-    """What of a chat its template may decide by, beside its words; None of one with more than words."""
+    """Return everything beside words that a template may decide by; None for a chat with more than words."""
     if chat.tools or len(chat.messages) > LONGEST:
         return None
     shape: list[Any] = []
@@ -264,15 +277,17 @@ def _shape_key(chat: Chat) -> tuple[Any, ...] | None:
         for name, value in message.items():
             if name != "role" and (name not in SPOKEN_FIELDS or not isinstance(value, str)):
                 return None
-            # Words of white space alone are part of the shape.
+            # Words of nothing but white space are part of the shape.
             said.append((name, value if name == "role" or not value.strip() else None))
         shape.append(tuple(said))
     return tuple(shape), tuple(chat.targets.items())
 
 
 def _can_be_proven(source: str) -> bool:
-    """Whether words reach a template's text and its questions only in ways that stand-ins see: not by way of a macro,
-    a block or `~`, which make other strings of them, and of filters only those that ask the stand-in."""
+    """Tell whether words reach a template's text and its questions only in ways that stand-ins see.
+
+    Macros, blocks and `~` make other strings of words. Among filters, only those that ask the stand-in are known.
+    """
     from jinja2 import TemplateSyntaxError, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -285,7 +300,7 @@ def _can_be_proven(source: str) -> bool:
         if isinstance(node, (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock)):
             return False
         if isinstance(node, nodes.CallBlock) and not isinstance(node.call.node, nodes.ExtensionAttribute):
-            return False  # the extension's own is {% generation %}
+            return False  # that of the extension is {% generation %}
         if isinstance(node, nodes.Concat) and id(node) not in printed:
             return False
         if isinstance(node, nodes.Filter) and node.name not in _FILTERS:
@@ -296,9 +311,9 @@ def _can_be_proven(source: str) -> bool:
             return False
         is_method = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr)
         if is_method and hasattr(str, node.node.attr) and not all(isinstance(a, nodes.Const) for a in node.args):
-            return False  # words that are joined, formatted or sought in others by a method of theirs
+            return False  # a method joins, formats or seeks words
         if isinstance(node, nodes.Compare) and not isinstance(node.expr, nodes.Const):
             sought_in = [operand.expr for operand in node.ops if operand.op in ("in", "notin")]
             if not all(isinstance(where, (nodes.List, nodes.Tuple)) for where in sought_in):
-                return False  # words that are sought in others
+                return False  # words are sought in other words
     return True

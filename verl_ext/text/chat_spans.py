@@ -1,38 +1,37 @@
-"""Where the assistant's turns lie in a rendered chat.
+r"""The places of the assistant's turns in a rendered chat.
 
-A chat is rendered whole, and that text is what is tokenized. Rendered once more with marks around what its messages
-say, it shows which words are whose:
+A chat is rendered whole, and that text is tokenized. Rendered once more with marks around the words of its messages
+(chat_marks.py, here as brackets), it shows whose words are where:
 
-    text      <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think></think>hello<|im_end|>\\n
-    marked    <|im_start|>user\\n[hi]<|im_end|>\\n<|im_start|>assistant\\n<think></think>[hello]<|im_end|>\\n
-    prompt    <|im_start|>user\\n[hi]<|im_end|>\\n<|im_start|>assistant\\n
-    target                                                         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+    text      <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think></think>hello<|im_end|>\n
+    marked    <|im_start|>user\n[hi]<|im_end|>\n<|im_start|>assistant\n<think></think>[hello]<|im_end|>\n
+    prompt    <|im_start|>user\n[hi]<|im_end|>\n<|im_start|>assistant\n
+    target                                                           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 
-A target begins where the text, from the last word before it, parts from what the model is given at inference (the
-messages before it with the generation prompt; of a template without one, up to a plain answer's first word). So the
-head of a tool call, which the model must write, is learnt. It ends with what ends a turn (`ChatTemplate.ends`),
-closers of tool calls before it included. Words of others inside a turn, such as tool results, cut the target in two.
-What a template says itself is generated (`{% generation %}`) is taken at its word.
+A target begins where the text, after the last word before it, differs from the prompt at inference: the messages before
+it with the generation prompt, or, for a template without one, up to a plain answer's first word. So the head of a tool
+call, which the model must write, is learnt. A target ends with the end of a turn (`ChatTemplate.ends`), and includes
+closers of tool calls before that. Words of others inside a turn, such as tool results, cut the target in two. If a
+template marks the generated text itself (`{% generation %}`), that is believed.
+
+The words of one message that follow each other in the text are a run. Templates may print a message in several runs:
+
+    messages    0 user: hi      1 assistant: calls look_up("a"), content "ok"      2 tool: "b"
+    marked      user [hi]   assistant [look_up] [a]   tool [b]   assistant [ok]
+    runs        0           1                         2          1 (the last run of message 1)
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
+from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, unmarked_fields
 from verl_ext.text.chat_template import ChatTemplate, Span, common_prefix, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import Message, functions_called, map_strings
+from verl_ext.text.messages import Message, functions_called
 from verl_ext.text.records import Chat
 
-SPOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
-# Marks are of ASCII letters and digits, which no template trims, splits or escapes.
-_MARK = re.compile("Zq7([be])([0-9]+)x", re.IGNORECASE)
-# How words are marked, until the text without the marks is the text itself: some templates ask how a message begins
-# or ends, or look a function's name up.
-_WAYS = ("around", "around_but_blank", "around_but_names", "end", "middle")
-_TOOLS = -1  # the message that tool definitions count as
 _ANSWER = "Zq7a"  # where a plain answer begins
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
 
@@ -41,7 +40,7 @@ _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
 class Target:
     """Characters start..stop of a rendered chat, of the assistant's turn `message`, and the weight of its tokens.
 
-    closed_by: what ends the turn, "" where nothing does; None where the turn goes on in another target.
+    closed_by: the text that ends the turn, "" if none does; None if the turn goes on in another target.
     """
 
     start: int
@@ -52,12 +51,13 @@ class Target:
 
     @property
     def span(self) -> Span:
+        """The characters start..stop."""
         return self.start, self.stop
 
 
 @dataclass
 class RenderedChat:
-    """A chat's text, its targets in order, and what kinds of words the template leaves out."""
+    """A chat's text, its targets in order, and the kinds of words that the template leaves out."""
 
     text: str
     targets: list[Target]
@@ -65,139 +65,31 @@ class RenderedChat:
 
     @property
     def spans(self) -> list[Span]:
+        """The characters of each target."""
         return [target.span for target in self.targets]
 
 
 def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
     """Render a chat and find the targets.
 
-    Raises `BadRecord`: `template_error` where the template refuses the chat, `template_mismatch` where a turn cannot be
-    found in the text.
+    Raises `BadRecord`: `template_error` if the template refuses the chat, `template_mismatch` if a turn cannot be found
+    in the text.
     """
     chat, text = template.with_arguments_as_printed(chat)
     located = _Located(template, chat, text)
     return located.generation_blocks() if template.marks_generation else located.turns()
 
 
-class _Words(NamedTuple):
-    """One string of a message, which a template prints or not."""
-
-    message: int
-    kind: str
-    text: str
-
-    @property
-    def second_half(self) -> str:
-        """What follows a mark in their middle, less white space at the end."""
-        core = self.text.strip()
-        return core[len(core) // 2 :]
-
-    @property
-    def space_before(self) -> str:
-        return self.text[: len(self.text) - len(self.text.lstrip())]
-
-    @property
-    def space_after(self) -> str:
-        return self.text[len(self.text.rstrip()) :]
-
-
-class _Place(NamedTuple):
-    """Where marked words lie in the text: first and last character known to be theirs (or at their edge)."""
-
-    number: int
-    words: _Words
-    first: int
-    last: int
-    reaches_end: bool  # `last` is where the words end
-
-
-class _Marks:
-    """The messages and tools of a chat with marks in them, numbered in the chat's order."""
-
-    def __init__(self, chat: Chat, way: str) -> None:
-        self.way = way
-        self.words: list[_Words] = []
-        self.tools = [self._tool(tool) for tool in chat.tools] if chat.tools else chat.tools
-        self.messages = [self._message(index, message) for index, message in enumerate(chat.messages)]
-
-    def _tool(self, tool: Any) -> Any:
-        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
-        for name in ("description", "name"):
-            if isinstance(function.get(name), str) and function[name].strip():
-                marked = {**function, name: self._marked(_Words(_TOOLS, "tools", function[name]))}
-                return {**tool, "function": marked} if function is not tool else marked
-        return tool
-
-    def _message(self, index: int, message: Message) -> Message:
-        marked = dict(message)
-        for name in SPOKEN_FIELDS:
-            if isinstance(message.get(name), str):
-                kind = "reasoning_content" if name != "content" else f"{message['role']} content"
-                marked[name] = self._marked(_Words(index, kind, message[name]))
-        if message.get("tool_calls"):
-            marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
-        return marked
-
-    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(call.get("function"), dict):
-            return {**call, "function": self._call(index, call["function"])}
-        marked = dict(call)
-        if isinstance(call.get("name"), str) and self.way != "around_but_names":
-            marked["name"] = self._marked(_Words(index, "tool_calls", call["name"]))
-        if "arguments" in call:
-            marked["arguments"] = map_strings(
-                call["arguments"], lambda text: self._marked(_Words(index, "tool_calls", text))
-            )
-        return marked
-
-    def _marked(self, words: _Words) -> str:
-        """The words with marks, inside the white space around them, which templates trim. Of blank ones a tool's result
-        is marked, which a template may print inside the assistant's turn."""
-        text = words.text
-        if not (core := text.strip()) and (self.way != "around" or words.kind != "tool content"):
-            return text
-        at = len(text) - len(text.lstrip()) if core else 0
-        begin, end = f"Zq7b{len(self.words)}x", f"Zq7e{len(self.words)}x"
-        self.words.append(words)
-        if self.way == "end":
-            return f"{text[: at + len(core)]}{end}{text[at + len(core) :]}"
-        if self.way == "middle":
-            middle = at + len(core) // 2
-            return f"{text[:middle]}{begin}{text[middle:]}"
-        return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
-
-    def places(self, marked: str) -> tuple[str, list[_Place]]:
-        """A marked text without its marks, and where the words lie in it, in the text's order; of words that are
-        printed again, where they were first."""
-        parts: list[str] = []
-        borders: tuple[dict[int, int], dict[int, int]] = ({}, {})  # where words begin and end, by number
-        at = length = 0
-        for match in _MARK.finditer(marked):
-            parts.append(marked[at : match.start()])
-            length += match.start() - at
-            at = match.end()
-            borders[match[1] in "eE"].setdefault(int(match[2]), length)
-        begins, ends = borders
-        places = []
-        for number in {**begins, **ends}:
-            if number < len(self.words):
-                last = ends.get(number, begins.get(number, 0))
-                first = min(begins.get(number, last), last)
-                places.append(_Place(number, self.words[number], first, last, number in ends))
-        places.sort(key=lambda place: (place.first, place.last))
-        return "".join([*parts, marked[at:]]), places
-
-
 class _Located:
-    """A chat, its text, and where its words lie in it."""
+    """A chat, its text, and the places of its words in it."""
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
         self.template, self.chat, self.text = template, chat, text
         self._prompts: dict[tuple[Any, ...], tuple[list[tuple[str, int]], list[Message]]] = {}
         self._closings: dict[tuple[Any, ...], tuple[int, bool]] = {}
         self._trimmed: dict[tuple[Any, ...], bool] = {}
-        for way in _WAYS:
-            self.marks = _Marks(chat, way)
+        for way in WAYS:
+            self.marks = Marks(chat, way)
             marked = template.try_render(self.marks.messages, self.marks.tools)
             found, self.places = self.marks.places(marked) if marked is not None else (None, [])
             if found == text:
@@ -206,10 +98,12 @@ class _Located:
         raise BadRecord("template_mismatch", f"the chat template {hidden}")
 
     def turns(self) -> RenderedChat:
-        """Every turn that is to be learnt, as the text shows it."""
+        """Return the target or targets of every turn that is to be learnt."""
         unprinted, targets = self.unprinted(), []
         places = self.places
         runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.message)]
+        # The last message that the text prints. A template may print the tools after it, at the end of the chat: those
+        # words are no next turn, which the end of the newest message's turn would have to be compared with.
         newest = max((place.words.message for place in places), default=0)
         last_run = {places[run[0]].words.message: run for run in runs}
         for run in runs:
@@ -219,8 +113,7 @@ class _Located:
                 start = self._start(first, index)
                 after = places[last + 1] if last + 1 < len(places) else None
                 limit = after.first if after else len(self.text)
-                # What follows a chat's last words is the template's alone, also where it prints the tools there.
-                is_last = after is None or (after.words.message == _TOOLS and index == newest)
+                is_last = after is None or (after.words.message == TOOLS and index == newest)
                 stop, closed_by = self._end(places[last], limit, index, is_last)
                 for end, begin, token in self._stops_inside(places[first : last + 1]):
                     targets.append(Target(start, end, index, token))
@@ -240,9 +133,11 @@ class _Located:
             previous, target.weight = target.stop, self.chat.targets[target.message]
         return RenderedChat(self.text, targets, unprinted)
 
-    def _stops_inside(self, places: list[_Place]) -> Iterator[tuple[int, int, str]]:
-        """Where a template prints one message as two turns, content and calls: after the token that stops generation,
-        after the header that follows, and that token."""
+    def _stops_inside(self, places: list[Place]) -> Iterator[tuple[int, int, str]]:
+        """Find the borders inside a message that the template prints as two turns, content and calls.
+
+        Yields the end of the token that stops generation, the end of the header that follows, and that token.
+        """
         for place, after in pairwise(places):
             gap = self.text[place.last : after.first]
             if (stop := self.template.stops.search(gap)) is None:
@@ -252,21 +147,21 @@ class _Located:
                 yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
 
     def unprinted(self) -> list[str]:
-        """The kinds of words that the text does not have, each once."""
+        """Return the kinds of words that the text does not have, each once."""
         printed, learnt = {place.number for place in self.places}, self.chat.targets
         kinds = {
             words.kind
             for number, words in enumerate(self.marks.words)
             if number not in printed
             and words.text.strip()
-            # Templates take reasoning out of earlier turns on purpose: it is missed where it is to be learnt alone.
+            # Templates leave out the reasoning of earlier turns on purpose: it is missing only in a turn to be learnt.
             and (words.kind != "reasoning_content" or words.message in learnt)
         }
         if self.marks.way == "around_but_names":
             names = (call.get("name") for call in functions_called(self.chat.messages))
             if any(isinstance(name, str) and name not in self.text for name in names):
                 kinds.add("tool_calls")
-        for number, place in enumerate(self.places):  # reasoning inside content, which some templates take out
+        for number, place in enumerate(self.places):  # some templates take reasoning out of content
             if place.words.message in learnt and "</think>" in place.words.text:
                 before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
                 begin = self.places[number - 1].last if number else 0
@@ -276,7 +171,7 @@ class _Located:
         return sorted(kinds)
 
     def _start(self, place: int, index: int) -> int:
-        """Where the target of message `index` begins, whose words are first at `self.places[place]`."""
+        """Return the start of a target of message `index`, whose run begins at `self.places[place]`."""
         first = self.places[place].first
         before = self.places[place - 1] if place else None
         begin = before.last if before else 0
@@ -288,10 +183,10 @@ class _Located:
                 starts.append(length)
             else:
                 length = self.template.common_prefix(given, self.text[begin:first])
-                # Else they part before the header: what precedes it is printed otherwise where it ends a chat.
+                # Else they differ before the header: a template may print that part otherwise at the end of a chat.
                 starts.append(length if given[before_header:length].strip() else 0)
         if max(starts):
-            # Some templates give no header to generate after an assistant's turn or a tool's result, and print it.
+            # Some templates have no generation prompt after an assistant's turn or a tool's result, but print a header.
             at = begin + max(starts)
             return at + self.template.header_at_start_of(self.text[at:first])
         gap = self.text[begin:first]
@@ -303,14 +198,17 @@ class _Located:
         own = self.places[place].words.space_before
         return first - len(own) if gap.endswith(own) else first
 
-    def _prompts_before(self, before: _Place | None, index: int) -> list[tuple[str, int]]:
-        """What the model may be given after the last words before message `index`, and the length of what precedes the
-        turn's header in it; nothing where the template refuses the chat so far."""
+    def _prompts_before(self, before: Place | None, index: int) -> list[tuple[str, int]]:
+        """Return the prompts that the model may get, from the last words before message `index` on.
+
+        Each comes with the length of its part before the turn's header. There is none if the template refuses the chat
+        so far.
+        """
         since = before.words.message if before else 0
         count = max(index, since + 1 if before else 0)
         between = self.chat.messages[max(since, 0) : count]
-        kinds = tuple(_kind(message, number > 0) for number, message in enumerate(between))
-        # What lies between the mark and the prompt: white space, or the words' second half.
+        kinds = tuple(framing_key(message, number > 0) for number, message in enumerate(between))
+        # Between the mark and the prompt lie white space, or the words' second half.
         rest = before and (before.words.space_after if before.reaches_end else before.words.text)
         key = before and before.words.kind, rest, kinds, not since
         if key not in self._prompts:
@@ -318,9 +216,11 @@ class _Located:
         prompts, known = self._prompts[key]
         if before is None or not between:
             return prompts
-        # The message that holds these words may have an id, say, which the template prints after them.
-        values = dict(_unmarked(between[0]))
-        others = {old: values.get(name, "") for name, old in _unmarked(known[0]) if old and old != values.get(name)}
+        # The message of these words may have other fields, such as an id, which the template prints after them.
+        values = dict(unmarked_fields(between[0]))
+        others = {
+            old: values.get(name, "") for name, old in unmarked_fields(known[0]) if old and old != values.get(name)
+        }
         if not any(old in given for given, _ in prompts for old in others):
             return prompts
         for given, before_header in prompts:
@@ -334,7 +234,7 @@ class _Located:
             self._prompts[exact] = self._new_prompts(before, count), between[:1]
         return self._prompts[exact][0]
 
-    def _new_prompts(self, before: _Place | None, count: int) -> list[tuple[str, int]]:
+    def _new_prompts(self, before: Place | None, count: int) -> list[tuple[str, int]]:
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
         prompts = []
         for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
@@ -349,8 +249,8 @@ class _Located:
                 prompts.append((given, before_header))
         return prompts
 
-    def _end(self, place: _Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
-        """Where the target ends whose last words are at `place`, before `limit`, and what ends the turn there."""
+    def _end(self, place: Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
+        """Return the end of a target whose last words are at `place`, before `limit`, and the end of its turn."""
         begin = place.last
         if not place.reaches_end:
             if not self.text.startswith(place.words.second_half, begin):
@@ -369,10 +269,10 @@ class _Located:
             return begin + (len(own) if own and tail.startswith(own) and not self._is_trimmed(place) else 0), ""
         return begin + end, self.template.last_special_token(tail[:end])
 
-    def _is_trimmed(self, place: _Place) -> bool:
-        """Whether the template prints a turn's content without the white space at its end."""
+    def _is_trimmed(self, place: Place) -> bool:
+        """Tell whether the template prints a turn's content without the white space at its end."""
         *before, turn = self.chat.messages[: place.words.message + 1]
-        if (kind := _kind(turn)) not in self._trimmed:
+        if (kind := framing_key(turn)) not in self._trimmed:
             turns = turn, {**turn, "content": place.words.text.rstrip()}
             texts = [self.template.try_render([*before, last], self.chat.tools) for last in turns]
             if None in texts:
@@ -381,22 +281,24 @@ class _Located:
         return self._trimmed[kind]
 
     def _says(self, text: str) -> bool:
-        """Whether a piece of the template's text has more than special tokens and white space."""
+        """Tell whether a piece of the template's text has more than special tokens and white space."""
         return bool(self.template.special.sub("", text).strip())
 
-    def _closed(self, place: _Place, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
-        """How much of `tail`, the text after a turn's last words, is there too when the turn ends the chat; and whether
-        that is all that closes it there. Tails that differ before their first special token alone, by numbers in a
-        call, are closed alike."""
+    def _closed(self, place: Place, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
+        """Return the length of the part of `tail` that is also there if the turn ends the chat.
+
+        `tail` is the text after a turn's last words. Also tell whether the template closes a turn with nothing more.
+        Tails that differ only before their first special token, by numbers in a call, are closed alike.
+        """
         messages = self.marks.messages[: index + 1]
         if is_last:
-            # What a template says at the end of a chat is not there where a turn follows; all is, where none can.
+            # The text at the end of a chat is not there if a turn follows. If no turn can follow, all of it counts.
             follows = [[*messages, {"role": role, "content": _ANSWER}] for role in ("user", "tool")]
             closing = self._first_tail(follows, place) if self._says(tail) else None
             return len(tail) if closing is None else self.template.common_prefix(closing, tail), True
         token = self.template.special.search(tail)
         begin = token.start() if token else 0
-        key = (_kind(self.chat.messages[index]), tail[begin:])
+        key = (framing_key(self.chat.messages[index]), tail[begin:])
         if key not in self._closings:
             user = next((m for m in self.marks.messages if m["role"] == "user"), None)
             closing = self._first_tail([[user, messages[-1]] if user else messages[-1:], messages], place)
@@ -410,9 +312,8 @@ class _Located:
         closed, is_whole = self._closings[key]
         return closed + begin, is_whole
 
-    def _first_tail(self, chats: list[list[Message]], place: _Place) -> str | None:
-        """What follows a place's words, up to the next words, in the first of these chats that the template prints with
-        the words in it."""
+    def _first_tail(self, chats: list[list[Message]], place: Place) -> str | None:
+        """Return the text between a place's words and the next ones, in the first of these chats that has the words."""
         for messages in chats:
             if (marked := self.template.try_render(messages, self.marks.tools)) is None:
                 continue
@@ -424,7 +325,7 @@ class _Located:
         return None
 
     def _empty_turn(self, index: int) -> Target | None:
-        """The target of a turn that says nothing: what ends it."""
+        """Return the target of a turn without words: the text that ends it."""
         places = [place for place in self.places if place.words.message < index]
         before = places[-1] if places else None
         begin = before.last if before else 0
@@ -439,10 +340,10 @@ class _Located:
         return Target(begin, begin + found.end(), index, found[0])
 
     def generation_blocks(self) -> RenderedChat:
-        """The targets of a template that marks what is generated: what of the turns lies in its blocks.
+        """Return the targets of a template that marks the generated text: the parts of turns in its blocks.
 
-        A block may have more than the assistant generates, a header or the document's end, and less, the end of the
-        turn.
+        A block may have more than the assistant generates, such as a header or the document's end, or less: it may lack
+        the end of the turn.
         """
         _, blocks = self.template.render_with_generation(self.chat)
         blocks, turns, targets = _joined(blocks), self.turns(), []
@@ -460,7 +361,7 @@ class _Located:
 
 
 def _length_but_space(given: str, text: str) -> int:
-    """How much of `text` is `given` where white space inside them is not compared; 0 where it is not all there."""
+    """Return the length of `text` that equals `given` but for white space inside; 0 if not all of it is there."""
     core = given.rstrip()
     at = 0
     for char in "".join(core.split()):
@@ -473,30 +374,13 @@ def _length_but_space(given: str, text: str) -> int:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """The spans, those that touch as one."""
+    """Join spans that touch."""
     joined: list[Span] = []
     for start, end in spans:
         if joined and start <= joined[-1][1]:
             start = joined.pop()[0]
         joined.append((start, end))
     return joined
-
-
-def _kind(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
-    """What of a message decides how a template frames it, and what of it is printed without marks."""
-    said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
-    if not with_unmarked:
-        return message["role"], *said
-    return message["role"], *said, *_unmarked(message)
-
-
-def _unmarked(message: Message) -> list[tuple[str, str]]:
-    """The fields of a message that are printed without marks, if at all."""
-    return sorted(
-        (key, str(value))
-        for key, value in message.items()
-        if key != "tool_calls" and not (key in SPOKEN_FIELDS and isinstance(value, str) and value.strip())
-    )
 
 
 def _mismatch(index: int, what: str) -> BadRecord:

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: rendering, its generation prompt, and what ends a turn."""
+"""A tokenizer's chat template: rendering, its generation prompt, and the ends of turns."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from verl_ext.text.records import Chat
 from verl_ext.values import UsageError, first_line
 
 Span = tuple[int, int]
-# Words of the chat that a template is tried with; private-use characters, so that nothing else is taken for them.
+# Words of the chat that a template is tried with: private-use characters, which occur nowhere else.
 _QUESTION, _ANSWER = "\ue0f3\ue0f4\ue0f5", "\ue0f0\ue0f1\ue0f2"
 _USER = {"role": "user", "content": _QUESTION}
 _ASSISTANT = {"role": "assistant", "content": _ANSWER}
@@ -28,20 +28,25 @@ _TOOL = {
 
 
 class ChatTemplate:
-    """Renders chats, and knows `generation_prompt` (empty where the template has none), `ends`, and the patterns
-    `special` (tokens), `stops` (those that stop generation) and `end` (of a turn, in the template's own text).
+    r"""A chat template that renders chats, and what is found out about it.
+
+    Attributes:
+        generation_prompt: the text before a turn at inference, empty if the template has none.
+        ends: the texts that end an assistant's turn, which generation has to produce to stop.
+        special: a pattern of special tokens.
+        stops: a pattern of the tokens that stop generation.
+        end: a pattern of the end of a turn in the template's own text.
 
     A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
 
-    `ends` are the texts that end an assistant's turn, which generation has to produce to stop. They are read off a
-    closed turn, the last of a chat and one before a user's:
+    `ends` are read off closed turns, the last of a chat and one before a user's:
 
-        last turn      hello<|im_end|>\\n                           what both have, less white space, is <|im_end|>;
-        earlier turn   hello<|im_end|>\\n<|im_start|>user\\n         of several special tokens the last, or the first
-                                                                  that stops generation by the model's own settings
+        last turn      hello<|im_end|>\n                     both have <|im_end|> and white space. Of several special
+        earlier turn   hello<|im_end|>\n<|im_start|>user\n   tokens, the end is the last, or the first that stops
+                                                            generation by the model's own settings.
 
-    Where the two have nothing in common (gpt-oss: <|return|>, <|end|>) each has its own. Where the last turn is left
-    open, an earlier one ends with the special token that follows it, unless that one begins a user's turn.
+    If the two have nothing in common (gpt-oss: <|return|>, <|end|>), each has its own end. If the template leaves the
+    last turn open, an earlier one ends with the special token that follows it, unless that token begins a user's turn.
     """
 
     def __init__(
@@ -52,10 +57,14 @@ class ChatTemplate:
         end_of_turn: str | None = None,
         stop_tokens: Sequence[str] = (),
     ) -> None:
-        """`template` overrides the tokenizer's own, `end_of_turn` the ends found; `stop_tokens` are those of the
-        model's generation config.
+        """Try the template. Raises `UsageError` if it cannot render a user's and an assistant's turn.
 
-        Raises `UsageError` where a user's and an assistant's turn cannot be rendered.
+        Args:
+            tokenizer: the tokenizer.
+            template: a template in place of the tokenizer's own.
+            template_kwargs: its arguments.
+            end_of_turn: the end of a turn in place of those that are found.
+            stop_tokens: those of the model's generation config.
         """
         from transformers.utils import chat_template_utils  # here and below: the process that writes does not need it
 
@@ -63,7 +72,7 @@ class ChatTemplate:
         self.template = template
         self.kwargs = template_kwargs
         if "strftime_now" in self.source and "strftime_now" not in template_kwargs:
-            # One moment for all renderings, which have to give the same text.
+            # All renderings get the same moment, because they have to give the same text.
             self.kwargs = {"strftime_now": chat_template_utils.datetime.now().strftime, **template_kwargs}
         added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
         self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
@@ -79,17 +88,17 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """Its Jinja, or that of all where there are several."""
+        """The template's Jinja, or that of all if there are several."""
         source = self.template or self.tokenizer.chat_template
         return source if isinstance(source, str) else "\n".join(source.values())
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether the template says itself what the assistant generates, with `{% generation %}`."""
+        """Whether the template itself marks the generated text, with `{% generation %}`."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
-        """The chat's text, with generation prompt where `generation`. Raises `BadRecord` where it is refused."""
+        """Render a chat, with the generation prompt if asked. Raises `BadRecord` if the template refuses it."""
         with _template_errors():
             return self.tokenizer.apply_chat_template(
                 self._as_given(messages),
@@ -103,14 +112,14 @@ class ChatTemplate:
     def try_render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False
     ) -> str | None:
-        """As `render`; None where the template refuses the chat."""
+        """Render a chat; None if the template refuses it."""
         try:
             return self.render(messages, tools, generation)
         except BadRecord:
             return None
 
     def _as_given(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in the form that the template receives."""
+        """Return the messages in the form that the template receives."""
         messages = [self._watched(message) for message in messages] if self._watched else list(messages)
         return [_in_parts(message) for message in messages] if self._content_in_parts else messages
 
@@ -124,7 +133,7 @@ class ChatTemplate:
             self._watched = None
 
     def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text, and the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks in it."""
+        """Return the text with the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
         from transformers.utils import chat_template_utils
 
         with _template_errors():
@@ -140,10 +149,10 @@ class ChatTemplate:
         return texts[0], spans[0]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
-        """The chat and its text: arguments of tool calls as the record has them, or else in their other form.
+        """Return the chat and its text, with arguments of tool calls as the record has them or in their other form.
 
-        Some templates print an object as JSON and would put a string between quotes; others print a string and cannot
-        join an object.
+        Some templates print an object as JSON and would put a string between quotes. Others print a string and fail for
+        an object.
         """
         if not any(message.get("tool_calls") for message in chat.messages):
             return chat, self.render(chat.messages, chat.tools)
@@ -159,37 +168,37 @@ class ChatTemplate:
             if text is not None:
                 self._other_arguments = second is other
             return second, other_text
-        return first, self.render(first.messages, first.tools) if text is None else text  # raises what it raised before
+        return first, self.render(first.messages, first.tools) if text is None else text  # raises its error again
 
     def header_at_start_of(self, text: str) -> int:
-        """Length of the header of an assistant's turn that `text`, the template's own, begins with; 0 of none."""
+        """Return the length of the header of an assistant's turn that the template's `text` begins with, or 0."""
         header, printed = self.header, self.header_length
-        if end := self.end.search(header):  # of the turn before, in a template that leaves the last one open
+        if end := self.end.search(header):  # the end of the turn before, if a template leaves the last one open
             header = header[end.end() :].lstrip()
             printed -= len(self.header) - len(header)
         length = common_prefix(header, text)
-        # A generation prompt may go on with a <think> that the chat itself has not.
+        # A generation prompt may go on with a <think> that the chat itself lacks.
         return length if length == len(header) else printed if 0 < printed <= length else 0
 
     def last_special_token(self, text: str) -> str:
-        """The special token that `text` ends with, or nothing."""
+        """Return the special token that `text` ends with, or nothing."""
         found = [match[0] for match in self.special.finditer(text) if match.end() == len(text)]
         return found[-1] if found else ""
 
     def token_edge(self, text: str, at: int) -> int:
-        """`at`, or the start of the special token around it."""
+        """Return `at`, or the start of the special token around it."""
         for match in self.special.finditer(text, max(at - 128, 0), at + 128):
             if match.start() < at < match.end():
                 return match.start()
         return at
 
     def common_prefix(self, a: str, b: str) -> int:
-        """Length of the common beginning of two texts, no special token of which is cut."""
+        """Return the length of the common beginning of two texts, without a cut through a special token."""
         length = common_prefix(a, b)
         return min(self.token_edge(a, length), self.token_edge(b, length))
 
     def _probe(self, end_of_turn: str | None) -> list[str]:
-        """Try the template with a plain chat; its ends of turns."""
+        """Try the template with a plain chat, and return its ends of turns."""
         before, tools, last = self._usable_chat()
         base, prompt = self.render(before, tools), self.render(before, tools, generation=True)
         if _QUESTION not in prompt:
@@ -218,14 +227,14 @@ class ChatTemplate:
         first_header = inner.split(_QUESTION)[0]
         tokens = self.special.findall(both)
         if last_tail[len(both) :].strip() and len(tokens) > 1 and tokens[-1] in first_header:
-            both = both[: both.rindex(tokens[-1])]  # of a header, that of the next turn, which ends every chat
+            both = both[: both.rindex(tokens[-1])]  # it begins the header of a next turn, which ends every chat
         if both.strip():
             return [end for end in [self._stop(both)] if end]
         ends = [self._inner_stop(inner_tail, first_header), self._stop(last_tail)]
-        return [end for end in ends if self.special.search(end)]  # text at the end of a chat alone ends no turn
+        return [end for end in ends if self.special.search(end)]  # text that only ends a chat ends no turn
 
     def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
-        """(messages, tools, text with an answer) of the first of a few chats that the template renders."""
+        """Return (messages, tools, text with an answer) of the first of a few chats that the template renders."""
         system = {"role": "system", "content": "Be kind."}
         tries: list[tuple[list[Message], list[Any] | None]] = [([_USER], None), ([system, _USER], None)]
         tries += [(messages, [_TOOL]) for messages, _ in tries]
@@ -241,18 +250,18 @@ class ChatTemplate:
         raise failed or BadRecord("template_error", "it leaves a turn's content out")
 
     def _stop(self, tail: str) -> str:
-        """The end of a turn in `tail`: its first stop token, or else its last special token, or else all its text."""
+        """Return the end of a turn in `tail`: its first stop token, else its last special token, else its text."""
         if stop := self.stops.search(tail):
             return stop[0]
         tail = tail.rstrip()
         return self.last_special_token(tail) or tail.lstrip()
 
     def _inner_stop(self, tail: str, first_header: str) -> str:
-        """The end of a turn in `tail`, the text up to a user's turn; `first_header` is what begins a chat."""
+        """Return the end of a turn in `tail`, the text up to a user's turn; `first_header` begins a chat."""
         first = self.special.match(tail.lstrip())
         headers = self.special.findall(first_header)
         if first is None or (headers[-1:] == [first[0]] and not self.stops.fullmatch(first[0])):
-            return ""  # none, or what begins a user's turn
+            return ""  # there is none, or it begins a user's turn
         stop = self.stops.search(tail)
         return stop[0] if stop else first[0]
 
@@ -267,13 +276,13 @@ def _template_errors() -> Iterator[None]:
 
 
 def _in_parts(message: Message) -> Message:
-    """The message with its content as a list of one part, as templates of vision models expect."""
+    """Return the message with its content as a list of one part, as templates of vision models expect."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _other_arguments(message: Message) -> Message:
-    """The message with its tool calls' arguments in the other form: JSON text as objects, objects as JSON text."""
+    """Return the message with arguments of tool calls in the other form: JSON text for objects and the reverse."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]}
@@ -293,12 +302,12 @@ def _other_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def any_of(names: Sequence[str] | set[str]) -> re.Pattern[str]:
-    """A pattern of any of `names`, the longest first; of none it matches nowhere."""
+    """Compile a pattern of any of `names`, the longest first; without names it matches nowhere."""
     return re.compile("|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name)))) or "(?!)")
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Length of the common beginning, by bisection: compared in C, so that long documents cost little."""
+    """Return the length of the common beginning, by bisection: C compares long documents in little time."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -312,7 +321,7 @@ def common_prefix(a: str, b: str) -> int:
 
 
 def longest_prefix_in(prompt: str, gap: str) -> tuple[int, int]:
-    """Length and place of the longest beginning of `prompt` that stands in `gap`."""
+    """Return the length and place of the longest beginning of `prompt` that stands in `gap`."""
     for length in range(len(prompt), 0, -1):
         if (at := gap.find(prompt[:length])) >= 0:
             return length, at

@@ -1,12 +1,12 @@
-"""What tokenizing yields: documents, cut to max_tokens; counts of what became of the records; and previews.
+r"""The results of tokenizing: documents, cut to max_tokens, counts of records by their fate, and previews.
 
 document 1   document 2
 5 6 7        8 9          input_ids  5 6 7 8 9      lengths  3 2
 0 1 1        0 1          loss_mask  0 1 1 0 1
 
-A preview is a document as text with its targets marked, in colour on a terminal: a wrong mask is seen at a glance.
+A preview is a document as text with its targets marked, in colour on a terminal, so that a wrong mask is seen at once:
 
-    <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n[[hello<|im_end|>]]\\n
+    <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[[hello<|im_end|>]]\n
 """
 
 from collections import Counter
@@ -22,24 +22,25 @@ from verl_ext.text.json_records import BadRecord
 from verl_ext.values import DataError, one_line
 
 CHAT_COUNTS = ("end_of_turn", "text_ends", "unprinted", "unused_fields", "dropped_media")
-EXAMPLES = 3  # places named per reason in the report
-RUNS = 12  # of a document, at most
-RUN_TOKENS = 96  # of a run, at most
-CUT = "�"  # what bytes that are no character decode to
-Run = tuple[bool, str]  # whether it is of targets; its text
+EXAMPLES = 3  # places that the report names per reason
+RUNS = 12  # the most runs of a document in a preview
+RUN_TOKENS = 96  # the most tokens of a run in a preview
+CUT = "�"  # bytes that are no character decode to this
+Run = tuple[bool, str]  # True for a run of targets; its text
 
 
 @dataclass
 class Counts:
-    """Counts of one source or category.
+    """The counts of one source or category.
 
-    Args:
+    Attributes:
         lengths: documents by length.
         special_tokens: records with names of special tokens encoded as text, and occurrences of these names.
         border_tokens: tokens of targets that also hold text from outside.
-        bad, examples: unusable records by reason, and the first places of each.
-        end_of_turn, text_ends: target turns by the text that ends them ('' for none), and those with an end of several
-            tokens.
+        bad: unusable records by reason.
+        examples: the first places of each reason.
+        end_of_turn: target turns by the text that ends them ('' for none).
+        text_ends: those of them whose end has several tokens.
         unprinted: records by the kind of words that the chat template leaves out.
         unused_fields: records (or messages, as `messages.<field>`) with a field that nothing reads.
         dropped_media: images, audio and video left out.
@@ -64,7 +65,7 @@ class Counts:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def add_bad(self, reason: str, example: str) -> None:
-        """Count a record that cannot be used; `example` says where and why."""
+        """Count a record that cannot be used; `example` names its place and the reason."""
         self.bad[reason] += 1
         self._add_examples(reason, [example])
 
@@ -81,7 +82,7 @@ class Counts:
         self.lengths.update(lengths)
 
     def add_special_tokens(self, occurrences: int, records: int = 1) -> None:
-        """Count names of special tokens that so many records' texts hold together; nothing of none."""
+        """Count the names of special tokens in the texts of so many records, if there are any."""
         if occurrences:
             self.special_tokens.update(records=records, occurrences=occurrences)
 
@@ -97,11 +98,11 @@ class Counts:
 
     @property
     def target_share(self) -> float:
-        """Target tokens by tokens; 0 of none."""
+        """The share of target tokens among tokens; 0 without tokens."""
         return self.target_tokens / self.tokens if self.tokens else 0.0
 
     def length_quantile(self, fraction: float) -> int:
-        """The shortest length that at least `fraction` of the documents do not exceed (nearest rank); 0 of none."""
+        """Return the shortest length that at least `fraction` of the documents do not exceed (nearest rank), or 0."""
         lengths = sorted(self.lengths)
         upto = accumulate(self.lengths[length] for length in lengths)
         return next(
@@ -109,7 +110,7 @@ class Counts:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts as the report has them; the order of keys does not depend on that of the records."""
+        """Return the counts for the report; the order of keys does not depend on that of the records."""
         longest = max(self.lengths, default=0)
         return {
             **{name: getattr(self, name) for name in ("records", "documents", "tokens", "target_tokens")},
@@ -125,9 +126,9 @@ class Counts:
 
 @dataclass
 class Document:
-    """input_ids[T] int32, loss_mask[T] int8 of one document, and weights[T] float32 where a target has one.
+    """A document: input_ids[T] int32, loss_mask[T] int8, and weights[T] float32 if a target has one.
 
-    full_length: its tokens before it was cut; None: it was not.
+    full_length: its tokens before it was cut; None if it was not.
     """
 
     input_ids: np.ndarray
@@ -136,7 +137,7 @@ class Document:
     full_length: int | None = None
 
     def part(self, start: int, stop: int) -> "Document":
-        """Tokens start..stop as a document of its own: its first token is no target."""
+        """Make tokens start..stop a document of their own, whose first token is no target."""
         mask = self.loss_mask[start:stop].copy()
         mask[:1] = 0
         weights = None if self.weights is None else self.weights[start:stop]
@@ -147,16 +148,20 @@ class Document:
 class Documents:
     """The documents of a chunk of records.
 
-    Args:
-        category_id: number of their source, from 1.
-        num_bytes: bytes of the source's files that the records stand for.
-        input_ids, loss_mask, weights: int32, int8 and float32 [ΣT]; weights None where no target has one.
-        lengths, full_lengths: int32[D]; tokens, and tokens before a cut (None: none was cut).
-        counts: what became of the records.
-        category_names, category_counts: of each document and of each category, where records give their category.
-        category_ids: int32[D], the numbers of category_names, which the process that writes gives.
+    Attributes:
+        category_id: the number of their source, from 1.
+        num_bytes: the bytes of the source's files that the records take.
+        input_ids: int32[ΣT].
+        loss_mask: int8[ΣT].
+        lengths: int32[D], the tokens of each document.
+        weights: float32[ΣT], None if no target has one.
+        counts: the counts of the records.
+        full_lengths: int32[D], the tokens before a cut; None if none was cut.
+        category_names: the category of each document, if records give theirs.
+        category_counts: the counts of each of these categories.
+        category_ids: int32[D], the numbers of category_names, which the process that writes assigns.
         preview: the first documents, decoded.
-        texts: further columns, a text of each document.
+        texts: further columns, with a text of each document.
     """
 
     category_id: int
@@ -175,14 +180,17 @@ class Documents:
 
     @property
     def records(self) -> int:
+        """The number of records."""
         return self.counts.records
 
     @property
     def tokens(self) -> int:
+        """The number of tokens."""
         return self.counts.tokens
 
 
 def joined(documents: Sequence[Document], category_id: int, num_bytes: int, counts: Counts) -> Documents:
+    """Join documents."""
     weights = None
     if any(document.weights is not None for document in documents):
         weights = np.concatenate(
@@ -202,10 +210,10 @@ def joined(documents: Sequence[Document], category_id: int, num_bytes: int, coun
 
 
 def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter[str]) -> list[Document]:
-    """The documents of at most `max_tokens` tokens that a document becomes; what was done is added to `counts`.
+    """Cut a document to documents of at most `max_tokens` tokens, and count that in `counts`.
 
-    truncate keeps the first max_tokens tokens, split all tokens in pieces, also those without a target.
-    Raises `DataError` under the policy `error`, `BadRecord` where no target is left.
+    `truncate` keeps the first max_tokens tokens; `split` keeps all tokens in pieces, even pieces without a target.
+    Raises `DataError` under the policy `error`, and `BadRecord` if no target is left.
     """
     tokens = len(document.input_ids)
     if max_tokens is None or tokens <= max_tokens:
@@ -238,8 +246,10 @@ def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter
 
 
 def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Callable[[list[int]], str]) -> list[Run]:
-    """The runs of targets and others of a document of input_ids[T] and loss_mask[T], decoded; long ones, and those of a
-    document of many, are shortened in the middle."""
+    """Decode a document's runs of targets and of other tokens, from input_ids[T] and loss_mask[T].
+
+    Long runs, and a document of many runs, are shortened in the middle.
+    """
     borders = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(loss_mask)]
     spans, half = list(pairwise(borders)), RUNS // 2
     kept = spans if len(spans) <= RUNS else spans[:half] + spans[-half:]
@@ -259,7 +269,7 @@ def _run(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], s
 
 
 def _decoded(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], str]) -> str:
-    """Tokens start..stop as they read after the one before, without which some tokenizers drop a leading space."""
+    """Decode tokens start..stop after the one before, without which some tokenizers drop a leading space."""
     if start:
         before, text = decode(ids[start - 1 : start].tolist()), decode(ids[start - 1 : stop].tolist())
         if CUT not in before and text.startswith(before):
@@ -268,8 +278,8 @@ def _decoded(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]
 
 
 def previews_text(previews: Mapping[str, Sequence[Sequence[Run]]], console: Any) -> str:
-    """Every source's documents for a rich console: in colour where it has colours, else with `[[…]]`."""
-    from rich.text import Text  # not for a command with a mistake in it
+    """Show every source's documents on a rich console: in colour if it has colours, else with `[[…]]`."""
+    from rich.text import Text  # imported here: a command that only reports a mistake does not need it
 
     in_colour = console.is_terminal and console.color_system and not console.no_color
     text = Text()

@@ -92,7 +92,7 @@ class MessageReader:
         return Turn(message, weight, tools)
 
     def _text(self, content: Any, where: str) -> str:
-        """A message's text; a list of text parts (`{"type": "text", "text": …}`) is joined."""
+        """Return a message's text; join a list of text parts (`{"type": "text", "text": …}`)."""
         if isinstance(content, str):
             return content
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
@@ -111,7 +111,7 @@ class MessageReader:
         return medium is not None
 
     def drop(self, medium: str, found: str) -> None:
-        """Count an image, audio or video that is left out; `BadRecord` unless that is asked for."""
+        """Count an image, audio or video that is left out. Raises `BadRecord` unless the user asks for that."""
         if not self.drop_media:
             kept = "media=drop leaves it out and keeps the text"
             raise BadRecord("vision", f"{found}, and only text is tokenized; {kept}")
@@ -119,7 +119,7 @@ class MessageReader:
 
 
 def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
-    """`value` with every string in it changed, but for keys."""
+    """Change every string in a value, except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -130,17 +130,17 @@ def map_strings(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def without_placeholders(value: Any) -> Any:
-    """`value` without `<image>`, `<audio>` and `<video>` in its strings, and the line end beside them."""
+    """Take `<image>`, `<audio>` and `<video>`, each with a line end beside it, out of a value's strings."""
     return map_strings(value, lambda text: _PLACEHOLDER.sub("", text))
 
 
 def functions_called(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """What the messages' tool calls hold: name and arguments."""
+    """Return the functions of the messages' tool calls, with name and arguments."""
     return (call.get("function", call) for message in messages for call in message.get("tool_calls") or [])
 
 
 def _learnt(fields: dict[str, Any], where: str) -> float | None:
-    """What a message's fields say of its weight; they are taken out."""
+    """Take the fields about learning out of a message, and return the weight that they give."""
     if fields.keys().isdisjoint(_LEARN_FIELDS):
         return None
     found: dict[str, float] = {}
@@ -158,7 +158,7 @@ def _learnt(fields: dict[str, Any], where: str) -> float | None:
 
 
 def as_weight(value: Any, where: str) -> float:
-    """A weight as a float that float32 holds; `BadRecord` for anything but a number that is at least 0."""
+    """Return a weight that float32 holds. Raises `BadRecord` for anything but a number of at least 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and (value == 0 or FLOAT32[0] <= value <= FLOAT32[1]):
         return float(value)
@@ -167,7 +167,7 @@ def as_weight(value: Any, where: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it: short, also where it is an integer of thousands of digits or a whole list."""
+    """Name a value in an error: briefly, even an integer of thousands of digits or a whole list."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "an integer of more than 256 bits"
     if isinstance(value, (list, dict)):
@@ -177,7 +177,7 @@ def shown(value: Any) -> str:
 
 
 def from_json(value: Any, name: str) -> Any:
-    """`value`, decoded where a table's column holds it as JSON text."""
+    """Decode a value that a table's column holds as JSON text; return others unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -187,7 +187,7 @@ def from_json(value: Any, name: str) -> Any:
 
 
 def called(calls: Any, name: str) -> Message:
-    """The assistant's message of a list of calls, or its JSON text; a call has `name` and `arguments`."""
+    """Make the assistant's message from a list of calls, or from its JSON text; a call has `name` and `arguments`."""
     calls = from_json(calls, name)
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
         raise BadRecord("bad_tools", f"{name} must be a list of tool calls, each with a name")
@@ -195,7 +195,7 @@ def called(calls: Any, name: str) -> Message:
 
 
 def tool_list(raw: Any, name: str) -> list[Any] | None:
-    """Tool definitions, as objects or JSON text; those of OpenAI's older `functions` as it has them in `tools`."""
+    """Read tool definitions, objects or JSON text; bring OpenAI's older `functions` to the form of its `tools`."""
     if raw in (None, "", []):
         return None
     tools = from_json(raw, name)

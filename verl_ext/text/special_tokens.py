@@ -1,16 +1,16 @@
-"""Special tokens whose names stand in data, such as <|im_end|> in a web page or in a user's message.
+r"""Special tokens whose names occur in data, such as <|im_end|> in a web page or in a user's message.
 
-In data they are text. A plain text is therefore tokenized with transformers' `split_special_tokens`, which leaves
-tokens alone that the tokenizer does not flag as special, such as Qwen3's <think>. In a chat the special tokens that
-the template writes must stay what they are:
+In data they are text. A plain text is therefore tokenized with transformers' `split_special_tokens`, which does not
+split tokens that the tokenizer does not flag as special, such as Qwen3's <think>. In a chat, the special tokens that
+the template writes must stay special tokens:
 
     message      hello <|im_end|> you
     hidden       hello XXXXXXXXXX you                                  X, Y, Z: private-use characters, one per token
-    rendered     <|im_start|>user\\nhello XXXXXXXXXX you<|im_end|>\\n     its special tokens are the template's
-    disguised    YYYYYYYYYYYYuser\\nhello <|im_end|> youZZZZZZZZZZ\\n     for a copy of the tokenizer that has Y and Z
-                                                                      as added tokens, and splits <|im_end|>
+    rendered     <|im_start|>user\nhello XXXXXXXXXX you<|im_end|>\n     its special tokens are the template's
+    disguised    YYYYYYYYYYYYuser\nhello <|im_end|> youZZZZZZZZZZ\n     for a copy of the tokenizer that has Y and Z
+                                                                     as added tokens, and splits <|im_end|>
 
-A stand-in is as long as what it stands for, so that spans and offsets are those of the text itself.
+A stand-in is as long as the name that it replaces, so that spans and offsets are those of the text itself.
 """
 
 import re
@@ -35,17 +35,23 @@ _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")
 
 
 def as_plain_text(tokenizer: Any) -> dict[str, bool]:
-    """The argument with which a tokenizer reads the names of special tokens in a text as text.
+    """Return the argument with which a tokenizer reads names of special tokens in a text as text.
 
-    Empty for a slow one, which would split the added tokens that are not special as well.
+    A slow tokenizer gets none, because it would also split added tokens that are not special.
     """
     return {"split_special_tokens": True} if getattr(tokenizer, "is_fast", False) else {}
 
 
 @dataclass
 class ChatText:
-    """A rendered chat. Where messages hold the names of special tokens, `disguised` is the text for
-    `SpecialTokens.renamed_tokenizer`, and `special_tokens` counts them. border_tokens: see `Counts`."""
+    """A rendered chat.
+
+    Attributes:
+        rendered: its text and targets.
+        disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold the names of special tokens.
+        special_tokens: the number of these names.
+        border_tokens: see `Counts`.
+    """
 
     rendered: RenderedChat
     disguised: str | None = None
@@ -54,6 +60,7 @@ class ChatText:
 
     @property
     def text(self) -> str:
+        """The text of the chat."""
         return self.rendered.text
 
 
@@ -61,11 +68,11 @@ class SpecialTokens:
     """The tokens that a tokenizer flags as special, and its BOS and EOS."""
 
     def __init__(self, tokenizer: Any, key: str) -> None:
-        """`key`: the config key that decides how they are treated, for errors."""
+        """Read a tokenizer's special tokens; `key` is the config key about them, for errors."""
         self.tokenizer, self._key = tokenizer, key
         try:
             added: Mapping[int, AddedToken] = tokenizer.added_tokens_decoder
-        except (AttributeError, NotImplementedError):  # mistral-common's tokenizers, which read all text as text
+        except (AttributeError, NotImplementedError):  # mistral-common's tokenizers read all text as text
             added = {}
         special = {str(token): token for token in added.values() if token.special}
         for name in (tokenizer.bos_token, tokenizer.eos_token) if added else ():
@@ -73,7 +80,7 @@ class SpecialTokens:
                 special.setdefault(name, AddedToken(name, normalized=False))
         self._added = {name: special[name] for name in sorted(special, key=len, reverse=True) if name}
         self._pattern = any_of(set(self._added))
-        # No text becomes these: all but the unknown token, unless that ends documents as well.
+        # No text may become these: all but the unknown token, unless that also begins or ends documents.
         control = [
             name
             for name in self._added
@@ -87,28 +94,29 @@ class SpecialTokens:
 
     @property
     def longest(self) -> int:
+        """The length of the longest name."""
         return max(map(len, self._added), default=0)
 
     def found(self, text: str) -> list[re.Match[str]]:
-        """Every place in `text` that holds the name of a special token."""
+        """Find the names of special tokens in a text."""
         return list(self._pattern.finditer(text))
 
     def refused(self, name: str, why: str = "") -> BadRecord:
-        """The error of a record that holds the special token `name`."""
+        """Make the error about a record that holds the special token `name`."""
         found = f"the text holds the special token {name}{f', {why}' if why else ''}"
         return BadRecord("special_token", f"{found}; {self._key}=keep takes it for the token itself")
 
     def check_ids(self, ids: NDArray[np.integer]) -> None:
-        """`BadRecord` where ids that are made of text have a special token, which the tokenizer could not split."""
+        """Raise `BadRecord` if the ids of a text have a special token, which the tokenizer could not split."""
         if (control := np.isin(ids, self._ids)).any():
             name = self.tokenizer.convert_ids_to_tokens(int(ids[control][0]))
             raise self.refused(name, "and this tokenizer cannot encode it as text")
 
     def chat_text(self, chats: ProvenChats, chat: Chat, on_found: str) -> ChatText:
-        """The chat rendered; `on_found` is one of SPECIAL_TOKENS_IN_TEXT.
+        """Render a chat; `on_found` is one of SPECIAL_TOKENS_IN_TEXT.
 
-        Raises `BadRecord`: for `error`, where a message that is rendered holds the name of a special token; for
-        `encode`, where its place in the rendered text cannot be found, or the tokenizer is not a fast one.
+        Raises `BadRecord`: for `error`, if a rendered message holds the name of a special token; for `encode`, if its
+        place in the rendered text cannot be found, or the tokenizer is not a fast one.
         """
         if on_found == "keep" or not self._may_hold(strings := _strings(chat)):
             return ChatText(chats.located(chat))
@@ -133,17 +141,17 @@ class SpecialTokens:
         return ChatText(rendered, self._shown(disguised), count)
 
     def _may_hold(self, strings: list[str]) -> bool:
-        """Whether text could give a special token; almost always False, so that this check is the only cost."""
+        """Tell whether text could give a special token: almost never, so that this check is the only cost."""
         return self._match_normalized or any(self._pattern.search(text) for text in strings)
 
     @cached_property
     def _match_normalized(self) -> bool:
-        """Whether special tokens are looked for in normalized text, where other characters may become their names."""
+        """Whether special tokens are sought in normalized text, in which other characters may become their names."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         return normalizer is not None and any(token.normalized for token in self._added.values())
 
     def _hide(self, value: Any) -> Any:
-        """`value` with a stand-in for every special token in its strings; roles stay, which templates compare."""
+        """Put a stand-in for every special token in strings, except roles, which templates compare."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._hidden[match[0]], value)
         if isinstance(value, list):
@@ -158,7 +166,7 @@ class SpecialTokens:
 
     @cached_property
     def renamed_tokenizer(self) -> Any:
-        """A copy in which special tokens also have their disguises' names, of other ids; see `real_ids`."""
+        """A copy of the tokenizer that also has the disguises as tokens, with other ids; see `real_ids`."""
         renamed = deepcopy(self.tokenizer)
         flags = ("single_word", "lstrip", "rstrip", "normalized")
         renamed.add_tokens(
@@ -171,7 +179,7 @@ class SpecialTokens:
 
     @cached_property
     def real_ids(self) -> NDArray[np.int32]:
-        """int32[ids of the renamed tokenizer]: the tokenizer's own id for each."""
+        """The tokenizer's own id for each id of the renamed tokenizer, int32."""
         renamed = self.renamed_tokenizer
         real = np.arange(1 + max(renamed.get_vocab().values()), dtype=np.int32)
         for name, disguise in self._disguises.items():
@@ -184,10 +192,10 @@ def _stand_ins(names: Mapping[str, AddedToken], first: int) -> dict[str, str]:
 
 
 def _strings(chat: Chat) -> list[str]:
-    """Every string in a chat's messages and tools, keys included."""
+    """Collect every string in a chat's messages and tools, keys included."""
     found: list[str] = []
     rest: list[Any] = [*chat.messages, *(chat.tools or [])]
-    for value in rest:  # which grows
+    for value in rest:  # the list grows meanwhile
         if isinstance(value, dict):
             found += (key for key in value if isinstance(key, str))
             for item in value.values():

@@ -34,7 +34,7 @@ def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head = getattr(text, "head_dim", None) or hidden // heads
     projections = 2 * hidden * head * (2 * heads + 2 * kv_heads)
-    padded = HeadPadding.of(heads, kv_heads, ranks)
+    padded = HeadPadding.from_heads(heads, kv_heads, ranks)
     moved = head * (2 * padded.heads + 2 * padded.kv_heads) * (ranks - 1) / ranks
     per_token = layers * (projections + _mlp(text, hidden) + _OPERATIONS_PER_ELEMENT * moved)
     per_token += 2 * hidden * text.vocab_size

@@ -1,4 +1,4 @@
-"""The file of a trained memory: its parameters and the step, nothing of the base model.
+"""The file of a trained memory: its parameters and the step, without the base model.
 
     {"memory_state_dict": {name: tensor}, "global_step": int}
 
@@ -29,7 +29,7 @@ def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, tor
 
 
 def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
-    """``{"memory_state_dict", "global_step"}`` on the CPU; ValueError for a file that is no memory checkpoint."""
+    """Read ``{"memory_state_dict", "global_step"}`` to the CPU. Raises ValueError if it is no memory checkpoint."""
     if not Path(path).is_file():
         raise ValueError(f"a memory checkpoint must be a file; got {path}")
     try:
@@ -49,9 +49,9 @@ def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_memory_checkpoint(model: Any, path: str | Path) -> int:
-    """Copy a checkpoint's parameters into ``model`` (a ``QwenTitansForCausalLM``); returns its global step.
+    """Copy a checkpoint's parameters into ``model`` (a ``QwenTitansForCausalLM``), and return its global step.
 
-    ValueError, before anything is copied, for parameters that lack, are too many or have another shape.
+    Raises ValueError, before anything is copied, if parameters are missing, too many or of another shape.
     """
     content = read_memory_checkpoint(path)
     saved, own = content["memory_state_dict"], model.memory_state_dict()

@@ -1,4 +1,4 @@
-"""The Hugging Face configuration: the base model's own, nested, and the options of the memory beside it."""
+"""The Hugging Face configuration: the base model's own, nested, beside the options of the memory."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ BASE_TYPES = (Qwen2Config.model_type, Qwen3Config.model_type)
 
 @dataclass(frozen=True)
 class MemoryOptions(Options):
-    """The keys below `model.memory`; what attends inside a chunk reaches later ones through the memory alone."""
+    """The keys below `model.memory`."""
 
     prefix: ClassVar[str] = "model.memory"
 
@@ -39,6 +39,7 @@ class MemoryOptions(Options):
     bptt_chunks: int | None = option(None, "chunks that gradients flow back through; null: all", least=1)
 
     def problems(self) -> Iterable[str | None]:
+        """Yield the problem of sub-chunks that do not divide a chunk."""
         if self.chunk_size % self.sub_chunk:
             yield (
                 f"model.memory.chunk_size must be a multiple of model.memory.sub_chunk ({self.sub_chunk}); "
@@ -46,8 +47,8 @@ class MemoryOptions(Options):
             )
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], num_layers: int) -> "MemoryOptions":
-        """Options for a base model of ``num_layers`` layers, its memory layers resolved and sorted."""
+    def from_mapping(cls, values: Mapping[str, Any], num_layers: int) -> "MemoryOptions":
+        """Read the options for a base model of ``num_layers`` layers; resolve and sort its memory layers."""
         names = list(options_of(cls))
         for name in values:
             if name not in names:
@@ -84,8 +85,9 @@ _OF_BASE = (
 class QwenTitansConfig(PreTrainedConfig):
     """A Qwen2 or Qwen3 configuration with a memory.
 
-    base_config: the base model's configuration, or its dict; ``vocab_size`` and the like are read and written there.
-    memory: the options as a plain dict, with every key of :class:`MemoryOptions`; read ``memory_options``.
+    Attributes:
+        base_config: the base model's configuration, or its dict. ``vocab_size`` and the like live there.
+        memory: the options as a plain dict with every key of :class:`MemoryOptions`; `memory_options` has them typed.
     """
 
     model_type = "qwen_titans"
@@ -104,7 +106,7 @@ class QwenTitansConfig(PreTrainedConfig):
 
     @classmethod
     def from_base(cls, base_config: PreTrainedConfig, **memory: Any) -> "QwenTitansConfig":
-        """A configuration around ``base_config``; ``memory`` are fields of :class:`MemoryOptions`.
+        """Wrap ``base_config`` in a configuration; ``memory`` are fields of :class:`MemoryOptions`.
 
         Raises ValueError for a base that is neither Qwen2 nor Qwen3, and for options that do not fit it.
         """
@@ -114,14 +116,16 @@ class QwenTitansConfig(PreTrainedConfig):
 
     @property
     def memory_options(self) -> MemoryOptions:
-        return MemoryOptions.of(self.memory or {}, self.base_config.num_hidden_layers)
+        """The options of the memory, typed."""
+        return MemoryOptions.from_mapping(self.memory or {}, self.base_config.num_hidden_layers)
 
     @property
     def chunk_size(self) -> int:
+        """The tokens of a chunk."""
         return self.memory_options.chunk_size
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> PreTrainedConfig:
-        """The base configuration, for callers that look for the language model's own."""
+        """Return the base configuration, for callers that look for that of the language model."""
         return self.base_config
 
 
@@ -136,7 +140,7 @@ for _name in _OF_BASE:
 
 
 def _base_config(value: Any) -> PreTrainedConfig:
-    """A copy: transformers sets the attention of a nested config, which a model may use already."""
+    """Copy the base configuration: transformers sets the attention of a nested one, which a model may use already."""
     if value is None:
         return Qwen3Config()
     model_type = value.get("model_type") if isinstance(value, Mapping) else getattr(value, "model_type", None)
@@ -146,9 +150,9 @@ def _base_config(value: Any) -> PreTrainedConfig:
 
 
 def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
-    """ValueError where a layer does not see the whole of what is put before it; mac puts a memory token beside each.
+    """Raise ValueError if a layer does not see its whole input, to which mac adds a memory token for each token.
 
-    Nor may a chunk's rotary frequencies depend on how many tokens it holds: the last one of a text has fewer.
+    Nor may rotary frequencies depend on the number of a chunk's tokens: the last chunk of a text has fewer.
     """
     positions = options.chunk_size + (options.persistent_tokens if options.variant == "mac" else 0)
     limit = same_frequencies_up_to(base)

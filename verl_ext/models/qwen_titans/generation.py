@@ -1,7 +1,7 @@
-"""Greedy generation that reads a prompt once: the state before each row's last chunk is kept, and that chunk re-run.
+"""Greedy generation that reads a prompt once: it keeps the state before each row's last chunk and re-runs that chunk.
 
-Rows of different lengths cost nothing extra. While the prompts' whole chunks are read, a row that has fewer of them is
-masked out, so that its state stays what it was at its own boundary; the rows' tails are then run together.
+Rows of different lengths cost nothing extra. While the prompts' whole chunks are read, a row with fewer of them is
+masked out, so that its state stays as it was at its own boundary. The rows' tails are then run together.
 
 ```
 prompts, C = 4      read together      tails, re-run for every new token
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 
 def require_right_padding(attention_mask: torch.Tensor) -> None:
-    """ValueError unless each row is 1 … 1 0 … 0 with at least one 1."""
+    """Raise ValueError unless each row is 1 … 1 0 … 0 with at least one 1."""
     mask = attention_mask.bool()
     if not mask[:, 0].all() or (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("attention_mask must be tokens first, padding on the right; got padding before a token")
@@ -36,11 +36,17 @@ def generate_greedily(
     pad_token_id: int = 0,
     all_max: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The most likely continuation of each prompt, ``[B, steps]`` with steps ≤ ``max_new_tokens``.
+    """Return the most likely continuation of each prompt, ``[B, steps]`` with steps ≤ ``max_new_tokens``.
 
-    model: a ``QwenTitansForCausalLM``, also sharded; input_ids, attention_mask ``[B, T]``, padded on the right; a row
-    ends with one of eos_token_ids, after which pad_token_id follows; all_max: element-wise maximum of an int64 tensor
-    over all ranks, so that every rank runs the same forwards, as FSDP needs; None: this rank is on its own.
+    Args:
+        model: a ``QwenTitansForCausalLM``, which may be sharded.
+        input_ids: ``[B, T]``, padded on the right.
+        attention_mask: ``[B, T]``.
+        max_new_tokens: the most tokens of a continuation.
+        eos_token_ids: the tokens that end a row.
+        pad_token_id: the token that fills a row after its end.
+        all_max: the element-wise maximum of an int64 tensor over all ranks, so that every rank runs the same forwards,
+            as FSDP needs; None for a rank on its own.
     """
     require_right_padding(attention_mask)
     all_max = all_max or (lambda values: values)

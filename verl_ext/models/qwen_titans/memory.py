@@ -3,8 +3,8 @@
     depth 1    M(k) = k W1
     depth 2    M(k) = g(k W1) W2        g(a) = 2·silu(a), which is a + a²/2 - … near 0
 
-For each token the surprise is the gradient of ‖M(k_t) - v_t‖² with respect to the weights, in closed form, at those of
-the sub-chunk's beginning; ``write_coefficients`` has the recurrence that it enters. A sub-chunk is read before it is
+The surprise of a token is the gradient of ‖M(k_t) - v_t‖² with respect to the weights, in closed form, at the weights
+of the sub-chunk's beginning; ``write_coefficients`` has the recurrence that it enters. A sub-chunk is read before it is
 written, so no token ever sees itself or a later one. https://arxiv.org/abs/2501.00663, §3.1-3.2.
 
 Legend: B samples, T tokens, d hidden size of the model, H heads, dk key and value size of a head, e columns of W1 (dk
@@ -23,9 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 
-# Rates of a memory that has learned nothing yet: θ = INITIAL_WRITE / tokens of a sub-chunk, about where the writes of
-# a whole sub-chunk are not yet limited (see `limit_writes`). A token is forgotten over FORGETTING_CHUNKS chunks: at a
-# fixed rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
+# Rates before training. θ = INITIAL_WRITE / tokens of a sub-chunk, just below the limit of `limit_writes`. A token is
+# forgotten over FORGETTING_CHUNKS chunks; at a fixed rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
 INITIAL_WRITE = 1.6
 INITIAL_ETA = 0.1
 FORGETTING_CHUNKS = 8
@@ -43,15 +42,14 @@ class MemoryState(NamedTuple):
     s2: torch.Tensor | None  # as w2
 
     def detached(self) -> "MemoryState":
-        """The same values, cut from what computed them."""
+        """Return the same values without their graph."""
         return MemoryState(*(tensor if tensor is None else tensor.detach() for tensor in self))  # type: ignore[arg-type]
 
 
 class StreamState:
-    """The states of all memory layers after ``tokens`` tokens, to go on reading from there.
+    """The states of all memory layers after ``tokens`` tokens, from which reading goes on.
 
-    Neither a tuple nor a dataclass: FSDP2 casts every tensor that it finds in a model's arguments to the parameters'
-    dtype, and a state must stay in fp32.
+    It is no tuple or dataclass: FSDP2 casts tensors that it finds in arguments, and a state must stay in fp32.
     """
 
     __slots__ = ("layers", "tokens")
@@ -67,9 +65,9 @@ class StreamState:
 class WriteRates(NamedTuple):
     """Rates by token ``[..., s]``; logarithms, because products of many factors near 0 or 1 lose digits."""
 
-    theta: torch.Tensor  # θ, how strongly a token is written
-    log_eta: torch.Tensor  # log η, how much of the momentum stays
-    log_keep: torch.Tensor  # log(1 - α), how much of the memory stays
+    theta: torch.Tensor  # θ, the strength of a write
+    log_eta: torch.Tensor  # log η, the share of the momentum that stays
+    log_keep: torch.Tensor  # log(1 - α), the share of the memory that stays
 
 
 class WriteCoefficients(NamedTuple):
@@ -83,7 +81,7 @@ class WriteCoefficients(NamedTuple):
 
 
 def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoefficients:
-    """The weights with which the tokens of one sub-chunk enter the memory, for rates ``[..., s]``.
+    """Return the weights with which the tokens of one sub-chunk enter the memory, for rates ``[..., s]``.
 
     Every token t is measured against the weights W_0 of the sub-chunk's beginning, which gives the surprise u_t. The
     paper's recurrence (eq. 9-14)
@@ -102,7 +100,7 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
     η = 1, α = 0, and no "+ S" of its own.
     """
     theta, log_eta, log_keep = (rate.masked_fill(~written, 0.0) for rate in rates)
-    # P[j, t] sums log η over t < i ≤ j alone: differences of one running sum would cancel.
+    # P[j, t] sums log η over t < i ≤ j directly, because differences of one running sum would cancel.
     s = theta.shape[-1]
     lower = torch.ones(s, s, dtype=torch.bool, device=theta.device).tril()
     later = log_eta.unsqueeze(-1).expand(*log_eta.shape, s).masked_fill(~lower.tril(-1), 0.0)
@@ -122,7 +120,7 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
 class Surprise(NamedTuple):
     """The gradients of a sub-chunk's tokens, each an outer product: u_t = (k_t ⊗ da_t, z_t ⊗ dp_t).
 
-    Depth 1 has the first alone: its last layer is W1, its features are the keys.
+    Depth 1 has the first one only: its last layer is W1, and its features are the keys.
     """
 
     da: torch.Tensor  # [B, H, s, e], gradient at k W1
@@ -131,17 +129,17 @@ class Surprise(NamedTuple):
 
 
 def recall(q: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor | None) -> torch.Tensor:
-    """M(q) ``[B, H, s, dk]`` for queries of that shape."""
+    """Compute M(q) ``[B, H, s, dk]`` for queries of that shape."""
     return q @ w1 if w2 is None else 2 * F.silu(q @ w1) @ w2
 
 
 def surprise(
     k: torch.Tensor, v: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor | None, max_surprise: float = math.inf
 ) -> Surprise:
-    """The gradient of ‖M(k_t) - v_t‖² for every token, its norm over all weights together clamped to ``max_surprise``.
+    """Return the gradient of ‖M(k_t) - v_t‖² for every token, its norm over all weights clamped to ``max_surprise``.
 
-    ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp one
-    outlier makes the weights, and so the next gradients, grow without bound.
+    ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp, one
+    outlier would make the weights, and so the next gradients, grow without bound.
     """
     a = k @ w1
     if w2 is None:
@@ -160,18 +158,18 @@ def _squared(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shrink(squared_norm: torch.Tensor, most: float) -> torch.Tensor:
-    """The factor that brings a norm down to ``most``. Of the square: the derivative of a norm at 0 is no number."""
+    """Return the factor that brings a norm down to ``most``; from its square, whose derivative at 0 is a number."""
     return (squared_norm / most**2).clamp(min=1).rsqrt()
 
 
 def limit_writes(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
-    """``by`` with θ of the whole sub-chunk scaled down until its tokens together overshoot nothing.
+    """Scale down θ of a whole sub-chunk until its tokens, measured at the same weights, together do not overshoot.
 
-    All of them are measured at the same weights. By the last layer, whose inputs are z ``[B, H, s, e]`` (depth 1: the
-    keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
-    symmetric 2 √(c_t c_j) (z_t·z_j), at most its largest row sum of magnitudes, which is held to 1: where many keys are
-    alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the scale as a constant: with its
-    own gradient, the memory of a small recall task was not learned.
+    Through the last layer, whose inputs are z ``[B, H, s, e]`` (depth 1:
+    the keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
+    symmetric 2 √(c_t c_j) (z_t·z_j), and at most its largest row sum of magnitudes, which is held to 1. If many keys
+    are alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the scale as a constant: with
+    its own gradient, the memory of a small recall task was not learned.
     """
     with torch.no_grad():
         root = by.c.sqrt()
@@ -181,7 +179,7 @@ def limit_writes(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
 
 
 def write(state: MemoryState, k: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> MemoryState:
-    """The state after a sub-chunk; keys ``[B, H, s, dk]``, coefficients ``[B, H]`` and ``[B, H, s]``."""
+    """Return the state after a sub-chunk, for keys ``[B, H, s, dk]``, coefficients ``[B, H]`` and ``[B, H, s]``."""
     w1, s1 = _written(state.w1, state.s1, k, gradient.da, by)
     if gradient.z is None or gradient.dp is None or state.w2 is None or state.s2 is None:
         return MemoryState(w1, None, s1, None)
@@ -201,7 +199,7 @@ def _written(
 
 
 class LongTermMemory(nn.Module):
-    """Reads and writes a :class:`MemoryState` from hidden states; the maths is in fp32, autocast off.
+    """The module that reads and writes a :class:`MemoryState` from hidden states, in fp32 without autocast.
 
     Its parameters are used inside ``forward`` alone, because FSDP2 gathers them there.
     """
@@ -225,10 +223,9 @@ class LongTermMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The start: unit values, an empty memory (M = 0), the same rates for every token.
+        """Start with values of unit size, an empty memory (M = 0) and the same rates for every token.
 
-        W_o starts at 0 unless `output_std` says otherwise, so that the memory adds nothing; mac's does not, since its
-        gate starts at 0 instead.
+        W_o starts at 0 unless `output_std` is given, so that the memory adds nothing; mac's gate starts at 0 instead.
         """
         width, size = self.q_proj.in_features, self.options.head_dim
         init.ones_(self.norm.weight)
@@ -261,14 +258,11 @@ class LongTermMemory(nn.Module):
         read: bool = True,
         write: bool = True,
     ) -> tuple[torch.Tensor | None, MemoryState]:
-        """What the memory recalls for each token of ``hidden[B, T, d]``, and the state after them.
+        """Return the recalled values for each token, and the state after the tokens.
 
-        The first is W_o M(h) ``[B, T, d]``, for mag M(h) ``[B, T, H * dk]``, in the parameters' dtype; None without
-        ``read``. Without ``write``, all tokens read the same state.
-
-        Args:
-            state: None for a new sample.
-            written: bool ``[B, T]``, False where a token (padding) must not be written; None writes all.
+        The values are W_o M(h) ``[B, T, d]``, or M(h) ``[B, T, H * dk]`` for mag, in the parameters' dtype; None if not
+        ``read``. Without ``write``, all tokens read the same state. hidden is ``[B, T, d]``; state is None for a new
+        sample; written is bool ``[B, T]``, False for tokens (padding) that must not be written, or None to write all.
         """
         dtype = self.q_proj.weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
@@ -287,7 +281,7 @@ class LongTermMemory(nn.Module):
     def _stream(
         self, x: torch.Tensor, q: torch.Tensor | None, state: MemoryState, written: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, MemoryState]:
-        """Sub-chunk by sub-chunk: read, measure the surprise, write. ``q`` is ``[B, H, T, dk]``."""
+        """Read, measure the surprise and write, sub-chunk by sub-chunk; ``q`` is ``[B, H, T, dk]``."""
         length, size = x.shape[1], self.options.sub_chunk
         k = F.normalize(self._heads(self.k_proj(x)), dim=-1)
         v = self._heads(self.v_proj(x))
@@ -305,9 +299,8 @@ class LongTermMemory(nn.Module):
         return (torch.cat(recalled, 2) if recalled else None), state
 
     def _coefficients(self, x: torch.Tensor, written: torch.Tensor | None) -> WriteCoefficients:
-        """``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]``; what fills the last sub-chunk is not written."""
-        batch, length = x.shape[:2]
-        size = self.options.sub_chunk
+        """Return ``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]``; the last sub-chunk's filling is not written."""
+        (batch, length), size = x.shape[:2], self.options.sub_chunk
         fill = -length % size
         if written is None:
             written = torch.ones(batch, length, dtype=torch.bool, device=x.device)
@@ -318,7 +311,7 @@ class LongTermMemory(nn.Module):
         return write_coefficients(rates, written)
 
     def initial_state(self, batch: int) -> MemoryState:
-        """The state of ``batch`` new samples."""
+        """Make the state of ``batch`` new samples."""
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
         w1 = _upcast(self.initial_w1).repeat(batch, 1, 1, 1)
         if self.initial_w2 is None:
@@ -335,7 +328,7 @@ def _upcast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
-    """``[B, T, H * dk]``: heads side by side, each divided by the root of its mean square plus 1 / dk.
+    """Put heads side by side, ``[B, T, H * dk]``, each divided by the root of its mean square plus 1 / dk.
 
     An empty memory gives 0, a value recalled whole (norm 1) about 0.7 a channel, and an overshoot at most 1.
     """
@@ -345,11 +338,11 @@ def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
 
 
 class Contribution(NamedTuple):
-    """What a memory hands to its decoder layer; a tuple, so that FSDP2 finds the tensors."""
+    """The tensors that a memory hands to its decoder layer; a tuple, so that FSDP2 finds them."""
 
-    values: torch.Tensor  # [B, T, d]: what is added (residual, mal), the gate (mag), or the memory tokens (mac)
-    gate: torch.Tensor | None = None  # mac's, [B, T, d]
-    persistent: torch.Tensor | None = None  # mac's persistent tokens, [B, P, d]
+    values: torch.Tensor  # [B, T, d]: the summand (residual, mal), the gate (mag), or the memory tokens (mac)
+    gate: torch.Tensor | None = None  # [B, T, d], for mac alone
+    persistent: torch.Tensor | None = None  # [B, P, d], the persistent tokens of mac
 
 
 class MemoryLayer(GradientCheckpointingLayer):
@@ -360,16 +353,16 @@ class MemoryLayer(GradientCheckpointingLayer):
         mag       h' = layer(h) + tanh(memory_gate(M(h))) ⊙ (layer(h) - h)           memory_gate = 0 at the start
         mac       h' = layer(h) + tanh(memory_gate(h)) ⊙ (layer(context)_h - layer(h))
 
-    At the start all four equal the plain layer exactly. Where they differ from the paper (§4) it is to keep that start
-    and to keep causality:
+    At the start all four equal the plain layer exactly. They differ from the paper (§4) to keep that start, and to keep
+    causality:
 
-    - mag gates what the layer *adds* to the residual stream, by 1 + tanh(·), from 0 to 2.
+    - mag gates the layer's *addition* to the residual stream, by 1 + tanh(·), from 0 to 2.
     - mac's context is ``persistent | m_0 h_0 m_1 h_1 …``: the memory token m_t = W_o M(h_t), read from the state at the
       chunk's beginning, stands just before h_t and shares its position. The paper puts all memory tokens before the
       segment, where a token would see those of later tokens, and so the answer that it is to predict. A plain causal
-      mask over the interleaved order prevents that. The layer's output h' is what is written, after the chunk.
+      mask over the interleaved order prevents that. The layer's output h' is written, after the chunk.
 
-    The decoder layer is not a part of this module: recomputing it under checkpointing can write nothing twice.
+    The decoder layer is not a part of this module: its recomputation under checkpointing writes nothing twice.
     """
 
     def __init__(self, hidden_size: int, options: MemoryOptions, eps: float = 1e-6) -> None:
@@ -382,18 +375,17 @@ class MemoryLayer(GradientCheckpointingLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The start at which, with that of the memory, the variant equals the plain layer."""
+        """Start with gates of 0 weights; together with the memory's start, the variant equals the plain layer."""
         init.zeros_(self.memory_gate.weight)
         init.zeros_(self.memory_gate.bias)
 
     def forward(
         self, hidden: torch.Tensor, state: MemoryState | None, written: torch.Tensor | None, write_only: bool = False
     ) -> tuple[Contribution | None, MemoryState]:
-        """The contribution to the layer and the state after these tokens; state and written are the memory's.
+        """Return the contribution to the layer and the state after these tokens; state and written are the memory's.
 
-        Args:
-            hidden: ``[B, T, d]`` of one chunk: the layer's input; with ``write_only`` (mac) its output.
-            write_only: mac's second call of a chunk; its first reads alone.
+        hidden is ``[B, T, d]`` of one chunk, the layer's input. mac reads alone in a first call; its second call of a
+        chunk has ``write_only`` and takes the layer's output.
         """
         if write_only:
             return None, self.long_term_memory(hidden, state, written, read=False)[1]

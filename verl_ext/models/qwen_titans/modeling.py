@@ -1,8 +1,8 @@
 """Qwen2 or Qwen3 that reads a sequence in chunks and remembers through its memories alone.
 
-The base model's parameters keep their names, so a plain Qwen folder loads; what is new stands under ``memory.<layer>.``
-with ``long_term_memory.`` or ``memory_gate.`` in its name. No keys or values pass from chunk to chunk, and positions
-restart at 0 in each, so lengths beyond the trained one put no new position before the base model.
+The base model's parameters keep their names, so a plain Qwen folder loads. New parameters stand under
+``memory.<layer>.`` with ``long_term_memory.`` or ``memory_gate.`` in their names. No keys or values pass from chunk to
+chunk, and positions restart at 0 in each, so the base model never sees a position beyond a chunk's.
 
 Legend: B samples, T tokens, C tokens of a chunk, P persistent tokens, d hidden size, V vocabulary, n kept columns, N
 positions whose logits are kept.
@@ -25,13 +25,13 @@ from verl_ext.models.qwen_titans.memory import Contribution, LongTermMemory, Mem
 
 
 class KeptPositions:
-    """Which positions the head sees, chunk by chunk: no other hidden state outlives its chunk.
+    """The positions that the head sees, chunk by chunk: no other hidden state outlives its chunk.
 
         wanted        . . . x | . . . . | . x x .        bool [B, T], C = 4
         kept of each  3       | none    | 9 10           columns that any row wants
 
-    ``logits_to_keep`` is as in transformers: the last so many (0: all), indices, or bool ``[B, T]``. A mask or indices
-    are read on the host, once.
+    ``logits_to_keep`` is as in transformers: a number of last positions (0 for all), indices, or bool ``[B, T]``. The
+    host reads a mask or indices once.
     """
 
     def __init__(self, logits_to_keep: int | torch.Tensor, length: int) -> None:
@@ -45,7 +45,7 @@ class KeptPositions:
             self._columns = sorted({place % length for place in logits_to_keep.tolist()})
 
     def of_chunk(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """``[B, n of this chunk, …]`` of a chunk's ``values[B, C, …]``, whose first token is token ``start``."""
+        """Take ``[B, n of this chunk, …]`` out of a chunk's ``values[B, C, …]``, whose first token is ``start``."""
         size = values.shape[1]
         columns = self._columns[bisect_left(self._columns, start) : bisect_left(self._columns, start + size)]
         if len(columns) == size:
@@ -53,7 +53,7 @@ class KeptPositions:
         return values[:, torch.tensor([column - start for column in columns], dtype=torch.long, device=values.device)]
 
     def of_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """The requested ones of kept ``values[B, n, …]``: ``[B, n, …]``, of a mask ``[N, …]`` in row-major order."""
+        """Take the requested ones of kept ``values[B, n, …]``: ``[B, n, …]``, or ``[N, …]`` in the order of a mask."""
         if isinstance(self._requested, int):
             return values
         columns = torch.tensor(self._columns, dtype=torch.long, device=values.device)
@@ -63,7 +63,7 @@ class KeptPositions:
 
 
 class ChunkPass:
-    """Calls the parts of ``model`` (a Qwen2Model or Qwen3Model) for chunk after chunk."""
+    """A pass through the parts of ``model`` (a Qwen2Model or Qwen3Model), chunk after chunk."""
 
     def __init__(self, model: Any, memory: nn.ModuleDict) -> None:
         self.model = model
@@ -73,7 +73,7 @@ class ChunkPass:
     def __call__(
         self, input_ids: torch.Tensor, written: torch.Tensor | None, states: Sequence[MemoryState | None]
     ) -> tuple[torch.Tensor, list[MemoryState | None]]:
-        """The last layer's output ``[B, C, d]`` for ``input_ids[B, C]`` and the memories' states after the chunk."""
+        """Return the last layer's output ``[B, C, d]`` for ``input_ids[B, C]``, and the states after the chunk."""
         hidden = self.model.embed_tokens(input_ids)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         plain = self._attention_arguments(hidden, positions)
@@ -112,7 +112,7 @@ class ChunkPass:
         return output, memory(output, state, written, True)[1]
 
     def _in_context(self, layer: nn.Module, hidden: torch.Tensor, given: Contribution) -> torch.Tensor:
-        """The layer's output ``[B, C, d]`` for the chunk inside ``persistent | m_0 h_0 m_1 h_1 …``."""
+        """Return the layer's output ``[B, C, d]`` for the chunk inside ``persistent | m_0 h_0 m_1 h_1 …``."""
         assert given.persistent is not None
         count = given.persistent.shape[1]
         pairs = torch.stack([given.values.to(hidden.dtype), hidden], dim=2).flatten(1, 2)
@@ -123,9 +123,9 @@ class ChunkPass:
         return layer(context, **self._attention_arguments(context, positions))[:, count + 1 :: 2]
 
     def _attention_arguments(self, hidden: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """A purely causal mask ``[1, 1, C, C]`` or None, and the positions' rotations."""
+        """Return a purely causal mask ``[1, 1, C, C]`` or None, and the positions' rotations."""
         size, mask = hidden.shape[1], None
-        if self.model.config._attn_implementation == "eager":  # the others are causal where they get no mask
+        if self.model.config._attn_implementation == "eager":  # the others are causal without a mask
             if size not in self._masks:
                 least = torch.finfo(hidden.dtype).min
                 self._masks[size] = hidden.new_full((size, size), least).triu(1)[None, None]
@@ -137,17 +137,17 @@ _BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen
 
 
 def is_memory_parameter(name: str) -> bool:
-    """Whether a parameter of that name belongs to a memory rather than to the base model."""
+    """Tell whether a parameter of that name belongs to a memory rather than to the base model."""
     return "long_term_memory." in name or "memory_gate." in name
 
 
 @dataclass
 class QwenTitansOutput(ModelOutput):
-    """What the model returns."""
+    """The output of the model."""
 
-    loss: torch.Tensor | None = None  # mean negative log-likelihood of the labels, when labels are given
+    loss: torch.Tensor | None = None  # mean negative log-likelihood of the labels, if given
     logits: torch.Tensor | None = None  # [B, T, V], or those that ``logits_to_keep`` names
-    memory_state: StreamState | None = None  # after the last token, when requested
+    memory_state: StreamState | None = None  # after the last token, if requested
 
 
 class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
@@ -198,12 +198,12 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: ``[B, T]``, 0 for padding, which must stand on the right: causal attention then never
                 shows it to a token. Padding writes nothing.
             labels: ``[B, T]`` as in transformers: position t is predicted from t - 1, -100 is ignored. The shift is
-                over the whole sequence, so a chunk's first token is a target as any other.
-            logits_to_keep: the last so many positions (0: all), indices of positions, or bool ``[B, T]``, which gives
-                logits ``[N, V]`` in row-major order. The head never sees the others.
-            memory_state: where to go on reading; its tokens were whole chunks.
+                over the whole sequence, so a chunk's first token is a target like any other.
+            logits_to_keep: a number of last positions (0 for all), indices of positions, or bool ``[B, T]``, for logits
+                ``[N, V]`` in row-major order. The head never sees the others.
+            memory_state: the state to go on from, after whole chunks.
             return_memory_state: whether to return the state after the last token.
-            kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, use_cache, …) are without effect.
+            kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, use_cache, …) have no effect.
         """
         kept = KeptPositions(logits_to_keep, input_ids.shape[1])
         hidden, states = self._read(input_ids, attention_mask, memory_state, kept)
@@ -228,7 +228,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         memory_state: StreamState | None,
         kept: KeptPositions,
     ) -> tuple[torch.Tensor, list[MemoryState | None]]:
-        """The last layer's output ``[B, n, d]`` before the final norm at the kept columns, and the layers' states."""
+        """Return the last layer's output ``[B, n, d]`` at the kept columns, before the final norm, and the states."""
         size = self.options.chunk_size
         if memory_state is not None and memory_state.tokens % size:
             must = f"memory_state must end at a multiple of model.memory.chunk_size ({size})"
@@ -238,7 +238,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
         chunk_pass = ChunkPass(self.model, self.memory)
         outputs = []
-        every = self.options.bptt_chunks  # counted from the end, where losses lie
+        every = self.options.bptt_chunks  # counted from the end, which has the losses
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
             if every is not None and (len(chunks) - index) % every == 0:
                 states = [state and state.detached() for state in states]
@@ -247,15 +247,16 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.cat(outputs, dim=1), states
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """The memories' parameters by name, as ``state_dict`` has them."""
+        """Return the memories' parameters by name, as ``state_dict`` has them."""
         return {name: tensor for name, tensor in self.state_dict().items() if is_memory_parameter(name)}
 
     def freeze_base(self) -> None:
+        """Train the memories alone."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_memory_parameter(name))
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """As in transformers; the re-entrant form is refused, because it finds no gradient inside a state's tuple."""
+        """Enable it, but for the re-entrant form, which finds no gradient inside a state's tuple."""
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError("gradient_checkpointing_kwargs.use_reentrant must be False with model.memory; got True")
         super().gradient_checkpointing_enable({**(gradient_checkpointing_kwargs or {}), "use_reentrant": False})
@@ -263,7 +264,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Any, *args: Any, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        """The whole sequence each step: there is no cache of keys and values to go on from."""
+        """Take the whole sequence in each step: there is no cache of keys and values."""
         if attention_mask is not None:
             require_right_padding(attention_mask)
         return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}

@@ -1,12 +1,12 @@
 """A GPU that computes nothing and holds no data, and the memory that tensors would take on it.
 
-Tensors on it are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage of so many bytes.
-The real model, engine and FSDP run on it op by op, autograd and autocast included, on any machine and for any number of
-ranks (torch's ``fake`` process group). Tensors of the host stay real, so that code which reads lengths and masks there
-works; what is copied from the GPU to the host is fake, and counted as host memory.
+Its tensors are fake (torch's ``FakeTensorMode``): they have a shape, a type, a device and a storage of so many bytes.
+The real model, engine and FSDP2 run on it operation by operation, autograd and autocast included, on any machine and
+for any number of ranks (torch's ``fake`` process group). Tensors of the host stay real, so that code may read lengths
+and masks there. A copy from the GPU to the host is fake too, and counted as host memory.
 
-Of torch's devices only ``PrivateUse1`` lets Python be its backend, so this GPU has that name and not ``cuda``. All of
-this is global to a process: :mod:`verl_ext.trainer.memory` gives it one of its own.
+torch without CUDA cannot run autograd on fake CUDA tensors. Python can be the backend of one device alone, PrivateUse1,
+which is named ``gpu`` here. All of this is global to a process: :mod:`verl_ext.memory_plan.report` starts one for it.
 """
 
 import itertools
@@ -21,136 +21,133 @@ import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from verl_ext.attention import DocumentLayout
 from verl_ext.attention.kernels import KernelOptions
 from verl_ext.cpu_platform import CPUPlatform
-from verl_ext.trainer.caching_allocator import Event
+from verl_ext.memory_plan.caching_allocator import Event
 
 GPU = "gpu"
-OTHER = "other"  # kind of what is allocated outside the steps
+OTHER = "other"  # the kind of everything that is allocated outside the steps
 
-# What autocast computes in its own type and in fp32 on CUDA, as far as language models use it:
+# The operations that autocast computes in its own type and in fp32 on CUDA, as far as language models use them:
 # https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior
 _IN_AUTOCAST_TYPE = "linear matmul mm mv bmm addmm addmv addbmm baddbmm conv1d conv2d prelu"
 _IN_FP32 = (
     "layer_norm native_layer_norm group_norm softmax log_softmax exp expm1 log log2 log10 log1p pow rsqrt reciprocal "
     "softplus sum prod cumsum cumprod norm logsumexp mse_loss nll_loss cross_entropy_loss"
 )
+# CPUs and GPUs have a kernel for these. torch would take them apart on the fake GPU, with temporary tensors.
+_WITH_KERNEL = ("silu_backward", "mish_backward")
+_AUTOCAST = "AutocastPrivateUse1"
 
 
 class _Stream(torch.cpu.Stream):
-    """One whose events are some: FSDP over replicas asks for them."""
+    """A stream of the host that records events: FSDP over replicas asks for them."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()
 
 
-class _GPUModule(_DummyBackendModule):
-    """What FSDP, autocast and checkpointing ask of ``torch.cuda``."""
+class _GPUModule:
+    """The part of ``torch.cuda`` that FSDP, autocast and checkpointing call."""
 
     Stream, Event = _Stream, torch.cpu.Event
     current_stream, stream = staticmethod(torch.cpu.current_stream), staticmethod(torch.cpu.stream)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+    is_initialized = is_available = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    current_device, device_count = staticmethod(lambda: 0), staticmethod(lambda: 1)
+    manual_seed_all = staticmethod(lambda seed: None)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
 
 class FakePlatform(CPUPlatform):
-    """verl's platform whose device is the fake GPU."""
+    """The platform of verl whose device is the fake GPU."""
 
     device_name = vendor_name = property(lambda self: GPU)
 
     def current_device(self) -> Any:
+        """Return the only device."""
         return f"{GPU}:0"
 
     def communication_backend_name(self) -> str:
+        """Return torch's backend whose collectives do nothing."""
         return "fake"
 
 
+_registered: list[Any] = []  # torch drops what a Library has registered together with it
+
+
 def register_gpu() -> None:
-    """Make the fake GPU a device of torch's in this process, with CUDA's autocast; once."""
-    torch.utils.rename_privateuse1_backend(GPU)
+    """Add the fake GPU to the devices of this process, with the autocast of CUDA; call it once."""
     _setup_privateuseone_for_python_backend(GPU, _GPUModule())
-    _libraries.append(torch.library.Library("_", "IMPL", "AutocastPrivateUse1"))
-    _libraries[-1].fallback(torch.library.fallthrough_kernel)
-    _libraries.append(torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"))
-    library = _libraries[-1]
-    _keep_whole()
+    _registered.append(torch.library.Library("_", "IMPL", _AUTOCAST))
+    _registered[-1].fallback(torch.library.fallthrough_kernel)
+    kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    for name in _WITH_KERNEL:
+        kernels.impl(name, _unreachable)
+    casts = torch.library.Library("aten", "IMPL", _AUTOCAST)
     for names, dtype in ((_IN_AUTOCAST_TYPE, None), (_IN_FP32, torch.float32)):
         for packet in (getattr(torch.ops.aten, name) for name in names.split()):
             for overload in packet.overloads():
                 if not overload.endswith("out"):
                     op = getattr(packet, overload)
-                    library.impl(op, _autocast(op, dtype))
-
-
-def _keep_whole() -> None:
-    """Let operations that CPUs and GPUs have kernels for (``silu_backward``) be one on the fake GPU as well.
-
-    torch would take them apart there, with temporary tensors that no GPU has. The kernels are never called.
-    """
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    _libraries.append(torch.library.Library("aten", "IMPL", "PrivateUse1"))
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and has(name, "CompositeImplicitAutograd") and has(name, "CPU"):
-            _libraries[-1].impl(name, _unreachable)
+                    casts.impl(op, _autocast(op, dtype))
+    _registered.extend((kernels, casts))
 
 
 def _unreachable(*_: Any, **__: Any) -> None:
-    raise AssertionError("the tracker's mode comes first")
-
-
-_libraries: list[Any] = []  # their registrations last as long as they do
+    raise AssertionError("the tracker computes shapes before a kernel is called")
 
 
 def _autocast(op: Callable, dtype: torch.dtype | None) -> Callable:
-    """The op with its floating-point tensors in `dtype`; None: in autocast's."""
-    key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
-
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        if not x.is_floating_point() or x.dtype == torch.float64 or x.device.type != GPU:
-            return x
-        return x.to(dtype or torch.get_autocast_dtype(GPU))
+    """Return the operation with its floating-point tensors cast to `dtype`, or to autocast's own type for None."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(key):
+        target = dtype or torch.get_autocast_dtype(GPU)
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            is_cast = x.is_floating_point() and x.dtype != torch.float64 and x.device.type == GPU
+            return x.to(target) if is_cast else x
+
+        with torch.autocast(GPU, enabled=False):
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
             return op(*args, **kwargs)
 
     return run
 
 
-_nested = itertools.count(10**6)  # not the real ones' numbers
+_nested = itertools.count(10**6)  # above the numbers that real nested tensors have
 
 
 class _NoData(FakeTensorMode):
-    """Fake tensors, also of a device that torch has not been built for."""
+    """A fake tensor mode for a device that torch was not built for."""
 
     avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """The length of a nested tensor's rows, a symbol as real tensors have it."""
+        """Return the length of a nested tensor's rows, a symbol as real tensors have it."""
         return torch._C._get_nested_int(next(_nested), 1)
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the memory of a device's tensors by what they were allocated for, and keeps the peak.
+    """A counter of the memory of a device's tensors, by the kind that they were allocated for.
 
     Args:
         device: type of the device whose tensors are counted, ``gpu`` or ``cpu``.
-        fake: whether tensors of that device hold no data; False counts those of a real run.
+        fake: whether tensors of that device hold no data. False counts the tensors of a real run.
         block: bytes that the size of each storage is rounded up to.
 
     Attributes:
-        kind: what tensors are allocated for from now on; :meth:`allocating` sets it for a while.
-        now, peak: bytes by kind on the device, as they are and where their sum was highest.
-        host_now, host_peak: bytes of what was copied from the device to the host.
+        kind: the kind of what is allocated from now on; :meth:`allocating` sets it for a while.
+        now, peak: bytes by kind on the device, at present and when their sum was highest.
+        host_now, host_peak: bytes of copies from the device to the host.
         events: each change of a block on the device, its bytes after it and the stream, until :meth:`take_events`.
+        on_range: is called with the name of each profiler range (``torch.profiler.record_function``) that begins, and
+            may return a function to call when that range ends.
     """
 
     def __init__(self, device: str, fake: bool = True, block: int = 1) -> None:
@@ -161,13 +158,14 @@ class MemoryTracker(TorchDispatchMode):
         self.peak: dict[str, int] = {}
         self.host_now = self.host_peak = 0
         self.events: list[Event] = []
+        self.on_range: Callable[[str], Callable[[], Any] | None] = lambda name: None
+        self._ranges: list[Callable[[], Any] | None] = []
         self._total = self._peak_total = 0
         self._fake = _NoData() if fake else None
         self._blocks: dict[int, _Block] = {}
 
     def __enter__(self) -> "MemoryTracker":
-        resize = torch.UntypedStorage.resize_
-        self._resize = resize
+        self._resize = resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -184,7 +182,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def allocating(self, kind: str) -> Iterator[None]:
-        """What is allocated inside is of this kind."""
+        """Count what is allocated inside as of this kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -192,20 +190,21 @@ class MemoryTracker(TorchDispatchMode):
             self.kind = before
 
     def forget_peak(self) -> None:
-        """Let the peak be of what comes from now on."""
+        """Measure the peak from now on."""
         self._peak_total, self.host_peak = 0, self.host_now
         self._keep_peak()
 
     def take_events(self) -> list[Event]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
     def assign(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Count tensors that are in memory already as of this kind, each part of a DTensor included."""
+        """Count tensors that are in memory already as of this kind; of a DTensor, its local part."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
-                tensor = tensor._local_tensor
+                with torch.no_grad():
+                    tensor = tensor.to_local()
             if tensor is None or not self._is_counted(tensor):
                 continue
             storage = tensor.untyped_storage()
@@ -217,11 +216,12 @@ class MemoryTracker(TorchDispatchMode):
                 block.kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(cls, (DTensor, NestedTensor)) for cls in types):
-            return NotImplemented  # it comes again, as operations on what they are made of
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # the operation comes again, on the tensors inside
         kwargs = kwargs or {}
         if active_fake_mode() is not None:  # DTensor asks for shapes
             return func(*args, **kwargs)
+        self._follow_ranges(func, args)
         given = [*_tensors(args), *_tensors(kwargs.values())]
         if not self._is_on_device(given, kwargs):
             result = func(*args, **kwargs)
@@ -241,9 +241,19 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(tensor, self.kind)
         return result
 
+    def _follow_ranges(self, func: Any, args: Any) -> None:
+        if func is torch.ops.profiler._record_function_enter_new.default:
+            self._ranges.append(self.on_range(args[0]))
+        elif func is torch.ops.profiler._record_function_exit._RecordFunction and self._ranges:
+            end = self._ranges.pop()
+            if end is not None:
+                end()
+
     def _is_on_device(self, given: list[torch.Tensor], kwargs: Any) -> bool:
-        """Whether an operation gives fake tensors: one of its own is fake, or it makes a tensor of the fake
-        GPU or of page-locked memory."""
+        """Tell whether an operation gives fake tensors.
+
+        It does if one of its own is fake, or if it makes a tensor on the fake GPU or in page-locked memory.
+        """
         if self._fake is None:
             return False
         device = kwargs.get("device")
@@ -252,26 +262,22 @@ class MemoryTracker(TorchDispatchMode):
         return any(isinstance(tensor, FakeTensor) for tensor in given)
 
     def _is_counted(self, tensor: torch.Tensor) -> bool:
-        if is_traceable_wrapper_subclass(tensor):
-            return False  # a nested tensor: its values have been counted
+        if _is_wrapper(type(tensor)):
+            return False  # the tensors inside have been counted
         return tensor.device.type == self.device or isinstance(tensor, FakeTensor)
 
     def _count(self, tensor: torch.Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        if id(storage) in self._blocks:
+        key = id(storage)
+        if key in self._blocks:
             return
         block = _Block(kind, tensor.device.type != self.device)
-        key = id(storage)
-
-        def freed(_: Any) -> None:
-            self._add(self._blocks.pop(key), -block.bytes)
-
-        block.reference = weakref.ref(storage, freed)
+        block.reference = weakref.ref(storage, lambda _: self._add(self._blocks.pop(key), -block.bytes))
         self._blocks[key] = block
         self._add(block, self._rounded(storage.nbytes(), block))
 
     def _rounded(self, size: int, block: "_Block") -> int:
-        if block.on_host and self.block > 1 and size:  # as PyTorch's allocator rounds what it page-locks
+        if block.on_host and self.block > 1 and size:  # PyTorch's allocator rounds page-locked memory like this
             return 1 << (size - 1).bit_length()
         return size if block.on_host else -(-size // self.block) * self.block
 
@@ -293,7 +299,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @dataclass(eq=False)
 class _Block:
-    """Memory behind a storage."""
+    """The memory behind a storage."""
 
     kind: str
     on_host: bool
@@ -301,8 +307,13 @@ class _Block:
     reference: Any = None
 
 
+def _is_wrapper(cls: type) -> bool:
+    """Tell whether tensors of a class are made of other tensors, as DTensors and nested tensors are."""
+    return hasattr(cls, "__tensor_flatten__")
+
+
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those of an operation's arguments or results."""
+    """Yield the tensors among an operation's arguments or results."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -311,11 +322,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch knows the shape of a product of groups (experts) in bf16 alone."""
+    """Give a product of groups (experts) its shape, which torch knows in bf16 alone."""
     return torch.ops.aten._grouped_mm(left.bfloat16(), right.bfloat16(), *args, **kwargs).to(left.dtype)
 
 
-# Operations for which torch has no shapes, or not for these tensors.
+# Operations whose shapes torch does not know, or not for fake tensors of this device.
 _SHAPES: dict[Any, Callable] = {
     torch.ops.aten._pin_memory.default: torch.empty_like,
     torch.ops.aten.addmm.dtype_out: lambda *_, out, **__: out,
@@ -324,22 +335,23 @@ _SHAPES: dict[Any, Callable] = {
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor in place of a real one, which was given to an operation on the device."""
+    """Return a fake tensor in place of a real one that an operation on the device was given."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _number(tensor: torch.Tensor) -> bool | int | float:
-    """What a number on the fake GPU is read as: flags are true, so that a step is not skipped."""
+    """Return the value that a number on the fake GPU is read as: a flag is true, so that no step is skipped."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 class _Attention(torch.autograd.Function):
     """The memory of an attention kernel that keeps its inputs, its output and a number a row, and no scores.
 
-    documents: with a number, flash attention 2 with cumulative lengths, as in flash-attn 2.8 and torch's varlen_attn,
-    whose backward sums dq in fp32, padded by up to 128 tokens a document, and computes dk and dv for every query head.
+    documents: their number for FlashAttention-2 with cumulative lengths (flash-attn 2.8, torch's varlen_attn). Its
+    backward sums dq in fp32, padded by up to 128 tokens a document, and computes dk and dv for every query head. None:
+    a kernel that does neither.
     """
 
     @staticmethod
@@ -366,7 +378,7 @@ class _Attention(torch.autograd.Function):
 def flash_memory(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
 ) -> torch.Tensor:
-    """A kernel of :data:`verl_ext.attention.kernels.KERNELS` that takes the memory of flash attention."""
+    """Take the memory of flash attention, as a kernel of :data:`verl_ext.attention.kernels.KERNELS` would."""
     padded = torch.nn.functional.pad(value, (0, query.size(-1) - value.size(-1)))
     return _Attention.apply(query, key, padded, len(layout.offsets) - 1)[..., : value.size(-1)]
 
@@ -374,6 +386,6 @@ def flash_memory(
 def fake_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
-    """In place of ``scaled_dot_product_attention`` of ``[1, heads, T, E]``: one that keeps no scores in memory."""
+    """Stand in for ``scaled_dot_product_attention`` of ``[1, heads, T, E]``, without scores in memory."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return _Attention.apply(q, k, v, None).transpose(0, 1).unsqueeze(0)

@@ -1,7 +1,7 @@
-"""The memory that each GPU of a run would need, predicted before there is a GPU, and what would make it fit.
+"""The memory that each GPU of a run would need, and the overrides that would make it fit.
 
-The heaviest packs of the plan go through the real engine on a fake GPU (:mod:`verl_ext.trainer.memory_run`), in a
-process of its own; then each of :data:`REMEDIES` does, and those that save most together, until one trial fits.
+The heaviest packs of the run go through the real engine on a fake GPU (:mod:`verl_ext.memory_plan.run`), in a process
+of its own. Then each of :data:`REMEDIES` does, and those that save most together, until one trial fits.
 """
 
 import copy
@@ -24,26 +24,26 @@ from verl_ext.config.check import check_run
 from verl_ext.config.run import num_bytes, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
+from verl_ext.memory_plan.run import REPLAYED, Job, Prediction
 from verl_ext.trainer.batch import StepBatch, StepCollator
-from verl_ext.trainer.memory_run import REPLAYED, Job, Prediction
 from verl_ext.trainer.setup import Run
 from verl_ext.values import show
 
 _GIB = 2**30
 _MIB = 2**20
-OTHERS = 3  # steps beside the heaviest that a plan gives to the model of PyTorch's allocator; each costs seconds
+OTHERS = 3  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """An override that lowers the peak: its values are tried in order, those of a run's own left out."""
+    """An override that lowers the peak; its values are tried in order, except the run's own."""
 
     key: str
     values: tuple[Any, ...]
     costs: str
 
 
-# In the order of what they cost a step.
+# Ordered by what they cost a step.
 REMEDIES = (
     Remedy("loss.head", ("fused",), "nothing"),
     Remedy("model.tile_tokens", (4096,), "about a tenth of what a step costs without attention"),
@@ -58,62 +58,63 @@ REMEDIES = (
 
 
 def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
-    """What is known so far of the memory of a run on GPUs, each time there is more: the run as it is, then remedies.
+    """Yield the facts about a run's memory on GPUs each time there are more: first the run's own, then remedies.
 
-    Gives nothing where no GPU is planned for. `failed` says in one line why there is no prediction.
+    Yields nothing if no GPU is planned for. `failed` says in one line why there is no prediction.
     """
     memory = gpu_memory(run)
     if memory is None:
         return
-    reserve = num_bytes(run.config.plan.reserve) or 0
+    plan = run.config.plan
+    reserve = num_bytes(plan.reserve) or 0
     facts: dict[str, Any] = {"world_size": run.world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
-    why = run.config.model.memory_not_predicted
+    failed = run.config.model.memory_not_predicted
     if run.config.values["engine"]["strategy"] != "fsdp2":
-        why = f"engine.strategy must be fsdp2; got {run.config.values['engine']['strategy']}"
-    if why:
-        yield facts | {"failed": why}
+        failed = f"engine.strategy must be fsdp2; got {run.config.values['engine']['strategy']}"
+    if failed:
+        yield facts | {"failed": failed}
         return
     with Predictor() as predictor:
         job = job_of(run, run.config.values)
-        facts |= {"micro_batch_tokens": _tokens(job), "sequence_parallel_rank": job.rank, "backend": job.backend}
+        tokens = max(len(batch.input_ids) for step in job.steps for batch in step)
+        facts |= {"micro_batch_tokens": tokens, "sequence_parallel_rank": job.rank, "backend": job.backend}
         try:
             prediction = predictor.predict(replace(job, others=other_steps(run)))
         except PredictionFailed as error:
             yield facts | {"failed": str(error)}
             return
-        facts |= {"host_memory": num_bytes(run.config.plan.host_memory)}
-        facts |= {"ranks_of_node": min(run.world_size, run.config.plan.ranks_per_node)}
+        facts |= {"host_memory": num_bytes(plan.host_memory)}
+        facts |= {"ranks_of_node": min(run.world_size, plan.ranks_per_node)}
         facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host}
-        facts |= {"reserved_by_allocator": prediction.reserved}
-        facts["fits"] = fits = _fits(prediction, facts)
+        facts |= {"reserved_by_allocator": prediction.reserved, "fits": _fits(prediction, facts)}
         yield facts
-        if fits:
+        if facts["fits"]:
             return
         saved: list[tuple[int, Trial]] = []
         for trial in _trials(run, saved):
             tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
             facts["remedies"].append(tried)
             try:
-                tried_one = predictor.predict(job_of(run, trial.values))
+                found = predictor.predict(job_of(run, trial.values))
             except PredictionFailed as error:
                 tried["failed"] = str(error)
             else:
-                tried |= {"peak": tried_one.peak, "host": tried_one.host, "fits": _fits(tried_one, facts)}
-                saved.append((prediction.peak - tried_one.peak, trial))
+                tried |= {"peak": found.peak, "host": found.host, "fits": _fits(found, facts)}
+                saved.append((prediction.peak - found.peak, trial))
             yield facts
             if tried.get("fits"):
                 return
 
 
 def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
-    """Whether the peak fits a GPU beside the reserve, and what the ranks of a node keep on the host that node."""
+    """Tell whether the peak fits a GPU beside the reserve, and the host memory of a node's ranks that node."""
     on_node = prediction.host * facts["ranks_of_node"]
     on_gpu = prediction.peak + facts["reserve"]
     return on_gpu <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
 
 
 def gpu_memory(run: Run) -> int | None:
-    """Bytes of `plan.gpu_memory`, else of the GPU that is visible; None for a run on the CPU."""
+    """Return the bytes of `plan.gpu_memory`, else of the visible GPU; None for a run on the CPU."""
     if run.config.plan.gpu_memory is not None:
         return num_bytes(run.config.plan.gpu_memory)
     if run.config.trainer.device != "cuda" or not torch.cuda.is_available():
@@ -122,24 +123,19 @@ def gpu_memory(run: Run) -> int | None:
 
 
 def job_of(run: Run, values: Mapping[str, Any]) -> Job:
-    """The heaviest micro-batches that a rank of the run may meet, under `values`.
+    """Return the heaviest micro-batches that a rank of the run may meet under a configuration.
 
-    Those are the packs with the most tokens and, where others have more targets, these as well: any epoch may put them
+    These are the packs with the most tokens and, if others have more targets, those as well: any epoch may put them
     together. Of several micro-batches the heaviest come last, when there are gradients already.
     """
     dataset, data = run.train_set, values["data"]
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
     size = data["micro_batch_size_per_gpu"]
     micro_steps = data["train_batch_size"] * sp // run.world_size // size
-    collate = _collator(run)
     tokens, targets = dataset.pack_tokens(), dataset.pack_targets()
-
-    def micro_batch(order: Any) -> StepBatch:
-        return collate([dataset[int(index)] for index in order[::-1][:size]])
-
-    longest = micro_batch(np.lexsort((targets, tokens)))
-    widest = micro_batch(np.lexsort((tokens, targets)))
-    others = [widest] if _targets(widest) > _targets(longest) else []
+    longest = _micro_batch(run, np.lexsort((targets, tokens))[::-1][:size])
+    widest = _micro_batch(run, np.lexsort((tokens, targets))[::-1][:size])
+    others = [widest] if _is_target(widest).sum() > _is_target(longest).sum() else []
     alone = [[batch] for batch in (longest, *others)]
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
     rank = _rank_with_most_targets(longest, SequenceShards(sp // context, context))
@@ -147,30 +143,27 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
 
 
 def other_steps(run: Run) -> list[list[StepBatch]]:
-    """:data:`OTHERS` steps of one micro-batch, of packs from the shortest to the longest."""
+    """Return :data:`OTHERS` steps of one micro-batch, of packs from the shortest to the longest."""
     order, size = np.argsort(run.train_set.pack_tokens()), run.config.values["data"]["micro_batch_size_per_gpu"]
     spread = order[np.linspace(0, len(order) - 1, OTHERS * size).round().astype(int)].reshape(OTHERS, size)
-    return [[_collator(run)([run.train_set[int(index)] for index in step])] for step in spread]
+    return [[_micro_batch(run, step)] for step in spread]
 
 
-def _collator(run: Run) -> StepCollator:
+def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
     dataset = run.train_set
-    return StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
+    collate = StepCollator(run.loss_for(dataset), dataset.categories, last_is_label=dataset.last_is_label)
+    return collate([dataset[int(index)] for index in packs])
 
 
-def _targets(batch: StepBatch) -> int:
-    return int((batch.category_index >= 0).sum())
+def _is_target(batch: StepBatch) -> torch.Tensor:
+    return batch.category_index >= 0
 
 
 def _rank_with_most_targets(batch: StepBatch, shards: SequenceShards) -> int:
-    """Of the ranks that share a micro-batch, the one that holds most of its targets, the first of several."""
-    is_target = batch.category_index >= 0
+    """Return the first of the ranks sharing a micro-batch that hold most of its targets."""
+    is_target = _is_target(batch)
     padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
     return int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())
-
-
-def _tokens(job: Job) -> int:
-    return max(len(batch.input_ids) for step in job.steps for batch in step)
 
 
 @dataclass(frozen=True)
@@ -182,19 +175,23 @@ class Trial:
 
     @property
     def override(self) -> str:
+        """The overrides as on the command line."""
         return " ".join(f"{remedy.key}={show(value)}" for remedy, value in self.chosen)
 
     @property
     def costs(self) -> str:
+        """The cost of each remedy."""
         return "; ".join(remedy.costs for remedy, _ in self.chosen)
 
 
 def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
-    """Each value of each remedy alone; then the best values of those that `saved` names by then, one more at a time.
+    """Yield each value of each remedy alone, then the best values together, one remedy more at a time.
 
-    saved: (bytes that it saves, a trial) of all trials so far. Those that the checks refuse are left out."""
+    The caller appends to `saved` the bytes that each trial saves. Trials that the checks refuse are left out.
+    """
+    own_config = OmegaConf.create(copy.deepcopy(dict(run.config.values)))
     for remedy in REMEDIES:
-        own = _select(run.config.values, remedy.key)
+        own = OmegaConf.select(own_config, remedy.key)
         for value in remedy.values:
             if value != own and not (remedy.key in (_SP, _CP) and value < own):
                 yield from _trial(run, ((remedy, value),))
@@ -209,7 +206,7 @@ def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
 
 
 def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
-    """The trial, where the checks allow it."""
+    """Yield the trial unless the checks refuse it."""
     config = OmegaConf.create(copy.deepcopy(dict(run.config.values)))
     for remedy, value in chosen:
         OmegaConf.update(config, remedy.key, value)
@@ -219,14 +216,8 @@ def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
         yield Trial(chosen, values)
 
 
-def _select(values: Mapping[str, Any], key: str) -> Any:
-    for name in key.split("."):
-        values = values[name]
-    return values
-
-
 class PredictionFailed(RuntimeError):
-    """There is no prediction; says why in one line."""
+    """A prediction that could not be made; its message is the reason in one line."""
 
 
 class Predictor:
@@ -234,42 +225,42 @@ class Predictor:
 
     def __enter__(self) -> "Predictor":
         self._errors: IO[bytes] = tempfile.TemporaryFile()
-        command = [sys.executable, "-c", "from verl_ext.trainer.memory_run import main; main()"]
-        # The accelerator is not this process's to touch, and the ranks of a run that torchrun started are not its.
+        command = [sys.executable, "-c", f"from {Job.__module__} import main; main()"]
+        # The process must touch no accelerator, and join none of the ranks that torchrun has started.
         hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | hidden
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._jobs, self._answers = self._process.stdin, self._process.stdout
         return self
 
     def __exit__(self, *error: Any) -> None:
-        assert self._process.stdin is not None
         with suppress(OSError):
-            self._process.stdin.close()
+            self._jobs.close()
         if error[0] is not None:
             self._process.kill()
         self._process.wait()
         self._errors.close()
 
     def predict(self, job: Job) -> Prediction:
-        """Raises PredictionFailed where the engine fails on the fake GPU, or the process ends."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        """Return the prediction. Raises PredictionFailed if the engine fails on the fake GPU or the process ends."""
         try:
-            pickle.dump(job, self._process.stdin)
-            self._process.stdin.flush()
-            answer = pickle.load(self._process.stdout)
+            pickle.dump(job, self._jobs)
+            self._jobs.flush()
+            answer = pickle.load(self._answers)
         except (OSError, EOFError):
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise PredictionFailed(f"the process ended; {' '.join(last) or 'it said nothing'}") from None
+            raise PredictionFailed(f"its process ended; last line: {' '.join(last)}") from None
         if isinstance(answer, Prediction):
             return answer
         raise PredictionFailed(str(answer).splitlines()[0])
 
 
 def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """The table of the run as it is."""
+    """Yield the table of the run as it is."""
     if "failed" in facts:
         yield f"memory: not predicted: {facts['failed']}"
         return
@@ -279,16 +270,15 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         f"memory: a step of {facts['world_size']} rank{'s' * (facts['world_size'] > 1)} on a fake GPU; {who}; "
         f"a micro-batch of {facts['micro_batch_tokens']:,} tokens; GiB:"
     )
-    width = max(map(len, facts["kinds"]))
-    for kind, size in facts["kinds"].items():
-        yield f"  {kind:<{width}} {size / _GIB:9.2f}"
-    yield f"  {'peak':<{width}} {facts['peak'] / _GIB:9.2f}"
-    if facts["host"] >= (_MIB if facts["host_memory"] is None else 1):
-        yield f"  {'on the host':<{width}} {facts['host'] / _GIB:9.2f}"
-        on_node, ranks, given = facts["host"] * facts["ranks_of_node"], facts["ranks_of_node"], facts["host_memory"]
+    rows = {kind: f"{size / _GIB:9.2f}" for kind, size in {**facts["kinds"], "peak": facts["peak"]}.items()}
+    host, ranks, given = facts["host"], facts["ranks_of_node"], facts["host_memory"]
+    if host >= (_MIB if given is None else 1):
         compared = "" if given is None else f" of {given / _GIB:.2f} (plan.host_memory)"
-        over = ", which does not fit" if given is not None and on_node > given else ""
-        yield f"  {'of a node':<{width}} {on_node / _GIB:9.2f}{compared}, its {ranks} ranks'{over}"
+        over = ", which does not fit" if given is not None and host * ranks > given else ""
+        rows["on the host"] = f"{host / _GIB:9.2f}"
+        rows["of a node"] = f"{host * ranks / _GIB:9.2f}{compared}, its {ranks} ranks'{over}"
+    width = max(map(len, facts["kinds"]))
+    yield from (f"  {name:<{width}} {row}" for name, row in rows.items())
     expandable, fixed = (
         f"{size / _GIB:.2f} ({size / facts['peak']:.3f} ×)" for size in facts["reserved_by_allocator"].values()
     )
@@ -303,7 +293,7 @@ def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def remedy_line(facts: Mapping[str, Any]) -> str:
-    """The last remedy that was tried."""
+    """Return the line about the last remedy that was tried."""
     remedy = facts["remedies"][-1]
     if "failed" in remedy:
         return f"memory: {remedy['override']} is not predicted: {remedy['failed']}"

@@ -1,57 +1,53 @@
-"""One optimizer step of the real engine on a fake GPU, in a process of its own: what memory each rank would need.
+"""A step of the real engine on a fake GPU, and the memory that a rank takes for it.
 
-Started by :mod:`verl_ext.trainer.memory`, which sends a :class:`Job` and gets a :class:`Prediction`, one after another:
+:mod:`verl_ext.memory_plan.report` starts this in a process of its own, sends one :class:`Job` after another and gets a
+:class:`Prediction` for each:
 
     model from its config alone ─► verl's worker, our engine, FSDP2 over a fake process group ─► forward, backward, step
 
-Nothing is computed by a formula: what is allocated is counted, operation by operation.
+No formula is used: each allocation is counted, operation by operation.
 """
 
 import contextlib
 import gc
-import importlib
 import os
 import pickle
 import random
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from verl_ext.trainer.caching_allocator import Event, reserved
-from verl_ext.trainer.fake_gpu import (
-    GPU,
-    FakePlatform,
-    MemoryTracker,
-    fake_sdpa,
-    flash_memory,
-    register_gpu,
-)
+from verl_ext.memory_plan.caching_allocator import Event, reserved
+from verl_ext.memory_plan.fake_gpu import GPU, FakePlatform, MemoryTracker, fake_sdpa, flash_memory, register_gpu
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, GATHERED, BACKWARD = "activations", "head and loss", "gathered by FSDP", "backward pass"
-REPLAYED = 40
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, GATHERED, BACKWARD)
+REPLAYED = 40  # steps that the model of PyTorch's allocator replays
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run.
+    """The steps to run.
 
     Attributes:
-        values: the whole configuration, checked and resolved for the device that is meant.
-        steps: the micro-batches of each step, as :class:`verl_ext.trainer.batch.StepBatch` of one micro-batch.
-        world_size, rank: the ranks, and the one that is run.
-        backend: of attention; sdpa takes one kernel call a document.
-        vendor: of the engine, in :mod:`verl_ext.plugin`.
+        values: the whole configuration, checked and resolved for the planned device.
+        steps: the micro-batches of each step, each a :class:`verl_ext.trainer.batch.StepBatch`.
+        world_size: the number of ranks.
+        rank: the one of them that is run.
+        backend: the attention backend; sdpa takes one kernel call a document.
+        vendor: the engine's, in :mod:`verl_ext.plugin`.
+        on_gpu: False for the memory of CPU ranks, which round no blocks and whose optimizer takes no foreach.
         others: steps of other packs, which PyTorch's allocator meets in the same run.
-        on_gpu: False where memory is that of CPU ranks: no rounding of blocks, no foreach in the optimizer.
     """
 
     values: Mapping[str, Any]
@@ -69,11 +65,11 @@ class Prediction:
     """Memory of a rank in bytes.
 
     Attributes:
-        kinds: at the peak of a step, by what it is allocated for.
-        standing: before a step.
-        host: on the host, of what was copied there from the device, at its most.
-        reserved: of a job with other packs: what PyTorch's allocator reserves over :data:`REPLAYED` steps of them all,
-            with `expandable` segments and with segments of `fixed` size.
+        kinds: the memory at the peak of a step, by what it was allocated for.
+        standing: the memory before a step.
+        host: the most host memory that copies from the device take.
+        reserved: for a job with other packs, the memory that PyTorch's allocator reserves over :data:`REPLAYED` steps
+            of them all, with `expandable` segments and with segments of `fixed` size.
     """
 
     kinds: dict[str, int]
@@ -83,11 +79,12 @@ class Prediction:
 
     @property
     def peak(self) -> int:
+        """The memory at the peak of a step."""
         return sum(self.kinds.values())
 
 
 def main() -> None:
-    """Answer jobs from standard input until it ends; an exception is sent back as the answer."""
+    """Answer jobs from standard input until it ends; the answer to a job that fails is its exception."""
     answers, sys.stdout = sys.stdout.buffer, sys.stderr  # verl prints while it builds
     _prepare_process()
     while True:
@@ -105,7 +102,7 @@ def main() -> None:
 
 
 def _prepare_process() -> None:
-    """Let this process have the fake GPU, models without weights, and verl's engines on it."""
+    """Give this process the fake GPU, models without weights, and verl's engines on it."""
     os.environ.update(VERL_ENGINE_DEVICE="cuda", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # seconds for an engine that is not used
     register_gpu()
@@ -113,9 +110,9 @@ def _prepare_process() -> None:
     from verl.plugin.platform import set_platform
 
     from verl_ext.engines import tiles
-    from verl_ext.engines.tiles import slices
 
-    tiles.slices = lambda tokens, tile: slices(tokens, tile)[:2] + slices(tokens, tile)[2:][-1:]  # of equal memory
+    slices = tiles.slices
+    tiles.slices = lambda *given: slices(*given)[:2] + slices(*given)[2:][-1:]  # those between take equal memory
     set_platform(FakePlatform())  # before verl's engines are imported, which ask for the device's name
     import transformers
     import verl.workers.engine.fsdp.transformer_impl as engine
@@ -126,12 +123,12 @@ def _prepare_process() -> None:
 
 
 def _from_config(cls: Any, path: Any, *args: Any, config: Any, torch_dtype: Any = None, **kwargs: Any) -> Any:
-    """In place of ``from_pretrained``: a model without weights."""
+    """Make a model without weights; this stands in for ``from_pretrained``."""
     return cls._from_config(config, dtype=kwargs.get("dtype", torch_dtype))
 
 
 def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = None) -> None:
-    """In place of reading the weights: the shards on the device, or on the host where FSDP keeps them there."""
+    """Place the shards on the device, or on the host if FSDP2 keeps them there; no weights are read."""
     device = f"{GPU}:0"
     model.to_empty(device=device)
     if cpu_offload is None:
@@ -144,19 +141,13 @@ def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = Non
 
 def predicted(job: Job) -> Prediction:
     """Run a job on the fake GPU."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from verl_ext.attention import packed
-    from verl_ext.attention.kernels import KERNELS, sdpa
+    from verl_ext.attention.kernels import KERNELS
 
-    KERNELS["sdpa"] = sdpa if job.backend == "sdpa" else flash_memory
-    packed.set_backend("sdpa")
+    packed.set_backend(KERNELS["sdpa"] if job.backend == "sdpa" else flash_memory)
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
-    dist.init_process_group("fake", rank=job.rank, world_size=job.world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=job.rank, world_size=job.world_size)
     tracker = MemoryTracker(GPU, block=512 if job.on_gpu else 1)
-    foreach = ["cuda", GPU] if job.on_gpu else ["cuda"]
-    optimizers = importlib.import_module("torch.optim.optimizer")  # no attribute of torch.optim
-    optimizers._get_foreach_kernels_supported_devices = lambda: foreach  # type: ignore[attr-defined]
     try:
         with torch.autograd.set_multithreading_enabled(False), tracker:
             with torch.device("meta"):
@@ -166,11 +157,11 @@ def predicted(job: Job) -> Prediction:
             tracker.forget_peak()
             events = [tracker.take_events()]
             for step in job.steps:
-                take_steps(engine, replace(job, steps=[step]), tracker)
+                take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())
             kinds, host = {kind: tracker.peak.get(kind, 0) for kind in KINDS}, tracker.host_peak
             for step in job.others:
-                take_steps(engine, replace(job, steps=[step]), tracker)
+                take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())
         return Prediction(kinds, standing, host, _reserved(events) if job.others else None)
     finally:
@@ -179,14 +170,14 @@ def predicted(job: Job) -> Prediction:
 
 
 def _reserved(events: list[list[Event]]) -> dict[str, int]:
-    """What an allocator reserves, by its kind of segments, of what stands and of steps in random order."""
+    """Return what an allocator reserves, by its kind of segments, over steps in random order."""
     standing, *steps = events
     steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))
     return {name: reserved(standing, steps, name == "expandable") for name in ("expandable", "fixed")}
 
 
 def build_engine(job: Job) -> Any:
-    """The run's engine with its model, FSDP2 and optimizer."""
+    """Build the run's engine with its model, FSDP2 and optimizer."""
     from verl.workers.engine_workers import TrainingWorker
 
     from verl_ext.config.run import worker_config
@@ -203,7 +194,7 @@ def build_engine(job: Job) -> Any:
 
 
 def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
-    """Give the optimizer the states that it has after a first step, by a step without gradients."""
+    """Give the optimizer the states that it has after a first step, by a step of zero gradients."""
     with engine.train_mode():
         tracker.assign(PARAMETERS, [*engine.module.parameters(), *engine.module.buffers()])
         with tracker.allocating(OPTIMIZER):
@@ -213,29 +204,29 @@ def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
         engine.optimizer_zero_grad()
 
 
-def take_steps(engine: Any, job: Job, tracker: MemoryTracker) -> None:
-    """The job's steps as the trainer takes them; the tracker counts them by :data:`KINDS`."""
+def take_step(engine: Any, job: Job, step: Sequence[Any], tracker: MemoryTracker) -> None:
+    """Take a step as the trainer does; the tracker counts its memory by :data:`KINDS`."""
     from verl_ext.losses import LossOptions
     from verl_ext.trainer.batch import StepLoss
 
     flags = LossOptions.read(job.values["loss"]).head_flags
-    for step in job.steps:
-        micro_batches = [micro for batch in step for micro in batch.micro_batches(len(batch.pack_lengths), **flags)]
-        with _kinds(engine, tracker), engine.train_mode():
-            engine.optimizer_zero_grad()
-            engine.accumulate(micro_batches, StepLoss(1.0, engine.get_data_parallel_size(), None))
-            with tracker.allocating(OPTIMIZER):
-                engine.optimizer_step()
+    micro_batches = [micro for batch in step for micro in batch.micro_batches(len(batch.pack_lengths), **flags)]
+    with _kinds(engine, tracker), engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.accumulate(micro_batches, StepLoss(1.0, engine.get_data_parallel_size(), None))
+        with tracker.allocating(OPTIMIZER):
+            engine.optimizer_step()
 
 
 @contextlib.contextmanager
 def _kinds(engine: Any, tracker: MemoryTracker) -> Iterator[None]:
-    """Tell the tracker what is being allocated, by where the step stands.
+    """Tell the tracker what is being allocated, by the part of the step that runs.
 
     A forward allocates activations until the head is reached, and head and loss from there until the backward pass
-    leaves the head; what FSDP gathers and reduces is its own.
+    leaves the head. Inside the profiler ranges that FSDP2 opens around its own work, weights and gradients are gathered
+    and reduced; there, a gradient that a rank keeps for later micro-batches is copied.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    unsharded: set[torch.nn.Parameter] = set()  # the parameters that FSDP2 puts into the modules for a forward
 
     def reach(kind: str, *_: Any) -> None:
         tracker.kind = kind
@@ -245,27 +236,37 @@ def _kinds(engine: Any, tracker: MemoryTracker) -> Iterator[None]:
         if args[0].requires_grad:
             args[0].register_hook(partial(reach, BACKWARD))
 
-    methods = {name: getattr(FSDPParamGroup, name) for name in ("unshard", "wait_for_unshard", "post_backward")}
+    def begin_range(name: str) -> Callable[[], None] | None:
+        if not name.startswith("FSDP::"):
+            return None
+        before = tracker.kind
+        accumulates = name.startswith(("FSDP::post_backward_accumulate", "FSDP::post_backward_reshard"))
+        reach(GRADIENTS if accumulates else GATHERED)
 
-    def gathering(method: Any, group: Any, *args: Any) -> Any:
-        with tracker.allocating(GATHERED):
-            result = method(group, *args)
-        for parameter in group.fsdp_params:
-            tracker.assign(GRADIENTS, [parameter.sharded_param.grad, parameter.unsharded_accumulated_grad])
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            tracker.assign(GRADIENTS, [None if unsharded is None else unsharded.grad])
-        return result
+        def end() -> None:
+            reach(before)
+            if "post_backward" in name:
+                kept = (parameter.grad for parameter in (*engine.module.parameters(), *unsharded))
+                tracker.assign(GRADIENTS, kept)
 
-    for name, method in methods.items():
-        setattr(FSDPParamGroup, name, lambda group, *args, method=method: gathering(method, group, *args))
+        return end
+
+    def see_unsharded(module: Any, _: Any) -> None:
+        unsharded.update(p for p in module.parameters() if not isinstance(p, DTensor))
+
     hooks = [
         engine.module.register_forward_pre_hook(partial(reach, ACTIVATIONS)),
         engine.module.get_output_embeddings().register_forward_pre_hook(reach_head),
+        *(
+            part.register_forward_pre_hook(see_unsharded)
+            for part in engine.module.modules()
+            if isinstance(part, FSDPModule)
+        ),
     ]
+    tracker.on_range = begin_range
     try:
         yield
     finally:
+        tracker.on_range = lambda name: None
         for hook in hooks:
             hook.remove()
-        for name, method in methods.items():
-            setattr(FSDPParamGroup, name, method)

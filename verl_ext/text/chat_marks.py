@@ -1,0 +1,157 @@
+r"""A chat with marks around its words, which show where a template prints them.
+
+The messages and tools of a chat are rendered once more with marks in their strings ("words"):
+
+    message     {"role": "user", "content": " hi "}          the third string of the chat
+    marked      {"role": "user", "content": " Zq7b2xhiZq7e2x "}
+    rendered    <|im_start|>user\n Zq7b2xhiZq7e2x <|im_end|>     the words lie at "hi"
+
+Marks stand inside the white space around words, which templates trim. Taken out again, they must leave the very text
+that the template prints for the chat itself; if they do not, another way to place them is tried.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from verl_ext.text.messages import Message, map_strings
+from verl_ext.text.records import Chat
+
+SPOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
+TOOLS = -1  # tool definitions count as this message
+# The ways to mark words, tried in this order: some templates ask how a message begins or ends, or look up a function's
+# name, so that a mark there changes what they print.
+WAYS = ("around", "around_but_blank", "around_but_names", "end", "middle")
+# Marks consist of ASCII letters and digits, which no template trims, splits or escapes.
+_MARK = re.compile("Zq7([be])([0-9]+)x", re.IGNORECASE)
+
+
+class Words(NamedTuple):
+    """One string of a message, which a template may print."""
+
+    message: int
+    kind: str
+    text: str
+
+    @property
+    def second_half(self) -> str:
+        """The words after a mark in their middle, without white space at the end."""
+        core = self.text.strip()
+        return core[len(core) // 2 :]
+
+    @property
+    def space_before(self) -> str:
+        """The white space that the words begin with."""
+        return self.text[: len(self.text) - len(self.text.lstrip())]
+
+    @property
+    def space_after(self) -> str:
+        """The white space that the words end with."""
+        return self.text[len(self.text.rstrip()) :]
+
+
+class Place(NamedTuple):
+    """The place of marked words in a text: the first and last position known to be theirs, or their edge."""
+
+    number: int
+    words: Words
+    first: int
+    last: int
+    reaches_end: bool  # True if the words end at `last`
+
+
+class Marks:
+    """The messages and tools of a chat with marks in them, numbered in the chat's order."""
+
+    def __init__(self, chat: Chat, way: str) -> None:
+        self.way = way
+        self.words: list[Words] = []
+        self.tools = [self._tool(tool) for tool in chat.tools] if chat.tools else chat.tools
+        self.messages = [self._message(index, message) for index, message in enumerate(chat.messages)]
+
+    def _tool(self, tool: Any) -> Any:
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        for name in ("description", "name"):
+            if isinstance(function.get(name), str) and function[name].strip():
+                marked = {**function, name: self._marked(Words(TOOLS, "tools", function[name]))}
+                return {**tool, "function": marked} if function is not tool else marked
+        return tool
+
+    def _message(self, index: int, message: Message) -> Message:
+        marked = dict(message)
+        for name in SPOKEN_FIELDS:
+            if isinstance(message.get(name), str):
+                kind = "reasoning_content" if name != "content" else f"{message['role']} content"
+                marked[name] = self._marked(Words(index, kind, message[name]))
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(index, call) for call in message["tool_calls"]]
+        return marked
+
+    def _call(self, index: int, call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._call(index, call["function"])}
+        marked = dict(call)
+        if isinstance(call.get("name"), str) and self.way != "around_but_names":
+            marked["name"] = self._marked(Words(index, "tool_calls", call["name"]))
+        if "arguments" in call:
+            marked["arguments"] = map_strings(
+                call["arguments"], lambda text: self._marked(Words(index, "tool_calls", text))
+            )
+        return marked
+
+    def _marked(self, words: Words) -> str:
+        """Mark words inside the white space around them.
+
+        Of blank words, only a tool's result is marked, which a template may print inside the assistant's turn.
+        """
+        text = words.text
+        if not (core := text.strip()) and (self.way != "around" or words.kind != "tool content"):
+            return text
+        at = len(text) - len(text.lstrip()) if core else 0
+        begin, end = f"Zq7b{len(self.words)}x", f"Zq7e{len(self.words)}x"
+        self.words.append(words)
+        if self.way == "end":
+            return f"{text[: at + len(core)]}{end}{text[at + len(core) :]}"
+        if self.way == "middle":
+            middle = at + len(core) // 2
+            return f"{text[:middle]}{begin}{text[middle:]}"
+        return f"{text[:at]}{begin}{core}{end}{text[at + len(core) :]}"
+
+    def places(self, marked: str) -> tuple[str, list[Place]]:
+        """Take the marks out of a text, and return it with the places of the words, in the text's order.
+
+        Words that the template prints twice have their first place.
+        """
+        parts: list[str] = []
+        borders: tuple[dict[int, int], dict[int, int]] = ({}, {})  # begins and ends of words, by number
+        at = length = 0
+        for match in _MARK.finditer(marked):
+            parts.append(marked[at : match.start()])
+            length += match.start() - at
+            at = match.end()
+            borders[match[1] in "eE"].setdefault(int(match[2]), length)
+        begins, ends = borders
+        places = []
+        for number in {**begins, **ends}:
+            if number < len(self.words):
+                last = ends.get(number, begins.get(number, 0))
+                first = min(begins.get(number, last), last)
+                places.append(Place(number, self.words[number], first, last, number in ends))
+        places.sort(key=lambda place: (place.first, place.last))
+        return "".join([*parts, marked[at:]]), places
+
+
+def framing_key(message: Message, with_unmarked: bool = False) -> tuple[Any, ...]:
+    """Return a key: a template frames messages of equal keys alike. With unmarked fields, it prints those alike."""
+    said = sorted(key for key, value in message.items() if (value.strip() if isinstance(value, str) else value))
+    if not with_unmarked:
+        return message["role"], *said
+    return message["role"], *said, *unmarked_fields(message)
+
+
+def unmarked_fields(message: Message) -> list[tuple[str, str]]:
+    """Return the fields of a message that are printed without marks, if at all."""
+    return sorted(
+        (key, str(value))
+        for key, value in message.items()
+        if key != "tool_calls" and not (key in SPOKEN_FIELDS and isinstance(value, str) and value.strip())
+    )
