@@ -90,14 +90,8 @@ REFUSED = [
     ("sizes=[1x]", "sizes must be like 0k, 32k, 1M or a number of tokens; got 1x"),
     ("sizes=[1k,1k]", "sizes must name nothing twice; got ['1k', '1k']"),
     ("sizes=[200]", "sizes must be above reserve_tokens (300), or 0k; got 200"),
-    (
-        "sizes=[1k,310]",
-        "sizes must leave room for the facts of question 2 of a qa1 story, 4 or more: 340 (reserve_tokens 300)",
-    ),
-    (
-        "story.max_facts=3",
-        "story.max_facts must leave room for the facts of question 2 of a qa1 story, 4 or more; got 3",
-    ),
+    ("sizes=[1k,310]", "sizes must leave room for question 2 of a qa1 story, which needs 4 facts and "),
+    ("story.max_facts=3", "story.max_facts must leave room for question 2 of a qa1 story, which needs 4 facts and "),
     ("samples=0", "samples must be at least 1; got 0"),
     ("story.questions=0", "story.questions must be at least 1; got 0"),
     ("num_workers=0", "num_workers must be at least 1; got 0"),
@@ -124,21 +118,21 @@ def test_a_mistake_is_one_line_and_code_2_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_size_without_room_is_refused_before_the_tokenizer_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_size_without_room_for_its_last_question_is_refused_before_a_sample_of_another_is_made(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "empty").mkdir()  # which would be refused as a tokenizer
-    assert run(tmp_path / "out", tmp_path / "empty", "sizes=[301]") == 2
-    assert "of question 5 of a qa1 story, 10 or more: 388 (reserve_tokens 300); got 301" in capsys.readouterr().err
-    assert run(tmp_path / "out", tmp_path / "empty", "sizes=[320]", "tasks=[qa1,qa4]", "samples=1") == 2
-    assert "of question 1 of a qa4 story, 2 or more: 324 (" in capsys.readouterr().err
+    monkeypatch.setattr(SampleMaker, "sample", None)
+    assert run(tmp_path / "out", model, "sizes=[2k,301]") == 2
+    line = capsys.readouterr().err
+    assert "question 5 of a qa1 story, which needs 10 facts" in line
+    assert "got at most 0 facts in 0 tokens (size 301, reserve_tokens 300)" in line
 
 
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("a.md", b"Text.", "background must be a folder with .txt files; "),
-        ("a.txt", b"One. Two. Three.", "in sentences of 10 or more; got 0 in "),
+        ("a.md", b"Text.", "got 0 in 0 .txt files of "),
+        ("a.txt", b"One. Two. Three.", "in sentences of 10 or more; got 0 in 1 .txt files of "),
         ("a.txt", b"Some words here. " * 40, "background must hold at least as many tokens as a sample (700)"),
         ("a.txt", b"Good. \xff\xfe bad.", "a.txt is not at byte 6"),
     ],
