@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import Report
@@ -41,12 +41,6 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     behind a URL or on the Hub; the fields of a record say which shape it has (verl_ext/text/records.py lists them).
     A source's name is the category of its records.
     """
-
-    maps: ClassVar[Mapping[str, str]] = {
-        "sources": "a category to files",
-        "apply_chat_template_kwargs": "an argument to its value",
-        "columns": "a field to a column",
-    }
 
     backend: str = option(
         "local",
