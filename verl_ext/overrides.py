@@ -19,7 +19,7 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
 
 _SPELLED = re.compile(r"_U([0-9A-F]{6})_")
-_BRACKETS = ("[]", "{}")
+_BRACKETS = (("[", "]"), ("{", "}"))
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 _NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # in quotes, which Hydra has for values alone
 

@@ -167,8 +167,8 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> Opt
                 values[name] = {key if isinstance(key, str) else show(key): below for key, below in value.items()}
         return options_class.read(values)
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise UsageError(f"{key}: {first_line(error)}" if key else first_line(error)) from error
+        where = getattr(error, "full_key", None)
+        raise UsageError(f"{where}: {first_line(error)}" if where else first_line(error)) from error
     except ValueError as error:
         raise UsageError("; ".join(str(error).splitlines())) from error
 
