@@ -201,6 +201,12 @@ def _options_of(cls: Any) -> dict[str, Option]:
     return found
 
 
+def default_values(cls: type[Options]) -> dict[str, Any]:
+    """Return {name: default} of an options dataclass, those of a node below it as a mapping."""
+    fields = options_of(cls).items()
+    return {name: default_values(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
+
+
 def type_problems(cls: type, values: Mapping[str, Any], prefix: str) -> list[str]:
     """Return a line for each number or flag below the node `prefix` that is not of the type of its dataclass field."""
     fields = {name: field for name, field in options_of(cls).items() if field.type in (int, float, bool)}

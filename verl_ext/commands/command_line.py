@@ -40,6 +40,7 @@ from verl_ext.values import (
     Option,
     Options,
     UsageError,
+    default_values,
     first_line,
     nearest_key,
     option,
@@ -151,7 +152,7 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> Opt
     Raises UsageError, in one line, for every mistake.
     """
     known = known_options(options_class)
-    config = OmegaConf.create(_defaults(options_class))
+    config = OmegaConf.create(default_values(options_class))
     try:
         for number in range(len(arguments)):
             key, value = _key_and_value(arguments, number)
@@ -212,11 +213,6 @@ def _is_node(field: Option) -> bool:
 
 def _is_dict(field: Option) -> bool:
     return (get_origin(field.type) or field.type) is dict
-
-
-def _defaults(options_class: type[Options]) -> dict[str, Any]:
-    fields = options_of(options_class).values()
-    return {field.name: _defaults(field.type) if _is_node(field) else field.default for field in fields}
 
 
 def _key_and_value(words: Sequence[str], number: int) -> tuple[str, Any]:
