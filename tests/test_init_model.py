@@ -154,6 +154,14 @@ def test_a_mistake_in_the_model_is_one_line(tiny_model, tmp_path, options, line)
     assert line in refused(tmp_path / "out", f"tokenizer.path={tiny_model}", *options)
 
 
+def test_a_model_that_memory_lacks_is_one_line_before_anything_is_allocated(tiny_model, tmp_path):
+    huge = "config={num_hidden_layers: 4, hidden_size: 65536, intermediate_size: 4194304}"
+    line = refused(tmp_path / "out", "model=minimind_104m", f"tokenizer.path={tiny_model}", huge)
+    assert line.startswith("config must make a model that fits into memory: ")
+    assert "GiB with dtype=float32; got " in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_mistakes_in_a_config_file_are_one_line(tiny_model, tmp_path):
     tokenizer = f"tokenizer.path={tiny_model}"
     for name, content, line in (

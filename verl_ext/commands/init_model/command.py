@@ -10,6 +10,7 @@ from verl_ext.commands.init_model.model import (
     PRESETS,
     TOKEN_IDS,
     changed,
+    check_memory,
     count_parameters,
     fitted,
     hf_config,
@@ -72,7 +73,8 @@ def init_model(options: InitModelOptions) -> str:
     text = None
     if options.tokenizer.path is None:
         text = TrainingText(options.tokenizer.train_patterns, options.tokenizer.text_key)
-        hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # refuses mistakes in it before the training
+        config = hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # refuses mistakes before the training
+        check_memory(count_parameters(meta_model(config))[0], options.dtype)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         if text is None:
             tokenizer = read_tokenizer(str(options.tokenizer.path), "tokenizer.path")
@@ -84,6 +86,7 @@ def init_model(options: InitModelOptions) -> str:
         num_tokens = max(tokenizer.get_vocab().values()) + 1
         config = hf_config(fitted(fields, num_tokens, {name: getattr(tokenizer, name) for name in TOKEN_IDS}))
         total, outside = count_parameters(meta_model(config))
+        check_memory(total, options.dtype)
         print(f"random weights: {total:,}", file=sys.stderr)
         model = random_model(config, options.seed, options.dtype)
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)

@@ -182,6 +182,19 @@ def random_model(config: Any, seed: int, dtype: str) -> Any:
     return model.to(getattr(torch, dtype))
 
 
+def check_memory(parameters: int, dtype: str) -> None:
+    """Raise UsageError if the weights of so many parameters do not fit into this machine's free memory."""
+    from verl_ext.engines.activations import available_memory
+
+    needed, available = parameters * (4 if dtype == "float32" else 6), available_memory()  # drawn in float32
+    if needed > available:
+        raise UsageError(
+            f"config must make a model that fits into memory: {parameters:,} parameters need {needed / 2**30:,.1f} GiB "
+            f"with dtype={dtype}; got {available / 2**30:,.1f} GiB. Lower config.hidden_size, config.num_hidden_layers "
+            "or config.vocab_size"
+        )
+
+
 def count_parameters(model: Any) -> tuple[int, int]:
     """Return the number of parameters, tied ones once, and of those outside embeddings and the output head."""
     head = model.get_output_embeddings()
