@@ -16,7 +16,7 @@ from hashlib import blake2b
 from itertools import chain, count, islice
 from pathlib import Path
 from socket import gethostname
-from typing import Any, ClassVar
+from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import Report
@@ -44,12 +44,6 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     The fields of a record say which shape it has (verl_ext/text/records.py lists them). A source's name is the category
     of its records.
     """
-
-    maps: ClassVar[Mapping[str, str]] = {
-        "sources": "a category to files",
-        "apply_chat_template_kwargs": "an argument to its value",
-        "columns": "a field to a column",
-    }
 
     backend: str = option(
         "local",

@@ -54,8 +54,6 @@ class TrainOptions(Options):
     tokenized again. Ctrl-C or SIGTERM: the ranks save, and the same command goes on.
     """
 
-    maps: ClassVar[dict[str, str]] = dict.fromkeys(NODES.values(), "a category to files")
-
     data: SourceKeys = option(SourceKeys, "what is tokenized")
     nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 if it has none", least=1)
 
