@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils import fsdp_utils
 from verl.utils.device import get_device_id, get_device_name
@@ -27,8 +27,6 @@ from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
-from verl_ext.engines.saving import Save, load_engine
-from verl_ext.engines.state import HostCopies
 
 _STEADY_STEPS = 400  # after which the scale doubles; verl's own number
 
@@ -50,7 +48,7 @@ class StepEngine(FSDPEngineWithLMHead):
     generates: ClassVar[bool] = False  # whether it has generate_answers(ids, prompts, tokens)
     scaler: Any  # a ShardedGradScaler with fp16, else None
     router_loss: RouterLoss | None = None
-    host_copies: HostCopies | None = None  # of the checkpoint that threads write
+    host_copies: Any = None  # those of verl_ext.checkpoint.state that threads write a checkpoint from
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
@@ -158,17 +156,15 @@ class StepEngine(FSDPEngineWithLMHead):
             part.update(moved)
         return inputs, output_args, on_device(micro_batch, device)
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """What `checkpoint.save_contents` asks for, into a folder; collective. NotWritten: a file cannot be written."""
-        self.collected(Path(local_path)).write()
-
-    def collected(self, folder: Path, later: bool = False) -> Save:
-        """What :meth:`save_checkpoint` writes, to be written `later` while training goes on; collective."""
-        return Save(self, folder, super().save_checkpoint, later)
-
-    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """What `checkpoint.load_contents` asks for, of any number of ranks or, of verl's own form, of as many."""
-        load_engine(self, Path(local_path), super().load_checkpoint)
+    @staticmethod
+    def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
+        full = tensor
+        if isinstance(tensor, DTensor):
+            # verl offloads weights without waiting for their copies: read on the host they could be half there.
+            on_device: Any = tensor.to(get_device_id())
+            full = on_device.full_tensor()
+        return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole parameters of a long-term memory, on rank 0's host memory; collective. Empty without one."""
