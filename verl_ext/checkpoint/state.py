@@ -25,11 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils.fsdp_utils import offload_fsdp_optimizer
@@ -238,10 +234,10 @@ def load_engine(engine: Any, folder: Path, allow_pickles: bool = False) -> None:
     if not (folder / STATE).is_dir():
         _load_as_verl(engine, folder, allow_pickles)
         return
+    if manager.should_load_optimizer:  # before the weights, on which it runs a step of learning rate 0
+        _load_optimizer(folder / STATE, engine.module, engine.optimizer)
     if manager.should_load_model:
         _load_model(folder / STATE, engine.module)
-    if manager.should_load_optimizer:
-        _load_optimizer(folder / STATE, engine.module, engine.optimizer)
     if manager.should_load_extra:
         schedule, scaler = read_extra(folder)
         _resume_schedule(engine.lr_scheduler, schedule)
@@ -263,12 +259,15 @@ def _load_model(folder: Path, module: torch.nn.Module) -> None:
 def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer its saved state, its options stay; a parameter without one has none afterwards."""
     saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in _entries(folder, OPTIMIZER)}
-    own: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-    _refuse(folder, "has an optimizer state of the unknown", saved - own["state"].keys())
-    own["state"] = {name: values for name, values in own["state"].items() if name in saved}
+    optimizer.zero_grad()  # torch makes the states to read into by a step, if there are no gradients
+    own: Any = get_optimizer_state_dict(module, optimizer)["state"]
+    _refuse(folder, "has an optimizer state of the unknown", saved - own.keys())
     if saved:
-        dcp.load(_flat(own["state"]), storage_reader=StateReader(str(folder)))
-    set_optimizer_state_dict(module, optimizer, own, options=StateDictOptions(strict=False))
+        state = _flat({name: values for name, values in own.items() if name in saved})
+        dcp.load(state, storage_reader=StateReader(str(folder)))
+    for name, parameter in module.named_parameters():
+        if name not in saved:
+            optimizer.state.pop(parameter, None)
 
 
 def _refuse(folder: Path, problem: str, names: Iterable[str]) -> None:
@@ -289,11 +288,10 @@ def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     try:
         extra = parse_json(path.read_text(encoding="utf-8"))
         schedule, scaler = extra["lr_scheduler"], extra["scaler"]
-        is_sound = isinstance(schedule["last_epoch"], int) and (scaler is None or isinstance(scaler["scale"], float))
+        if not isinstance(schedule["last_epoch"], int) or not (scaler is None or isinstance(scaler["scale"], float)):
+            raise TypeError("its last_epoch or scale is no number")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} must hold the state of a schedule; it cannot be read as one") from error
-    if not is_sound:
-        raise ValueError(f"{path} must hold the state of a schedule; its last_epoch or scale is no number")
     return schedule, scaler
 
 
