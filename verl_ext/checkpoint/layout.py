@@ -180,8 +180,6 @@ def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
     named = _STEP_FOLDER.search(checkpoint.name)
     if named and manifest.step != int(named[1]):
         return f"its {MANIFEST} is of step {manifest.step}"
-    if missing := [name for name in needed if name not in manifest.contents]:
-        return f"it was saved without {', '.join(missing)} (checkpoint.save_contents)"
     for name, facts in manifest.files.items():
         try:
             if not is_inside(checkpoint / name, checkpoint):
@@ -191,6 +189,8 @@ def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
             return f"it has no {name}"
         if size != facts.bytes:
             return f"its {name} has {size:,} bytes and had {facts.bytes:,}"
+    if missing := [name for name in needed if name not in manifest.contents]:
+        return f"it was saved without {', '.join(missing)} (checkpoint.save_contents)"
     return None
 
 
