@@ -47,6 +47,7 @@ NOTES = (
 _RESULTS = (TRACKER, FINAL_MEMORY, MEMORY_SETTINGS, f"{METRICS}.before_resume", f"{SPIKES}.before_resume")
 RESUMABLE = ("model", "optimizer", "extra")  # the contents that a resume needs
 _FORMAT = 1
+_locked: list[TextIO] = []  # the open lock files of this process, whose locks would end with them
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _VERL_KINDS = ("model", "optim", "extra_state")  # the files that each rank saves in verl's own form
 _FILE_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|_rank_(\d+)\.pt)$")
@@ -317,10 +318,12 @@ def lock_folder(folder: Path) -> Callable[[], None]:
     except BaseException:
         file.close()
         raise
+    _locked.append(file)
 
     def release() -> None:
         path.unlink(missing_ok=True)  # while it is locked: afterwards it may be another run's
         file.close()
+        _locked.remove(file)
 
     return release
 
