@@ -19,8 +19,8 @@ from tests.ranks import run_ranks, started_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build
+from verl_ext.checkpoint.save import Snapshot
 from verl_ext.config.run import TrainerOptions
-from verl_ext.engines.saving import Save
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
 from verl_ext.trainer.hang import RankState, verdict, watch
 
@@ -42,7 +42,7 @@ def hang(overrides: list[str], how: str, folder: Path, step: int = 3) -> None:
 
     if how.startswith("save"):
         if dist.get_rank() == 1:
-            Save.write = lambda *given: threading.Event().wait()
+            Snapshot.write = lambda *given: threading.Event().wait()
     else:
         trainer.train_step = hanging_step
     with contextlib.redirect_stdout(open(os.devnull, "w")), failures_reported():

@@ -25,7 +25,7 @@ from tests.test_launch import LAUNCH
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, differences, metrics, train_alone
-from verl_ext.config.checkpoints import saved_folders
+from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
 

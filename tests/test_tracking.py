@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from verl_ext.checkpoint.layout import remove_run_files
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
-from verl_ext.trainer.checkpoint import remove_run_files
 from verl_ext.trainer.tracking import (
     RUN_IDS,
     continued_lines,

@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 @failures_reported()
 def train(config: DictConfig) -> None:
     """Check the composed configuration, build the run and fit it."""
-    from verl_ext.config.checkpoints import saved_folders
-    from verl_ext.config.output import REPORT
-    from verl_ext.engines.saving import NotWritten
+    from verl_ext.checkpoint.layout import REPORT, saved_folders
+    from verl_ext.checkpoint.save import NotWritten
     from verl_ext.trainer.loader import LoadingFailed, loader_deaths_reported
     from verl_ext.trainer.report import report_lines, write_report
     from verl_ext.trainer.setup import prepare

@@ -24,8 +24,8 @@ import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayError
 
+from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.config.check import batch_problems
-from verl_ext.config.checkpoints import saved_folders
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys

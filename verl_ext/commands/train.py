@@ -181,9 +181,9 @@ def check() -> None:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it, for seconds, if it is there
     logging.disable(logging.WARNING)
     from verl_ext.attention import gpu_capability
+    from verl_ext.checkpoint.resume import check_output
     from verl_ext.config.check import check_categories, check_run
     from verl_ext.config.compose import compose_run, prepare_overrides
-    from verl_ext.config.output import check_output
     from verl_ext.config.resolve import resolve_device
     from verl_ext.config.run import dataset_class
     from verl_ext.data.sft import SFTOptions

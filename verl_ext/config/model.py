@@ -20,7 +20,7 @@ from verl_ext.config import support
 from verl_ext.config.weights import ModelOptions, check_weights
 from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
 from verl_ext.plugin import CHUNKED, PACKED
-from verl_ext.values import Options, choice_problem, nearest_name, plain, show
+from verl_ext.values import Options, choice_problem, nearest_name, option, plain, show
 
 _OVERRIDE = "model.override_config"
 _ATTENTION = "attn_implementation"  # below override_config, verl's own: it is no field of a model's config
@@ -150,7 +150,7 @@ class PackedModel(HFModelConfig, ModelOptions):
 class QwenTitansModel(PackedModel):
     """A Qwen with long-term memory that reads its rows chunk by chunk: `hf_config` becomes a QwenTitansConfig."""
 
-    train: str = "all"
+    train: str = option("all", "memory: the base's weights stay as they are", resume="same")
     memory_checkpoint: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 

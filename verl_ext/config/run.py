@@ -43,7 +43,7 @@ class TrainerOptions(Options):
     logger: Any = option(["console"], "console, file, wandb, swanlab, tensorboard or another tracker of verl's")
     total_epochs: int = option(1, "passes over the training data", least=1)
     total_training_steps: int | None = option(None, "steps of the run; null: those of total_epochs", least=1)
-    seed: int = option(1, "seed of dropout and of new adapters", least=0)
+    seed: int = option(1, "seed of dropout and of new adapters", least=0, resume="same")
     save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     max_ckpt_to_keep: int | None = option(None, "how many checkpoints to keep; null: all", least=1)

@@ -81,22 +81,31 @@ class DataOptions(Options):
     prefix: ClassVar[str] = "data"
 
     train_dir: Any = option(
-        REQUIRED, "training data: a path or a list of paths, of the kind that the dataset family reads"
+        REQUIRED,
+        "training data: a path or a list of paths, of the kind that the dataset family reads",
+        resume="may_grow",
     )
     val_dir: Any = option(None, "validation data; null: none, or the part that train_ratio leaves")
     train_max_samples: int = option(-1, "train on the first N documents only; -1: on all")
     val_max_samples: int = option(-1, "validate on the first N documents only; -1: on all")
-    train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1)
+    train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1, resume="same")
     micro_batch_size_per_gpu: int = option(1, "packs per forward", least=1)
-    shuffle: bool = option(True, "true: a new order of packs in every epoch; false: the order of the plan")
+    shuffle: bool = option(
+        True, "true: a new order of packs in every epoch; false: the order of the plan", resume="same"
+    )
     balance: str = option(
-        "sorted", "sorted: packs of like cost share a micro-step; none: a plain shuffle", choices=("sorted", "none")
+        "sorted",
+        "sorted: packs of like cost share a micro-step; none: a plain shuffle",
+        choices=("sorted", "none"),
+        resume="same",
     )
     balance_group: int | None = option(
         None, "packs of like cost in a group; null: one for each data-parallel rank", least=1
     )
-    cost: str = option("flops", "of a document: the model's flops, or its tokens", choices=("flops", "tokens"))
-    drop_last: bool = option(False, "true: the packs that do not fill the last step are left out")
+    cost: str = option(
+        "flops", "of a document: the model's flops, or its tokens", choices=("flops", "tokens"), resume="same"
+    )
+    drop_last: bool = option(False, "true: the packs that do not fill the last step are left out", resume="same")
     num_workers: int = option(2, "loader processes per rank", least=0)
     prefetch_factor: int = option(2, "steps that each loader process prepares ahead", least=1)
     pin_memory: bool | None = option(None, "true: batches in page-locked memory; null: true where there is a GPU")
@@ -120,7 +129,7 @@ class DatasetOptions(Options):
     reads: ClassVar[str] = "what the dataset class reads"
     data_keys: ClassVar[tuple[str, ...]] = ("train_dir",)
 
-    seed: int = option(42, "seed of the split, of the plan of packs and of their order", least=0)
+    seed: int = option(42, "seed of the split, of the plan of packs and of their order", least=0, resume="same")
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:

@@ -66,6 +66,7 @@ class MultiDocOptions(DatasetOptions, TextOptions):
         "share of each source's documents that is trained on where val_dir is null; 1: no validation",
         above=0,
         most=1,
+        resume="same",
     )
     seq_len: int = option(1024, "tokens of a sample", least=2, most=MOST_TOKENS)
     sampling: str | None = option(
@@ -76,16 +77,20 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     )
     val_sampling: str = option("in_order", "sampling of the validation data", choices=("in_order", "random_starts"))
     attend_across_documents: bool = option(True, "false: attention and prediction stay inside a document")
-    num_samples: int | None = option(None, "samples of document_stream; null: as many as the run needs", least=1)
+    num_samples: int | None = option(
+        None, "samples of document_stream; null: as many as the run needs", least=1, resume="may_grow"
+    )
     max_corpus_tokens: int | None = option(None, "tokens after which a text source is cut; null: never", least=1)
     cache_dir: str | os.PathLike[str] | None = option(
         None, "where tokenized texts and indices are kept; null: the cache of datasets"
     )
-    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample")
-    strategy: str = option("none", "fixed: a pack is a sample", choices=("none",))
-    over_length: str = option("error", "fixed: a document continues in the next sample", choices=("error",))
+    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample", resume="same")
+    strategy: str = option("none", "fixed: a pack is a sample", choices=("none",), resume="same")
+    over_length: str = option(
+        "error", "fixed: a document continues in the next sample", choices=("error",), resume="same"
+    )
     pad_mode: str = option("no_padding", "fixed: samples are not padded", choices=("no_padding",))
-    mixture: Any = option(None, "must be null; data.blend draws from several sources")
+    mixture: Any = option(None, "must be null; data.blend draws from several sources", resume="same")
     balance: str = option("none", "fixed: every sample costs the same", choices=("none",))
     seed: int = option(42, "seed of the samples, of their order and of the split", least=0, most=2**32 - 1)
     val_seed: int | None = option(None, "seed of val_sampling=random_starts; null: seed + 1", least=0)

@@ -65,13 +65,15 @@ class SFTOptions(DatasetOptions):
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
 
     max_tokens: int = option(
-        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS
+        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
     )
-    strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES)
-    over_length: str = option("error", "what to do with documents longer than max_tokens", choices=OVER_LENGTH_POLICIES)
+    strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
+    over_length: str = option(
+        "error", "what to do with documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"
+    )
     pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
     mixture: Any = option(
-        None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
+        None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once", resume="same"
     )
 
     @cached_property
@@ -311,7 +313,11 @@ class TextSetOptions(SFTOptions):
     """Options of a set of texts, which are tokenized when it is opened."""
 
     train_ratio: float = option(
-        1.0, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
+        1.0,
+        "share of train_dir that is trained on where val_dir is null; 1: no validation",
+        above=0,
+        most=1,
+        resume="same",
     )
     cache_dir: str | None = option(None, "where tokenized files are kept; null: the cache of Hugging Face datasets")
 

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tqdm import tqdm
 from verl.utils.device import get_device_id
 
-from verl_ext.config.output import EVALUATION
+from verl_ext.checkpoint.layout import EVALUATION
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.engines.chunked import rows, target_positions

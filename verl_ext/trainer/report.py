@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.attention.kernels import KERNEL_NAMES
-from verl_ext.config.output import REPORT
+from verl_ext.checkpoint.layout import REPORT
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.mixture import mixture_table

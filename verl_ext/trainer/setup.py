@@ -4,7 +4,6 @@ A mistake found here is one line that names the requirement, the dotted key and 
 and nothing was written but what the next start need not do again: scans of the data, tokenized texts and indices.
 """
 
-import json
 import math
 import os
 import socket
@@ -20,16 +19,16 @@ from omegaconf import DictConfig
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.attention import gpu_capability
+from verl_ext.checkpoint import resume
+from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
 from verl_ext.config.check import check_categories, check_run
-from verl_ext.config.checkpoints import saved_plan, step_of
-from verl_ext.config.output import OutputAction, OutputPlan, check_output
 from verl_ext.config.resolve import plan_options, resolve_config, resolve_device, resolve_logging, resolve_plan
-from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig, sequence_parallel_size
+from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig, TrainerOptions, sequence_parallel_size
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
-from verl_ext.data.dataset import DIGEST, RunLength
+from verl_ext.data.dataset import DIGEST, DataOptions, RunLength
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.losses import LossSpec
@@ -37,38 +36,15 @@ from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content, differences, versions
 from verl_ext.packing import CostModel
 from verl_ext.text.tokenizer import TRUSTED
-from verl_ext.trainer.checkpoint import RunState, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
-from verl_ext.trainer.run_lock import refuse_locked
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import leaves, plain, refuse, show
 
-# Keys below data that decide which packs a step has.
-_OF_THE_PLAN = (
-    *("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance", "cost"),
-    *("mixture", "train_ratio"),
-)
-
-# Keys of other nodes that decide what a step does with them.
-_OF_THE_STEPS = {
-    "model": ("lora_rank", "lora_alpha", "target_modules"),
-    "optim": (
-        *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
-        *("lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles"),
-    ),
-    "engine": ("model_dtype", "mixed_precision"),
-    "trainer": ("seed",),
-}
 _SCHEDULE = "the length of the learning rate's schedule (trainer.total_training_steps)"
 _BASE = "the weights in model.path"
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # a card or a template that is edited there stops no resume
-_OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
-# Keys of a model's config.json that say nothing of its shape.
-_NOT_OF_THE_SHAPE = (
-    *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
-)
 
 
 @dataclass(frozen=True)
@@ -127,29 +103,33 @@ class Run:
         every = round(self.steps_per_epoch) or 1 if frequency == AFTER_EACH_EPOCH else int(frequency)
         return step == self.total_steps or (every > 0 and step % every == 0)
 
-    def run_state(self) -> RunState:
+    def run_state(self) -> resume.RunState:
         """What this run's checkpoints say of it, and what one that it resumes must say."""
-        allowed = [*self.config.trainer.allow_resume_mismatch, *(_OF_A_LONGER_STREAM if self.extends else ())]
-        return RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
+        allowed = list(self.config.trainer.allow_resume_mismatch)
+        if self.extends:  # PackDataset.extends compares the rest
+            allowed += resume.options_that("may_grow", [DataOptions, self.config.dataset_class.Options])
+        return resume.RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs, and the weights the same model."""
-        values = self.config.values
+        config, values = self.config, self.config.values
         model = {f"model.config.{key}": value for key, value in self.model_config.items()}
         if self.memory is not None:
             model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
-            model |= {"model.memory": self.memory, "model.train": values["model"]["train"]}
+            model["model.memory"] = self.memory
+        model |= resume.shared_options(values, [config.model])
         if self.base is not None:
             model[_BASE] = self.base
-        if self.config.trainer.eval_only:
+        if config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
         optim = values["optim"]
         if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
             model[_SCHEDULE] = self.total_steps
         return {
-            **{f"data.{key}": values["data"][key] for key in _OF_THE_PLAN if key in values["data"]},
-            **{f"{node}.{key}": values[node][key] for node, keys in _OF_THE_STEPS.items() for key in keys},
-            **self.config.loss.fingerprint,
+            **resume.shared_options(values, [DataOptions, config.dataset_class.Options]),
+            **resume.upstream_options(values),
+            **resume.shared_options(values, [TrainerOptions]),
+            **config.loss.fingerprint,
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
             DIGEST: self.train_set.digest,
@@ -211,10 +191,10 @@ def prepare(composed: DictConfig) -> Run:
             if not (config.trainer.plan_only or config.trainer.eval_only):
                 refuse_locked(Path(config.trainer.default_local_dir))
         notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
-        output = check_output(composed, world_size)
+        output = resume.check_output(composed, world_size)
         train_set, val_set = open_sets(config)
     with user_errors_end_the_run():  # every rank reads its share of the files
-        checkpoint = None if config.trainer.plan_only else verified(output, RunRanks())
+        checkpoint = None if config.trainer.plan_only else resume.verified(output, RunRanks())
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     with user_errors_end_the_run():
         _check_nodes(config, output, datasets)
@@ -252,10 +232,10 @@ def prepare(composed: DictConfig) -> Run:
             backend=backend,
             validation=validation,
             total_steps=total_steps,
-            replaces_output=output.action is OutputAction.REPLACE,
+            replaces_output=output.action is resume.OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
             memory=config.model.memory_settings(hf_config),
-            model_config=_shape_of(hf_config),
+            model_config=resume.model_shape(hf_config),
             checkpoint=checkpoint,
             files=files,
             content=content,
@@ -268,7 +248,7 @@ def prepare(composed: DictConfig) -> Run:
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
     """The run as it resumes from a checkpoint; ValueError where it disagrees with what that was made with."""
-    saved = saved_plan(checkpoint)
+    saved = saved_run_state(checkpoint)
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
@@ -276,12 +256,6 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
         run = replace(run, extends=True, notices=(*run.notices, notice))
     run.run_state().check(saved)
     return run
-
-
-def _shape_of(hf_config: Any) -> dict[str, Any]:
-    """What must be the same for weights to mean the same model; a later transformers may know more keys."""
-    described = json.loads(hf_config.to_json_string(use_diff=False))
-    return {key: value for key, value in described.items() if key not in _NOT_OF_THE_SHAPE and key[0] != "_"}
 
 
 def _ray_notices(composed: DictConfig) -> list[str]:
@@ -292,7 +266,7 @@ def _ray_notices(composed: DictConfig) -> list[str]:
     return [f"{', '.join(f'ray.{name}' for name in names)}: without effect here: torchrun has MAX_RESTARTS of its own"]
 
 
-def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackDataset]) -> None:
+def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Sequence[PackDataset]) -> None:
     """Refuse nodes that differ in options, packages, data or model: ranks share the scan of the data and the plan.
 
     Collective. On one node there is nothing to compare.

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from verl_ext.config.output import SPIKES
+from verl_ext.checkpoint.layout import SPIKES
+from verl_ext.checkpoint.resume import RunState
 from verl_ext.trainer.batch import StepBatch
-from verl_ext.trainer.checkpoint import RunState
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.tracking import continued_lines

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 from verl.utils.tracking import Tracking
 
-from verl_ext.config.output import METRICS, RUN_IDS
+from verl_ext.checkpoint.layout import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import whole_file, write_json
 from verl_ext.redaction import redacted, redacted_text

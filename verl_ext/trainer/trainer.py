@@ -20,9 +20,9 @@ from verl.utils.device import get_device_id, get_torch_device
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
-from verl_ext.config.output import FLIGHT_RECORDER
+from verl_ext.checkpoint.layout import FLIGHT_RECORDER, lock_folder, remove_run_files, remove_unfinished
+from verl_ext.checkpoint.save import Checkpoints, NotWritten, save_final_memory
 from verl_ext.config.run import AFTER_EACH_EPOCH, worker_config
-from verl_ext.engines.saving import NotWritten
 from verl_ext.engines.step import StepEngine
 from verl_ext.losses import HEADS
 from verl_ext.metrics import StepSums
@@ -30,12 +30,10 @@ from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.redaction import redacted_text
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.checkpoint import Checkpoints, remove_run_files, remove_unfinished, save_final_memory
-from verl_ext.trainer.distributed import RunRanks, limit_collectives, user_errors_end_the_run
+from verl_ext.trainer.distributed import RunRanks, last_acts, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.loader import DataParallelRank
-from verl_ext.trainer.run_lock import lock_folder
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
 from verl_ext.trainer.spikes import SpikeWatch
@@ -92,7 +90,7 @@ class SFTTrainer:
         self.is_rank0 = dist.get_rank() == 0
         with user_errors_end_the_run():  # before the weights are read; a measurement alone may go on beside a run
             if locks := self.is_rank0 and not self.config.trainer.eval_only:
-                lock_folder(run.output)
+                last_acts.callback(lock_folder(run.output))
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
@@ -110,7 +108,7 @@ class SFTTrainer:
             remove_unfinished(run.output)
         dist.barrier()
         self.run_state = run.run_state()
-        self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint)
+        self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint, watch.join)
         self.first_step = 0
         self.spikes: SpikeWatch | None = None
         self._pack_tokens = run.train_set.pack_tokens()
@@ -147,7 +145,8 @@ class SFTTrainer:
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
-        self.first_step = self.checkpoints.resume()
+        with user_errors_end_the_run():
+            self.first_step = self.checkpoints.resume()
 
     def fit(self) -> bool:
         """Train to the last step, validating and saving as `trainer` says; the last step always does both.
