@@ -9,8 +9,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
 from verl_ext.config import compose, compose_run, schema
-from verl_ext.config.check import upstream_type_problems
 from verl_ext.config.run import RunConfig, TrainerOptions
+from verl_ext.config.upstream import upstream_type_problems
 from verl_ext.losses import LossOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ def test_every_config_of_conf_composes_into_known_keys(path):
     keys = set(schema.value_keys(config))
     assert all(schema.is_known(key) for key in keys)
     assert upstream_type_problems(config) == []
-    RunConfig.of(config)
+    RunConfig.from_composed(config)
 
 
 @pytest.mark.parametrize("path", RECIPE_FILES)

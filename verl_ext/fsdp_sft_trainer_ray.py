@@ -25,7 +25,7 @@ import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayError
 
-from verl_ext.config.check import batch_problems
+from verl_ext.config.check import batch_problem
 from verl_ext.config.checkpoints import saved_folders
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
@@ -77,7 +77,7 @@ def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, 
     restarts, why = 0, ""
 
     def suits(count: int) -> bool:
-        fewer = restarts > 0 and count >= options.min_nodes and not batch_problems(config, count * per_node)
+        fewer = restarts > 0 and count >= options.min_nodes and not batch_problem(config, count * per_node)
         return count == nodes or fewer
 
     while True:

@@ -157,12 +157,12 @@ def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) ->
     """The metrics of `trainer.eval_only` as evaluation.json in the run's folder, in place of an earlier one's."""
     path = Path(config.trainer.default_local_dir) / EVALUATION
     data = config.values["data"]
-    measured = ("val_dir",) if data["val_dir"] is not None else (*config.dataset.data_keys, "train_ratio")
+    measured = ("val_dir",) if config.data.val_dir is not None else (*config.dataset.data_keys, "train_ratio")
     facts: dict[str, Any] = {
-        "model.path": config.values["model"]["path"],
+        "model.path": config.model_options.path,
         "global_step": step,
         **{f"data.{name}": data[name] for name in measured if data.get(name) is not None},
-        "data.max_tokens": data["max_tokens"],
+        "data.max_tokens": config.max_tokens,
         **metrics,
     }
     write_json(path, facts)
