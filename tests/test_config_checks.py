@@ -218,7 +218,7 @@ TABLE = [
     ({"model__lora_rank": -1}, 1, None, "model.lora_rank must be at least 0; got -1"),
     ({"model__lora_rank": "many"}, 1, None, "model.lora_rank must be a whole number; got many"),
     ({"data__max_tokens": "abc"}, 1, None, "data.max_tokens must be a whole number; got abc"),
-    ({"optim__lr": 0}, 1, None, "optim.lr must be above 0; got 0"),
+    ({"optim__lr": 0}, 1, None, "optim.lr must be above 0 and finite; got 0"),
     ({"optim__lr": "abc"}, 1, None, "optim.lr must be a number; got abc"),
     ({"optim__lr_scheduler_type": "wsd"}, 1, None, "optim.lr_scheduler_type must be one of constant, cosine; got wsd"),
     ({"engine__param_offload": 3}, 1, None, "engine.param_offload must be true or false; got 3"),

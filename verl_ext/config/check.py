@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch.nn import Parameter
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.config.model import ModelFacts, override
@@ -23,6 +21,7 @@ from verl_ext.config.schema import foreign_option_problems
 from verl_ext.config.support import CP, SP
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
+from verl_ext.engines.activations import NEEDS_CHECKPOINTS
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.values import choice_problem, first_line, refuse, show
 
@@ -146,6 +145,8 @@ def path_problems(config: RunConfig) -> Iterator[str]:
         if value and _is_missing(str(value)):
             yield f"model.{name} must be an existing folder or a hub name; got {value}"
     adapter = options.lora_adapter_path
+    if adapter and not options.lora_rank:
+        yield f"model.lora_rank must be at least 1 with model.lora_adapter_path={adapter}; got 0"
     if adapter and os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         yield f"model.lora_adapter_path must hold an adapter_config.json; got {adapter}"
     resume = config.trainer.resume_from_path
@@ -154,7 +155,7 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def device_problems(config: RunConfig) -> Iterator[str]:
-    """Give a line for what the device, or the lack of one, cannot do."""
+    """Give a line for what the device, the engine on it or the installed packages cannot do."""
     device, engine, accelerator = config.trainer.device, config.engine, config.machine.accelerator
     on_cpu = device == "cpu" or accelerator is None
     if accelerator == "npu":
@@ -175,6 +176,8 @@ def device_problems(config: RunConfig) -> Iterator[str]:
             yield "engine.offload_policy=true needs engine.strategy=fsdp2: verl's FSDP1 ignores it; got fsdp"
         if config.model_options.tile_tokens is not None:
             yield "model.tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp"
+    if config.model_options.activation_offload and not config.model_options.enable_gradient_checkpointing:
+        yield NEEDS_CHECKPOINTS
     if config.model_options.use_liger and accelerator and importlib.util.find_spec("liger_kernel") is None:
         yield "model.use_liger=true needs the package liger-kernel, which is not installed: pip install 'verl-ext[gpu]'"
 
@@ -190,8 +193,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
     if optim.optimizer not in names:
         return choice_problem("optim.optimizer", optim.optimizer, sorted(set(kinds) - {"Optimizer"}))
     try:
-        node = omega_conf_to_dataclass(OmegaConf.create(dict(config.values["optim"])))
-        build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], node)
+        build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], optim)
     except (TypeError, ValueError) as error:
         given = show(optim.override_optimizer_config or {})
         return (

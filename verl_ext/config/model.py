@@ -175,12 +175,14 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def config_problems(cls, config: "RunConfig") -> Iterable[str | None]:
+        """Refuse options that the memory cannot have."""
         yield choice_problem("model.train", config.model_options.train, ("all", "memory"))
         yield choice_problem("attention.backend", config.attention.backend, _CHUNK_ATTENTION)
         yield from fixed_value_problems(config.values, _ONLY_WITH_MEMORY)
 
     @classmethod
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
+        """Wrap the Qwen that `model.path` holds in the configured memory."""
         titans = titans_config(hf_config, config.model_options.memory)
         problems = []
         tokens, chunk = config.max_tokens, titans.chunk_size
@@ -199,6 +201,7 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
+        """Return the options of the memory that its weights depend on."""
         return {name: value for name, value in hf_config.memory.items() if name != "bptt_chunks"}
 
 

@@ -10,13 +10,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
+from verl.trainer.config import CheckpointConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
-from verl_ext.config.upstream import CheckpointNode, EngineNode, ModelNode, OptimNode, upstream_type_problems
+from verl_ext.config.upstream import upstream_problems
+from verl_ext.config.weights import ModelOptions
 from verl_ext.custom import custom_object
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
@@ -84,6 +89,7 @@ class TrainerOptions(Options):
     )
 
     def problems(self) -> Iterable[str | None]:
+        """Check frequencies, the profiler's interval and the loggers."""
         for name in ("save_freq", "test_freq"):
             value = getattr(self, name)
             if value != AFTER_EACH_EPOCH and (isinstance(value, bool) or not isinstance(value, int)):
@@ -105,6 +111,7 @@ class TrainerOptions(Options):
 
     @property
     def loggers(self) -> list[str]:
+        """The names in `logger`."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
 
@@ -136,6 +143,7 @@ class PlanOptions(Options):
     reserve: Any = option("5GiB", "of gpu_memory, kept for what is not predicted: CUDA's context, NCCL, fragmentation")
 
     def problems(self) -> Iterable[str | None]:
+        """Check that sizes are sizes, and fit one another."""
         for name in ("gpu_memory", "host_memory", "reserve"):
             value = getattr(self, name)
             size = num_bytes(value)
@@ -179,7 +187,8 @@ class RunConfig:
         data: the options that every dataset family has.
         dataset: the options of `dataset_class`.
         model: the class of the model node, which declares what this kind of model needs.
-        model_options: the keys of that node.
+        model_options: the keys of that node, by name; verl's class of it would load the model's config and tokenizer.
+        engine, optim, checkpoint: verl's own dataclasses.
         machine: that the run is for.
         values: the whole configuration as plain dicts and lists, for trackers and for what verl alone reads.
         notices: of what was changed against the user's words.
@@ -195,19 +204,19 @@ class RunConfig:
     plan: PlanOptions
     ray: RayOptions
     model: type[PackedModel]
-    model_options: ModelNode
-    engine: EngineNode
-    optim: OptimNode
-    checkpoint: CheckpointNode
+    model_options: Any
+    engine: FSDPEngineConfig
+    optim: FSDPOptimizerConfig
+    checkpoint: CheckpointConfig
     machine: Machine
     values: Mapping[str, Any]
     notices: tuple[str, ...] = ()
 
     @classmethod
-    def from_composed(cls, composed: Any, machine: Machine | None = None, notices: Iterable[str] = ()) -> "RunConfig":
+    def from_composed(cls, composed: Any, machine: Machine | None = None) -> "RunConfig":
         """Read every node, of a DictConfig or of its values; ValueError has a line for each value that is wrong."""
         values = plain(composed)
-        problems: list[str] = upstream_type_problems(values)
+        problems: list[str | None] = [*upstream_problems(values)]
         nodes: dict[str, Any] = {}
 
         def read(name: str, options: Callable[[], Any]) -> None:
@@ -216,20 +225,27 @@ class RunConfig:
             except ValueError as error:
                 problems.extend(str(error).splitlines())
 
-        for name, options in _NODES.items():
-            read(name, functools.partial(options.read, values[options.prefix]))
+        for options in (DataOptions, LossOptions, AttentionOptions, ParallelOptions, TrainerOptions, PlanOptions):
+            read(options.prefix, functools.partial(options.read, values[options.prefix]))
+        read("ray", lambda: RayOptions.read(values["ray"]))
+        read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelOptions.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:
             read("dataset", lambda: nodes["dataset_class"].Options.read(values["data"]))
         refuse(problems)
-        return cls(
-            **nodes, model=model_kind(values), machine=machine or Machine(), values=values, notices=tuple(notices)
-        )
+        for name in ("engine", "optim", "checkpoint"):
+            nodes[name] = omega_conf_to_dataclass(OmegaConf.create(values[name]))
+        return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
 
     @property
     def model_folder(self) -> str:
         """The path of the model, without `~`."""
         return os.path.expanduser(str(self.model_options.path))
+
+    @property
+    def param_dtype(self) -> str:
+        """What the parameters of a forward pass are: fp32, bf16 or fp16."""
+        return (self.engine.mixed_precision or {}).get("param_dtype", "bf16")
 
     @property
     def max_tokens(self) -> int:
@@ -247,21 +263,6 @@ class RunConfig:
         return self.machine.world_size // self.sequence_parallel_size
 
 
-_NODES: dict[str, type[Options]] = {
-    "data": DataOptions,
-    "loss": LossOptions,
-    "attention": AttentionOptions,
-    "parallel": ParallelOptions,
-    "trainer": TrainerOptions,
-    "plan": PlanOptions,
-    "ray": RayOptions,
-    "model_options": ModelNode,
-    "engine": EngineNode,
-    "optim": OptimNode,
-    "checkpoint": CheckpointNode,
-}
-
-
 def sequence_parallel_size(values: Any) -> int:
     """Ranks that share one pack, verl's sequence-parallel size, of a configuration as nested mappings."""
     return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
@@ -269,7 +270,6 @@ def sequence_parallel_size(values: Any) -> int:
 
 def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
     """Return what verl's TrainingWorker is made from; total_steps: length of the learning-rate schedule."""
-    from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.engine_workers import TrainingWorkerConfig
 
     node = OmegaConf.create(dict(values))

@@ -254,7 +254,7 @@ def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str |
 
     Raises ValueError if the backend that is asked for cannot run.
     """
-    dtype, capability = _DTYPES.get(config.engine.param_dtype, torch.bfloat16), config.machine.capability
+    dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
     limit = flash_limit(dtype, model.head_size, capability)
     dropout, device = attention_dropout(model.hf_config), config.trainer.device
     return choose_backend(config.attention.backend, device, limit, dropout, capability, model.head_size), limit

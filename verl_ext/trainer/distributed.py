@@ -217,16 +217,19 @@ class RunRanks(Ranks):
         return user_errors_end_the_run()
 
     def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
         values = [value]
         dist.broadcast_object_list(values)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of the ranks."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def all_reduce(self, values: NDArray[Any]) -> None:
+        """Sum over the ranks, in place."""
         dist.all_reduce(torch.from_numpy(values))
 
 

@@ -33,7 +33,7 @@ def what_runs(config: RunConfig, model: ModelFacts) -> str:
         planned = config.plan.gpu_memory
         name = f"GPU of {planned}" if planned else torch.cuda.get_device_name()
     kernel, head, optimizer = implementations(config, model.backend, model.head)
-    ranks, dtype = config.machine.world_size, config.engine.param_dtype
+    ranks, dtype = config.machine.world_size, config.param_dtype
     return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))
 
 
@@ -41,7 +41,7 @@ def implementations(config: RunConfig, backend: str, head: str) -> tuple[str, st
     """Name a run's attention kernel, head and optimizer: `("varlen (FA3)", "fused", "AdamW fused")`."""
     engine = config.engine
     form = implementation(
-        vars(config.optim), config.trainer.device, engine.offload_policy, engine.param_dtype == "fp16"
+        vars(config.optim), config.trainer.device, engine.offload_policy, config.param_dtype == "fp16"
     )
     return KERNEL_NAMES.get(backend, backend), head, f"{config.optim.optimizer} {form or ''}".strip()
 

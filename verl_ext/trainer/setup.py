@@ -27,7 +27,6 @@ from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import AFTER_EACH_EPOCH, Machine, RunConfig
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
-from verl_ext.config.upstream import ModelNode
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, RunLength
@@ -126,6 +125,7 @@ class Run:
 
     @property
     def output(self) -> Path:
+        """The folder of the run's files."""
         return Path(self.config.trainer.default_local_dir)
 
     def is_due(self, step: int, frequency: int | str) -> bool:
@@ -310,7 +310,7 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
 
 def _check_host_memory(config: RunConfig, hf_config: Any, max_tokens: int) -> None:
     """Refuse a node without memory for what its ranks offload of their micro-batches."""
-    text, dtype = hf_config.get_text_config(), PrecisionType.to_dtype(config.engine.param_dtype)
+    text, dtype = hf_config.get_text_config(), PrecisionType.to_dtype(config.param_dtype)
     tokens = config.data.micro_batch_size_per_gpu * max_tokens // config.sequence_parallel_size
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     check_host_memory(text.num_hidden_layers, text.hidden_size, dtype, tokens, ranks)
@@ -325,7 +325,7 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
     return family.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
 
 
-def _tokenizer(model: ModelNode) -> Any:
+def _tokenizer(model: Any) -> Any:
     from verl.utils import hf_tokenizer
 
     from verl_ext.text.tokenizer import check_round_trip, check_tokenizer  # only some families read text

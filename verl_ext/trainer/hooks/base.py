@@ -52,22 +52,22 @@ class Hook:
         self.trainer, self.run, self.options = trainer, trainer.run, trainer.config.trainer
 
     def pre_step(self, step: int) -> None:
-        """Called before a step, which is counted from 1."""
+        """Act before a step, which is counted from 1."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
-        """Called after a step."""
+        """Act after a step."""
 
     def post_save(self, step: int, seconds: float) -> None:
-        """Called after a checkpoint was saved, or its saving begun, for which training waited so long."""
+        """Act after a checkpoint was saved, or its saving begun; training waited so long."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take metrics that :meth:`SFTTrainer.log` is given."""
 
     def stop(self, step: int) -> None:
-        """Called in place of the next step if a rank was asked to stop; `step` is the last completed one."""
+        """Act in place of the next step if a rank was asked to stop; `step` was the last one."""
 
     def post_train(self) -> None:
-        """Called after the last step of the run."""
+        """Act after the last step of the run."""
 
     def close(self) -> None:
-        """Called when training has ended in order: after the last step, or after a stop."""
+        """Act when training has ended in order: after the last step, or after a stop."""

@@ -18,6 +18,7 @@ class HangHook(Hook):
         watch.mark(f"step {trainer.first_step + 1}")
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Let the limits of the first step end with it."""
         if step == self.trainer.first_step + 1:  # The first step compiles and may take minutes: the others may not.
             limit_collectives_of(self.trainer, first_step=False)
         watch.mark(f"step {step + 1}", "trainer.hang_timeout")

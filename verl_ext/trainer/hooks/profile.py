@@ -7,10 +7,12 @@ class ProfileHook(Hook):
     """Starts, steps and stops the profiler of verl's worker."""
 
     def pre_step(self, step: int) -> None:
+        """Start the profiler before its first step."""
         if step == self.options.profile_interval[0]:
             self.trainer.client.start_profile()
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Step the profiler, and stop it after its last step."""
         first, last = self.options.profile_interval
         if first <= step <= last:
             self.trainer.client.step_profile()

@@ -21,7 +21,9 @@ class ProgressHook(Hook):
             trainer.progress.say(f"resumed after step {done} of {total}")
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Move the bar by a step."""
         self.trainer.progress.step(int(self._pack_tokens[self.run.plan.packs(step - 1)].sum()))
 
     def close(self) -> None:
+        """End the bar."""
         self.trainer.progress.close()

@@ -20,6 +20,7 @@ class SavingHook(Hook):
     """
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Save a checkpoint if one is due."""
         saves = self.run.is_due(step, self.options.save_freq)
         if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
             with self.trainer.progress.paused(), self._training_waits(step):
@@ -39,6 +40,7 @@ class SavingHook(Hook):
                 checkpoints.finish()
 
     def post_train(self) -> None:
+        """Write the memory that a model with one has learned."""
         watch.mark("the end of the run", "trainer.save_timeout")
         done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have gone further
         with _failed_end():

@@ -12,6 +12,7 @@ class StopHook(Hook):
     """
 
     def stop(self, step: int) -> None:
+        """Print which signal stops the run, and after which step."""
         requests.write_unfinished_marker()
         signal = requests.pending or "a signal to another rank"
         self.trainer.progress.say(
@@ -23,6 +24,7 @@ class SkippedStepsHook(Hook):
     """Counts skipped steps; more than `trainer.max_skipped_steps` in a row end the run."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Count a skipped step, and end the run after too many."""
         state, limit = self.trainer.run_state, self.options.max_skipped_steps
         if not outcome.skipped:
             state.skipped_in_a_row = 0

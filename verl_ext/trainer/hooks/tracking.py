@@ -42,6 +42,7 @@ class TrackingHook(Hook):
             self.tracking.logger["console"] = trainer.progress  # verl's prints every number with 17 digits
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Log the metrics of a step that is due."""
         if self.tracking is None or outcome.sums is None or not self.run.is_due(step, self.options.log_freq):
             return
         engine, state, train_set = self.trainer.engine, self.trainer.run_state, self.run.train_set
@@ -63,14 +64,17 @@ class TrackingHook(Hook):
         self.log(metrics, step)
 
     def post_save(self, step: int, seconds: float) -> None:
+        """Log how long training waited for a checkpoint."""
         self.log({"train/save_pause": seconds}, step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Give metrics to verl's tracking."""
         if self.tracking is not None:
             with self.trainer.progress.aside(), log_tracker_errors(f"metrics of step {step} are lost"):
                 self.tracking.log(metrics, step)
 
     def close(self) -> None:
+        """End the tracked runs."""
         if self.tracking is not None:
             with log_tracker_errors("trainer.logger did not end in order"):
                 self.tracking.finish()

@@ -7,6 +7,7 @@ class ValidationHook(Hook):
     """Measures the validation set and logs what it finds."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Validate if it is due."""
         if self.run.validation is not None and self.run.is_due(step, self.options.test_freq):
             with self.trainer.progress.paused():
                 self.trainer.log(self.trainer.validate(), step)
