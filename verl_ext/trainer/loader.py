@@ -1,10 +1,8 @@
 """The loader of a rank's packs, step after step, from any step on."""
 
 import contextlib
-import multiprocessing
 import os
 import re
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,46 +30,32 @@ class LoadingFailed(RankFailed):
 
 
 @contextlib.contextmanager
-def loader_deaths_reported(
-    processes: Sequence[multiprocessing.process.BaseProcess] = (), files: DataFiles | None = None
-) -> Iterator[None]:
+def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
     """Raise LoadingFailed if a loader process dies, wherever inside torch's signal handler reports it.
 
-    Args:
-        processes: the loader's, whose exit codes name a signal that torch missed.
-        files: a file that was cut short, which is a bus error of the process that reads it, is named.
+    files: one that was cut short, which is a bus error of the process that reads it, is named.
     """
     try:
         yield
     except Exception as error:
-        line = str(error) if isinstance(error, LoadingFailed) else _death(error, processes)
+        line = str(error) if isinstance(error, LoadingFailed) else _death(error)
         if line is None or os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
         changed = files and files.changed()
         raise LoadingFailed(f"{line}; {changed}" if changed and changed not in line else line) from error
 
 
-def _death(error: BaseException, processes: Sequence[multiprocessing.process.BaseProcess]) -> str | None:
+def _death(error: BaseException | None) -> str | None:
     """Describe the process that died in one line, from torch's notice or one behind it; None for any other error."""
-    found: list[tuple[str, str]] = []
-    behind: BaseException | None = error
-    while behind is not None:
-        if match := re.match(r"DataLoader worker \((pid.*?)\) (is killed by signal: [^.]*|exited)", str(behind)):
-            found.append((f" ({match[1]})", match[2].replace("is killed", "was killed")))
-        behind = behind.__cause__ or behind.__context__
-    if not found and processes and isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
-        # Its batch is here, the shared memory of the batch is not: the process hands it over when it is asked for.
-        found.append(("", "exited before its batch was taken"))
-    if not found:
-        return None
-    for process in processes:  # torch may see the closed pipe before the signal
-        if (code := process.exitcode or 0) < 0:
-            found.append((f" (pid {process.pid})", f"was killed by signal: {signal.strsignal(-code)}"))
-    process_id, fate = min(found, key=lambda entry: "signal" not in entry[1])  # a line that names the signal says more
-    advice = "if the host ran out of memory, give the job more of it"
-    if "Bus error" in fate:
-        advice = "shared memory (/dev/shm) that is too small, or a data file that was cut short, does that"
-    return f"a loader process{process_id} {fate}; {advice}, or lower data.num_workers or data.prefetch_factor"
+    while error is not None:
+        if match := re.match(r"DataLoader worker \((pid.*?)\) (is killed by signal: [^.]*|exited)", str(error)):
+            advice = "if the host ran out of memory, give the job more of it"
+            if "Bus error" in match[2]:
+                advice = "shared memory (/dev/shm) that is too small, or a data file that was cut short, does that"
+            fate = match[2].replace("is killed", "was killed")
+            return f"a loader process ({match[1]}) {fate}; {advice}, or lower data.num_workers or data.prefetch_factor"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class _Batches(Dataset):
@@ -133,9 +117,8 @@ class PackLoader:
     def __iter__(self) -> Iterator[StepBatch]:
         with loader_deaths_reported():  # a process may die before the others have started
             batches = iter(self._batches)
-        processes = multiprocessing.active_children() if self._batches.num_workers else []
         while True:
-            with loader_deaths_reported(processes):
+            with loader_deaths_reported():
                 batch = next(batches, None)
             watch.mark()
             if batch is None:
