@@ -58,7 +58,7 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
             yield f"{key} must be {requirement}; got {show(value)}"
     for key, choices in _CHOICES.items():
         yield choice_problem(key, select(values, key), choices)
-    for name, dtype in (values["engine"]["mixed_precision"] or {}).items():
+    for name, dtype in (values["engine"].get("mixed_precision") or {}).items():
         if dtype:
             yield choice_problem(f"engine.mixed_precision.{name}", dtype, _DTYPES)
     betas = values["optim"]["betas"]
