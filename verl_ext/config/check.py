@@ -50,35 +50,32 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     ]
     if config.trainer.eval_only and config.trainer.overwrite:
         problems.append("trainer.overwrite must be false with trainer.eval_only=true, which replaces no run; got true")
-    try:
-        model = _examined(config, hf_config) if hf_config is not None or _has_model(config) else None
-    except ValueError as error:
-        problems += str(error).splitlines()
+    path = str(config.model_options.hf_config_path or config.model_options.path or "")
+    model = None
+    if hf_config is not None or (path and not _is_missing(path)):
+        if hf_config is None and config.plan.gpu_memory is None and os.path.isdir(config.model_folder):
+            problems += weight_problems(config.model_folder)  # else memory is predicted from the config alone
+        try:
+            model = config.model.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
+        except ValueError as error:
+            problems += str(error).splitlines()
     refuse(problems)
     assert model is not None, "path_problems says why there is none"
     return model
 
 
-def _has_model(config: RunConfig) -> bool:
-    path = str(config.model_options.hf_config_path or config.model_options.path or "")
-    return bool(path) and not _is_missing(path)
-
-
-def _examined(config: RunConfig, hf_config: Any) -> ModelFacts:
-    if hf_config is None:
-        options = config.model_options
-        folder = os.path.expanduser(str(options.hf_config_path or options.path))
-        hf_config = read_hf_config(folder, options.trust_remote_code)
-        override(hf_config, options.override_config)
-        if os.path.isdir(config.model_folder) and config.plan.gpu_memory is None:
-            refuse(weight_problems(config.model_folder))  # else memory is predicted from the config alone
-    coefficient = config.model_options.override_config.get("router_aux_loss_coef")
+def _hf_config(config: RunConfig, path: str) -> Any:
+    """Read the config of the model, and set what `model.override_config` says."""
+    options = config.model_options
+    hf_config = read_hf_config(os.path.expanduser(path), bool(options.trust_remote_code))
+    override(hf_config, options.override_config)
+    coefficient = options.override_config.get("router_aux_loss_coef")
     if coefficient and not asks_for_router_loss(hf_config):
         raise ValueError(
             "model.override_config.router_aux_loss_coef needs model.override_config.output_router_logits=true; "
             f"got {coefficient} without it"
         )
-    return config.model.examine(config, hf_config)
+    return hf_config
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:

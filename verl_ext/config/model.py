@@ -178,7 +178,7 @@ class QwenTitansModel(PackedModel):
         """Refuse options that the memory cannot have."""
         yield choice_problem("model.train", config.model_options.train, ("all", "memory"))
         yield choice_problem("attention.backend", config.attention.backend, _CHUNK_ATTENTION)
-        yield from fixed_value_problems(config.values, _ONLY_WITH_MEMORY)
+        yield from fixed_value_problems(config.values, _ONLY_WITH_MEMORY, " with model=qwen_titans")
 
     @classmethod
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:

@@ -73,11 +73,13 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
             yield from (choice_problem(f"checkpoint.{name}", content, _CONTENTS) for content in contents)
 
 
-def fixed_value_problems(values: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]] = REFUSED) -> Iterator[str]:
+def fixed_value_problems(
+    values: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]] = REFUSED, condition: str = ""
+) -> Iterator[str]:
     """Give a line for each option that has another value than the one it may have here, with the reason."""
     for key, (allowed, why) in fixed.items():
         if (value := select(values, key, allowed)) != allowed:
-            yield f"{key} must be {show(allowed)}: {why}; got {show(value)}"
+            yield f"{key} must be {show(allowed)}{condition}: {why}; got {show(value)}"
 
 
 def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
