@@ -18,9 +18,8 @@ if __name__ == "__main__":
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Every pack has another length: segments of fixed size would leave gaps. torch reads this while it is imported.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    from verl_ext.progress import announce
+    from verl_ext.progress import announce  # before the imports below, which take seconds
 
-    # Before the imports below, which take seconds.
     announce(f"starting, ranks {os.environ.get('WORLD_SIZE', 1)}; importing torch and verl")
 
 import hydra
@@ -63,17 +62,15 @@ def train(composed: DictConfig) -> None:
 def plan(run: Any, report: dict[str, Any]) -> None:
     """Predict the memory of a run, and write the report of its data beside it; on rank 0."""
     from verl_ext.config.checkpoints import saved_folders
-    from verl_ext.config.output import REPORT
     from verl_ext.trainer.memory import memory_facts, memory_lines, remedy_line
     from verl_ext.trainer.report import write_report
 
-    if report:
-        for facts in memory_facts(run):
-            print_on_rank0([remedy_line(facts)] if facts["remedies"] else memory_lines(facts))
-            report["memory"] = facts
+    for facts in memory_facts(run) if report else ():
+        print_on_rank0([remedy_line(facts)] if facts["remedies"] else memory_lines(facts))
+        report["memory"] = facts
     with user_errors_end_the_run():
         if saved_folders(run.output):
-            print_on_rank0([f"{run.output} holds a run: its {REPORT} is left as it is"])
+            print_on_rank0([f"{run.output} holds a run: its data_report.json is left as it is"])
         elif report and not run.config.trainer.eval_only:
             write_report(report, run.output)
 

@@ -144,25 +144,20 @@ def failures_reported() -> Iterator[None]:
         if isinstance(error, RankFailed):
             exit_this_rank(str(error), TRAINING_FAILED)
         words = f"{type(error).__name__}: {first_line(error)}"
+
+        def fail_first(store: dist.Store) -> bool:
+            is_first = store.add(f"{_FAILURE}s", 1) == 1
+            if is_first:
+                store.set(_FAILURE, f"rank {dist.get_rank()} on {socket.gethostname()} failed ({words})")
+            return is_first
+
         if isinstance(error, dist.DistError) or "gloo/" in str(error):
             _end_with_the_others(re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0])
-        elif _is_first_failure(words):
+        elif _ask_store(fail_first) is not False:  # without a store this is known to be the first
             print(redacted_text(traceback.format_exc()), end="", file=sys.stderr)
             exit_this_rank(f"{words} (its traceback is above)", 1)
         else:
             _end_with_the_others(words)
-
-
-def _is_first_failure(words: str) -> bool:
-    """Whether no rank has failed before, which then becomes known of this one."""
-
-    def register(store: dist.Store) -> bool:
-        is_first = store.add(f"{_FAILURE}s", 1) == 1
-        if is_first:
-            store.set(_FAILURE, f"rank {dist.get_rank()} on {socket.gethostname()} failed ({words})")
-        return is_first
-
-    return _ask_store(register) is not False
 
 
 def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:

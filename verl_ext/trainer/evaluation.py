@@ -128,7 +128,11 @@ class Evaluation:
                 micro_batches = list(batch.micro_batches(size, **self._run.config.loss.head_flags))
                 self._engine.evaluate(micro_batches, loss if scores is None else scores.beside(loss))
                 if scores is not None:
-                    self._generate(scores, micro_batches, packs)
+                    first = 0
+                    for micro_batch in micro_batches:
+                        last = first + micro_batch.batch_size[0]
+                        scores.generate(micro_batch, packs[first:last])
+                        first = last
                 total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
         assert total is not None
         names = dataset.categories.names
@@ -145,13 +149,6 @@ class Evaluation:
         bar = tqdm(batches, desc="validate", unit="step", delay=5, leave=False, disable=hidden)
         for step, batch in enumerate(bar):
             yield plan.rank_packs(step, self._rank.rank, self._rank.size), batch
-
-    def _generate(self, scores: AnswerScores, micro_batches: Sequence[TensorDict], packs: list[int | None]) -> None:
-        first = 0
-        for micro_batch in micro_batches:
-            rows = micro_batch.batch_size[0]
-            scores.generate(micro_batch, packs[first : first + rows])
-            first += rows
 
 
 def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) -> Path:

@@ -221,7 +221,10 @@ def prepare(composed: DictConfig) -> Run:
     with user_errors_end_the_run():
         _check_nodes(config, output, datasets)
         if config.model_options.activation_offload and not config.trainer.plan_only:
-            _check_host_memory(config, model.hf_config, train_set.max_tokens)
+            text, dtype = model.hf_config.get_text_config(), PrecisionType.to_dtype(config.param_dtype)
+            tokens = config.data.micro_batch_size_per_gpu * train_set.max_tokens // config.sequence_parallel_size
+            on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            check_host_memory(text.num_hidden_layers, text.hidden_size, dtype, tokens, on_node)
         files = DataFiles(train_set.data_files, train_set.key)
     for dataset in datasets:
         dataset.read_together(ranks)
@@ -241,6 +244,11 @@ def prepare(composed: DictConfig) -> Run:
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
         _refuse_steps_without_target(train_set, plan, total_steps)
+        validation = None
+        if val_set is not None:
+            batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
+            steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
+            validation = Validation(val_set, steps)
         run = Run(
             config=config,
             train_set=train_set,
@@ -250,7 +258,7 @@ def prepare(composed: DictConfig) -> Run:
             world_size=config.machine.world_size,
             backend=model.backend,
             head=model.head,
-            validation=None if val_set is None else _validation(config, val_set, cost),
+            validation=validation,
             total_steps=total_steps,
             replaces_output=output.action is OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
@@ -306,14 +314,6 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
-
-
-def _check_host_memory(config: RunConfig, hf_config: Any, max_tokens: int) -> None:
-    """Refuse a node without memory for what its ranks offload of their micro-batches."""
-    text, dtype = hf_config.get_text_config(), PrecisionType.to_dtype(config.param_dtype)
-    tokens = config.data.micro_batch_size_per_gpu * max_tokens // config.sequence_parallel_size
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    check_host_memory(text.num_hidden_layers, text.hidden_size, dtype, tokens, ranks)
 
 
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
@@ -381,12 +381,6 @@ def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray) -> 
             f"data.train_batch_size={plan.batch_size}"
         )
     return plan
-
-
-def _validation(config: RunConfig, dataset: PackDataset, cost: CostModel) -> Validation:
-    """Plan the validation of a set, whose steps run as many packs as there is room for, the costliest first."""
-    batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, dataset.pack_costs(cost)
-    return Validation(dataset, StepPlan(len(dataset), batch, config.dataset.seed, shuffle=False, costs=costs))
 
 
 def _refuse_steps_without_target(dataset: PackDataset, plan: StepPlan, total_steps: int) -> None:

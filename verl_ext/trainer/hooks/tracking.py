@@ -38,8 +38,9 @@ class TrackingHook(Hook):
     def __init__(self, trainer: "SFTTrainer") -> None:
         super().__init__(trainer)
         self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
-        if self.tracking is not None and "console" in self.tracking.logger:
-            self.tracking.logger["console"] = trainer.progress  # verl's prints every number with 17 digits
+        loggers: dict[str, Any] = {} if self.tracking is None else self.tracking.logger
+        if "console" in loggers:
+            loggers["console"] = trainer.progress  # verl's prints every number with 17 digits
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Log the metrics of a step that is due."""
@@ -107,7 +108,7 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
         kept = _lines_until(path, first_step) if first_step else []
         if not first_step:
             _set_aside(path)
-        backup = _backup_of(path)
+        backup = path.with_name(f"{path.name}.before_resume")
         if kept and not backup.exists():
             os.replace(path, backup)  # until the lines are written again below
     ids = read_run_ids(folder) if first_step else {}
@@ -152,10 +153,7 @@ def read_run_ids(folder: Path) -> dict[str, str]:
 
 def keep_run_ids(folder: Path, earlier: Mapping[str, str], loggers: Mapping[str, Any]) -> None:
     """Write the ids of the runs that verl's ``Tracking.logger`` has begun, beside `earlier` ones of other trackers."""
-    runs = {
-        "wandb": lambda wandb: wandb.run,
-        "swanlab": lambda swanlab: swanlab.get_run(),
-    }
+    runs = {"wandb": lambda wandb: wandb.run, "swanlab": lambda swanlab: swanlab.get_run()}
     begun = {name: getattr(runs[name](loggers[name]), "id", None) for name in _VARIABLES if name in loggers}
     ids = {**earlier, **{name: run_id for name, run_id in begun.items() if run_id}}
     if ids:
@@ -206,13 +204,9 @@ def _set_aside(path: Path) -> None:
         os.replace(path, path.with_name(f"{path.name}.before_restart"))
 
 
-def _backup_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.before_resume")
-
-
 def _lines_until(path: Path, step: int) -> list[bytes]:
     """Read the lines of steps up to ``step``, without those that a kill or a full disk has torn."""
-    backup = _backup_of(path)
+    backup = path.with_name(f"{path.name}.before_resume")
     source = backup if backup.exists() else path  # a resume that was killed at the wrong moment left its backup
     if not source.exists():
         return []
