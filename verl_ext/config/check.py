@@ -29,7 +29,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
-    """Check a configuration against its machine and its model, and return what is known of the model.
+    """Check a configuration against its machine and its model, and return the facts of the model.
 
     Args:
         config: each of its values is right by itself.
@@ -65,7 +65,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
 
 
 def _hf_config(config: RunConfig, path: str) -> Any:
-    """Read the config of the model, and set what `model.override_config` says."""
+    """Read the config of the model, and set `model.override_config` on it."""
     options = config.model_options
     hf_config = read_hf_config(os.path.expanduser(path), bool(options.trust_remote_code))
     override(hf_config, options.override_config)
@@ -152,7 +152,7 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def device_problems(config: RunConfig) -> Iterator[str]:
-    """Give a line for what the device, the engine on it or the installed packages cannot do."""
+    """Give a line for options that the device, the engine on it or installed packages do not allow."""
     device, engine, accelerator = config.trainer.device, config.engine, config.machine.accelerator
     on_cpu = device == "cpu" or accelerator is None
     if accelerator == "npu":

@@ -32,7 +32,7 @@ _ATTENTION = "attn_implementation"  # below override_config, verl's own: it is n
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a run's model before its weights are read.
+    """The facts of a run's model before its weights are read.
 
     Attributes:
         hf_config: the Hugging Face config that it runs with.

@@ -39,9 +39,10 @@ PATHS = (
 
 
 def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
-    """Settle what a composed configuration leaves open, in place, and type it; for the planned machine if there is one.
+    """Settle the open values of a composed configuration, in place, and type it.
 
-    Raises ValueError with a line for each value that is not allowed.
+    The machine is the one that is planned for if there is one. Raises ValueError with a line for each value that is
+    not allowed.
     """
     planned = plan_options(composed)
     if planned.world_size is not None:
@@ -70,9 +71,9 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
 
 
 def resolve_config(config: DictConfig) -> list[str]:
-    """Set what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place.
+    """Settle `~` and empty paths, the attention and the dataset class, in place, whatever the machine.
 
-    So are the letters of names that Hydra's grammar lacks.
+    Letters of names that Hydra's grammar lacks are put back too.
     """
     restore(config)
     for key in PATHS:
@@ -162,7 +163,7 @@ def plan_options(config: DictConfig) -> PlanOptions:
 
 
 def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:
-    """Turn off, in place, what a plan for GPUs cannot have here: Liger's kernels, a package for attention."""
+    """Turn off, in place, Liger's kernels and attention packages that a plan for GPUs cannot have here."""
     if options.gpu_memory is None:
         return []
     notices = []

@@ -269,7 +269,7 @@ def sequence_parallel_size(values: Any) -> int:
 
 
 def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
-    """Return what verl's TrainingWorker is made from; total_steps: length of the learning-rate schedule."""
+    """Return the config of verl's TrainingWorker; total_steps: length of the learning-rate schedule."""
     from verl.workers.engine_workers import TrainingWorkerConfig
 
     node = OmegaConf.create(dict(values))

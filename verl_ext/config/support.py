@@ -1,4 +1,4 @@
-"""The architecture of a model, and what it allows: packs, sequence parallelism, attention kernels, positions.
+"""The architecture of a model: whether it allows packs, sequence parallelism, kernels and positions.
 
 Read from its config.json and classes, before weights are loaded.
 """
@@ -204,7 +204,7 @@ def head_in_use(config: "RunConfig", model: Architecture) -> str:
 
 
 def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterator[str]:
-    """Warn of what is allowed and may not be intended; `head` is the one in use."""
+    """Warn of settings that are allowed and may not be intended; `head` is the one in use."""
     if config.trainer.device == "cuda":
         yield from _kernel_notices(config, model)
     if not asks_for_router_loss(model.hf_config) and has_router_loss(model.cls, model.text):
@@ -250,7 +250,7 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
 
 
 def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
-    """Return (the attention backend that runs, what flash attention lacks here or None).
+    """Return (the attention backend that runs, the requirement that flash attention misses or None).
 
     Raises ValueError if the backend that is asked for cannot run.
     """

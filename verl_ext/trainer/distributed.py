@@ -279,7 +279,7 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _default_to_one_rank() -> None:
-    """Set what torchrun would have set, for ``python -m``; end with a line if a scheduler has set a part of it."""
+    """Set torchrun's variables for ``python -m``; end with a line if a scheduler has set a part of them."""
     if missing := [name for name in _TORCHRUN_SETS if name not in os.environ]:
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":
@@ -297,7 +297,7 @@ def _default_to_one_rank() -> None:
 
 
 def _silence_upstream() -> None:
-    """Leave out what upstream says to everybody and nobody can act on; everything else is still heard."""
+    """Silence messages of upstream that nobody can act on; everything else is still heard."""
     warnings.filterwarnings("ignore", message=".* engine is not available")  # verl: engines that nobody asked for
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
     # torch's advice about a first step that is skipped: fp16's scale is often too high at the start

@@ -204,7 +204,7 @@ class HangWatch:
         return f"no progress for {self._limits[self._option]} s ({self._option})"
 
     def _end(self, line: str, store: dist.Store, tick: float) -> None:
-        """Write what the flight recorder holds and end this rank; one of each node prints the line."""
+        """Write the flight recorder's content and end this rank; one of each node prints the line."""
         is_first = store.add(f"printed on {socket.gethostname()}", 1) == 1
         threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may hold it up.
         time.sleep(1.5 * tick)  # Others look, and write theirs, before torchrun ends them for want of this one.

@@ -350,7 +350,7 @@ def _check_dataset(dataset: PackDataset, config: RunConfig, hf_config: Any) -> N
 
 
 def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
-    """Warnings about what is allowed and may not be intended."""
+    """Warn of settings that are allowed and may not be intended."""
     yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"

@@ -1,4 +1,4 @@
-"""What watches the training loop: a file for each, and their table in the order in which they are called."""
+"""The hooks of the training loop, a file each, and their table in the order of their calls."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.hang import HangHook
@@ -19,5 +19,5 @@ HOOKS: tuple[type[Hook], ...] = (
     ValidationHook,
     StopHook,
     SavingHook,
-    HangHook,  # last: its limits are those of the loader's next batch from then on
+    HangHook,  # The last: from its call on, the next batch counts.
 )

@@ -1,4 +1,4 @@
-"""The hook, which everything that watches the training loop is a subclass of."""
+"""The base of hooks, and the outcome of a step that they are given."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepOutcome:
-    """What one optimizer step gave.
+    """The outcome of one optimizer step.
 
     Attributes:
         batch: this rank's share of the step.
@@ -39,10 +39,10 @@ class StepOutcome:
 
 
 class Hook:
-    """Something that watches the training loop.
+    """A watcher of the training loop.
 
-    Every rank has the same hooks and calls them in the same order, so that a hook may use collectives. Those of a
-    constructor end the run on every rank if they raise ValueError or OSError.
+    Every rank has the same hooks and calls them in the same order, so that a hook may use collectives. A ValueError or
+    OSError of a constructor ends the run on every rank.
 
     Args:
         trainer: whose model is built and whose checkpoint is loaded.

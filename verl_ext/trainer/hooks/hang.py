@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class HangHook(Hook):
-    """Tells the watch which step begins."""
+    """The watch over hangs, which is told which step begins."""
 
     def __init__(self, trainer: "SFTTrainer") -> None:
         super().__init__(trainer)

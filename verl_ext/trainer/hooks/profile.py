@@ -4,7 +4,7 @@ from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class ProfileHook(Hook):
-    """Starts, steps and stops the profiler of verl's worker."""
+    """The profiler of verl's worker."""
 
     def pre_step(self, step: int) -> None:
         """Start the profiler before its first step."""

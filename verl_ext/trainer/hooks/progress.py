@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ProgressHook(Hook):
-    """Moves the trainer's bar by the tokens of all ranks."""
+    """The trainer's bar, which counts the tokens of all ranks."""
 
     def __init__(self, trainer: "SFTTrainer") -> None:
         super().__init__(trainer)

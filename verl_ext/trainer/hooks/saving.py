@@ -14,9 +14,9 @@ from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class SavingHook(Hook):
-    """Saves checkpoints, of data that is still what it was. One that cannot be written costs a warning, but the last.
+    """The saving of checkpoints; one that cannot be written costs a warning, but the last ends the run.
 
-    The data is looked at after each epoch too.
+    Data files that have changed end it too: they are compared before each checkpoint and after each epoch.
     """
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
@@ -63,7 +63,7 @@ class SavingHook(Hook):
 
     @contextlib.contextmanager
     def _training_waits(self, step: int) -> Iterator[None]:
-        """Put training under the limit of a save; what the save prints stands above the bar."""
+        """Put training under the limit of a save, whose lines stand above the bar."""
         with self.trainer.progress.aside(), watch.within("trainer.save_timeout", f"the checkpoint of step {step}"):
             yield
 
@@ -88,7 +88,7 @@ class SavingHook(Hook):
 
 @contextlib.contextmanager
 def _failed_end() -> Iterator[None]:
-    """End the run if what it trained last cannot be written: its result would be lost."""
+    """End the run if its last checkpoint cannot be written: its result would be lost."""
     try:
         yield
     except NotWritten as error:

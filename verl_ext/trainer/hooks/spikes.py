@@ -39,7 +39,7 @@ Document = dict[str, Any]
 
 
 class SpikeHook(Hook):
-    """Looks at every step's loss if `trainer.spike_factor` is set.
+    """The watch over every step's loss if `trainer.spike_factor` is set.
 
     A checkpoint holds the recent losses and the number of spikes.
     """

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: a request to stop, and too many skipped steps in a row."""
+"""The early ends of a run: a request to stop, and too many skipped steps in a row."""
 
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
@@ -6,7 +6,7 @@ from verl_ext.trainer.signals import requests
 
 
 class StopHook(Hook):
-    """Says that the run stops on request, and tells its launcher; the ranks agree on that in `SFTTrainer.train_step`.
+    """The request to stop, on which the ranks have agreed in `SFTTrainer.train_step`.
 
     It stands before the hook that saves: the launcher must know even if the save takes long.
     """
@@ -21,7 +21,7 @@ class StopHook(Hook):
 
 
 class SkippedStepsHook(Hook):
-    """Counts skipped steps; more than `trainer.max_skipped_steps` in a row end the run."""
+    """The count of skipped steps; more than `trainer.max_skipped_steps` in a row end the run."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Count a skipped step, and end the run after too many."""

@@ -33,7 +33,7 @@ _FILE_PATH = "VERL_FILE_LOGGER_PATH"
 
 
 class TrackingHook(Hook):
-    """Logs the metrics of every `trainer.log_freq` steps, and those of other hooks, on rank 0."""
+    """The log of the metrics of every `trainer.log_freq` steps, and of other hooks, on rank 0."""
 
     def __init__(self, trainer: "SFTTrainer") -> None:
         super().__init__(trainer)

@@ -4,7 +4,7 @@ from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
 
 class ValidationHook(Hook):
-    """Measures the validation set and logs what it finds."""
+    """The validation: its metrics are logged."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Validate if it is due."""
