@@ -32,10 +32,9 @@ from verl_ext.checkpoint.layout import (
     whole_checkpoints,
 )
 from verl_ext.checkpoint.resume import RunState
-from verl_ext.checkpoint.save import NotWritten
 from verl_ext.checkpoint.state import read_metadata
-from verl_ext.config import compose
 from verl_ext.files import write_errors
+from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
@@ -269,7 +268,7 @@ def full_disk_runs(options, whole, folder):
 
 
 def not_written(overrides) -> None:
-    with pytest.raises(NotWritten):
+    with pytest.raises(RunFailed):
         quietly(overrides)
 
 
@@ -281,7 +280,7 @@ def save_on_a_full_disk(overrides, folder, disk):
         for room in (0, 150_000, 350_000):  # the state does not fit; it does not either; the export does not
             (disk / "fill").write_bytes(bytes(2**20 - room - 2**16))
             shutil.rmtree(disk / "run", ignore_errors=True)
-            with pytest.raises(NotWritten) as raised:
+            with pytest.raises(RunFailed) as raised:
                 quietly([*overrides, f"trainer.default_local_dir={disk / 'run'}"])
             words.append(str(raised.value))
             (disk / "fill").unlink()
@@ -298,7 +297,8 @@ def test_a_full_disk_is_named_whichever_library_fills_it(later, options, tmp_pat
     asked = [*options, contents, "trainer.total_training_steps=1", f"checkpoint.async_save={later}"]
     (words,) = run_ranks(save_on_a_full_disk, 1, asked, tmp_path, tmp_path / "disk")
     path = tmp_path / "disk" / "run" / "global_step_1"
-    assert words == [f"{path} cannot be written: rank 0: No space left on device"] * 3
+    told = f"the end of the run is not saved: {path} cannot be written: rank 0: No space left on device"
+    assert words == [told] * 3
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_one_rank_that_is_asked_ends_all_with_one_checkpoint_and_the_resumed_run
     assert not complete
     assert not other_complete
     assert code == STOPPED
-    assert said.count("the run ends after step 3 of 5; the same command goes on") == 1
+    assert said.count("stopping after step 3 of 5. Run the same command") == 1
     assert [path.name for path in saved_folders(tmp_path)] == ["global_step_2", "global_step_3"]
     run_ranks(train_alone, 2, run)
     assert not differences(tmp_path, whole, STEPS)

@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from ray.exceptions import RayError
 
 from verl_ext.checkpoint.layout import saved_folders
-from verl_ext.config.check import batch_problems
+from verl_ext.config.check import batch_problem
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys
@@ -61,7 +61,7 @@ def run(config: DictConfig, arguments: list[str]) -> int:
     restarts, why = 0, ""
 
     def suits(count: int) -> bool:
-        fewer = restarts > 0 and count >= options.min_nodes and not batch_problems(config, count * per_node)
+        fewer = restarts > 0 and count >= options.min_nodes and not batch_problem(config, count * per_node)
         return count == nodes or fewer
 
     def start() -> str:

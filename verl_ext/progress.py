@@ -177,13 +177,14 @@ class StepProgress:
         seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
         return seconds * (self.total_steps - step)
 
-    def pause(self) -> float:
-        """Return the time at which work that is no training begins (validation, checkpoints), for :meth:`resume`."""
-        return time.perf_counter()
-
-    def resume(self, paused: float) -> None:
-        """Leave the time since `paused` out of the rate."""
-        self._since += time.perf_counter() - paused
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside, which is no training (validation, checkpoints), out of the rate."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - since
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

@@ -184,8 +184,8 @@ def check() -> None:
     from verl_ext.checkpoint.resume import check_output
     from verl_ext.config.check import check_categories, check_run
     from verl_ext.config.compose import compose_run, prepare_overrides
-    from verl_ext.config.resolve import resolve_device
-    from verl_ext.config.run import dataset_class
+    from verl_ext.config.resolve import resolve_run
+    from verl_ext.config.run import Machine, dataset_class
     from verl_ext.data.sft import SFTOptions
     from verl_ext.trainer.distributed import accelerator
 
@@ -197,13 +197,13 @@ def check() -> None:
         config, _ = compose_run(overrides)
         if (reads := dataset_class(config).Options.reads) != SFTOptions.reads:
             raise ValueError(f"data.sources must be none with a dataset that reads {reads}: data.train_dir names them")
-        resolve_device(config, accelerator())
-        if config.trainer.device == "cuda" and ranks > _num_gpus():
+        typed = resolve_run(config, Machine(ranks, accelerator(), gpu_capability()))
+        if typed.trainer.device == "cuda" and ranks > _num_gpus():
             raise ValueError(f"nproc must be at most the number of GPUs, {_num_gpus()}; got {ranks}")
-        check_run(config, ranks, accelerator(), capability=gpu_capability())
+        check_run(typed)
         check_output(config, ranks)
         if categories:
-            check_categories(config.loss, categories)
+            check_categories(typed.loss, categories)
     except (ValueError, OSError) as error:
         print(error, file=output)
         raise SystemExit(2) from None

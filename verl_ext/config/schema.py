@@ -165,17 +165,17 @@ def is_known(key: str) -> bool:
     return is_free_form(key) or key in known_keys()
 
 
-def foreign_option_problems(config: DictConfig) -> Iterator[str]:
+def foreign_option_problems(config: Any) -> Iterator[str]:
     """Yield a line for each option that only dataset families or kinds of model read which were not chosen."""
-    if not names_own_class(config.data.custom_cls.name):
+    if not names_own_class(config["data"]["custom_cls"]["name"]):
         chosen = dataset_class(config)
         families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
-        yield from _foreign(config.data, "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
+        yield from _foreign(config["data"], "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
     kinds = {choice: set(options_of(kind)) for choice, kind in model_kinds().items()}
-    yield from _foreign(config.model, "model", kinds, set(options_of(get_class(config.model["_target_"]))))
+    yield from _foreign(config["model"], "model", kinds, set(options_of(get_class(config["model"]["_target_"]))))
 
 
-def _foreign(node: DictConfig, prefix: str, readers: dict[str, set[str]], read: set[str]) -> Iterator[str]:
+def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str]) -> Iterator[str]:
     for key in sorted(set().union(*readers.values()) - read - set(_upstream()[prefix])):  # verl's have values anyway
         groups = [f"{prefix}={choice}" for choice, keys in readers.items() if key in keys]
         if node.get(key) is not None:
