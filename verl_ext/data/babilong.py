@@ -41,7 +41,7 @@ LINE_BREAKS = 2  # tokens that the two line breaks before "Question:" may be
 
 @dataclass(frozen=True)
 class SampleOptions(Options):
-    """How a record becomes the tokens of a sample."""
+    """The options by which a record becomes the tokens of a sample."""
 
     prefix: ClassVar[str] = "data"
 
@@ -66,7 +66,7 @@ class SampleOptions(Options):
 
 @dataclass(frozen=True)
 class BABILongOptions(TextSetOptions, SampleOptions):
-    """How BABILong's records become rows."""
+    """The options by which BABILong's records become rows."""
 
     reads: ClassVar[str] = "BABILong's JSON files"
 
@@ -116,7 +116,7 @@ class SampleTokens(NamedTuple):
 
 
 def prompt_text(context: str, question: str) -> str:
-    """What the model is given; `context` is the record's input."""
+    """Return the prompt of a model; `context` is the record's input."""
     return f"{context}\n\nQuestion: {question}\nAnswer:"
 
 
@@ -137,7 +137,7 @@ class BABILongEncoder:
         return self.options.max_length - self.options.answer_reserve_tokens
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """The files' documents. ValueError for a file that is no list of such records or has none, and as `samples`."""
+        """Yield the files' documents; ValueError as `samples`, and for a file that is no list of records or empty."""
         records_of: Counter[str] = Counter()
         for batch in read_batches(files, lambda source: False, batch_bytes):
             records = []
@@ -166,7 +166,7 @@ class BABILongEncoder:
                 raise ValueError(f"{self.key} must hold at least one record in every file; {file.path} has none")
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """A line where prompts were cut; total: the counts of all records as the report has them."""
+        """Yield a line if prompts were cut; total: the counts of all records as the report has them."""
         if cut := total["over_length"]:
             yield (
                 f"{cut['truncated_documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "
@@ -196,7 +196,7 @@ class BABILongEncoder:
         return Record(path, number, *(raw[name] for name in FIELDS))
 
     def samples(self, records: Sequence[Record]) -> list[SampleTokens]:
-        """One sample a record.
+        """Return one sample a record.
 
         Raises:
             ValueError: append_eos with a tokenizer that has no EOS; an answer without a token or longer than
@@ -239,7 +239,7 @@ class BABILongEncoder:
         return answer
 
     def _cut(self, prompt: NDArray[np.int32], encoding: Any, record: Record) -> NDArray[np.int32]:
-        """`prompt` as exactly prompt_tokens tokens: its beginning, and what `truncate` keeps of its end."""
+        """Return `prompt` cut to prompt_tokens tokens: its beginning, and the part of its end that `truncate` keeps."""
         if encoding is None:
             limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
             raise ValueError(
@@ -261,7 +261,7 @@ class BABILongEncoder:
         return np.concatenate([prompt[:begin], prompt[keep_from:]])
 
     def _question_begins(self, encoding: Any, record: Record, first: int, end: int) -> int:
-        """The first token of what follows the input; first..end-1 are the tokens that are not special."""
+        """Return the first token after the input; first..end-1 are the tokens that are not special."""
         context = len(record.input)
         characters = range(context, len(prompt_text(record.input, record.question)))
         found = ((at, encoding.char_to_token(at)) for at in characters)
@@ -274,10 +274,10 @@ class BABILongEncoder:
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """(files, category number -> name) of paths, each a JSON file or a folder with *.json or */*.json in it.
+    """Return (files, category number -> name) of paths, each a JSON file or a folder with *.json or */*.json in it.
 
-    In the order given; those of a folder by name, numbers by their value. A category is `<task>_<size>` of
-    …/qa1/32k.json, else the file's name without its ending. ValueError, which names `key`, where there are none.
+    They are in the order given, those of a folder by name, numbers by their value. A category is `<task>_<size>` of
+    …/qa1/32k.json, else the file's name without its ending. ValueError, which names `key`, if there are none.
     """
 
     def category_of(file: SourceFile) -> str:
@@ -320,7 +320,7 @@ _ENDS = (".", "<context>", "<example>")
 
 
 def compare_answers(output: str, target: str, question: str, labels: Iterable[str]) -> bool:
-    """Whether `target` is the only label in the output's first sentence, those named in the question aside.
+    """Return whether `target` is the only label in the output's first sentence but those named in the question.
 
     Letter case does not count. Labels are looked for as substrings, as the benchmark does, so that "the kitchen" and
     "kitchens" both name the kitchen.
@@ -334,7 +334,7 @@ def compare_answers(output: str, target: str, question: str, labels: Iterable[st
 
 
 def is_same_text(output: str, target: str) -> bool:
-    """Whether the output's first line is the target; case, white space at the ends and a last full stop aside.
+    """Return whether the output's first line is the target but for case, outer white space and a last full stop.
 
     Of a target of several lines, as many lines are compared. Anything said after it on the line makes it wrong.
     """
@@ -344,13 +344,13 @@ def is_same_text(output: str, target: str) -> bool:
 
 
 def is_right_answer(output: str, target: str, question: str, category: str) -> bool:
-    """Whether `output` answers a sample of `category`, whose task is what stands before its first "_"."""
+    """Return whether `output` answers a sample of `category`, whose task is the part before its first "_"."""
     labels = TASK_LABELS.get(category.partition("_")[0])
     return is_same_text(output, target) if labels is None else compare_answers(output, target, question, labels)
 
 
 class BABILongQuestion(NamedTuple):
-    """What a sample asks and the right answer; category: its file's."""
+    """The question of a sample and the right answer; category: its file's."""
 
     category: str
     question: str
@@ -397,7 +397,7 @@ class BABILongDataset(TextSet):
         return "context truncated" if self.options.truncate == "context" else "question truncated"
 
     def question(self, pack: int) -> BABILongQuestion:
-        """What row `pack` asks, the right answer and its category."""
+        """Return the question of row `pack`, the right answer and its category."""
         row, columns = int(self.spans.row[pack]), self._data.document_columns
         assert columns is not None, "tokenized() writes them"
         name = self.category_names[int(columns.category[row])]

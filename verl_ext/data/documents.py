@@ -1,4 +1,4 @@
-"""DocumentDataset: the base of a dataset of one's own, whose class says what its documents are.
+"""DocumentDataset: the base of a dataset of one's own, whose class describes its documents.
 
     class Poems(DocumentDataset):
         categories = CategoryTable((1, 2), ("haiku", "sonnet"))
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.data.arrow import TokenizedData, fitting
-from verl_ext.data.dataset import DataFile, DatasetOptions, Ranks, named_paths
+from verl_ext.data.dataset import DataFile, DatasetOptions, Ranks
 from verl_ext.data.scan import scan_documents
 from verl_ext.data.sft import SFTDataSet, SFTOptions
 from verl_ext.packing.plan import index_type
@@ -37,7 +37,7 @@ _KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_wei
 
 @dataclass(frozen=True)
 class DocumentOptions(SFTOptions):
-    """How the documents of a dataset of one's own become packs."""
+    """The options by which documents of a dataset of one's own become packs."""
 
     reads: ClassVar[str] = DatasetOptions.reads
     mixture: Any = option(None, "must be null: a mixture draws from tokenized folders")
@@ -60,6 +60,8 @@ class DocumentDataset(SFTDataSet):
     """
 
     Options: ClassVar[type[DatasetOptions]] = DocumentOptions
+    paths_are = DocumentOptions.reads
+    requires_max_tokens = False
     lengths: ArrayLike
 
     def __init__(
@@ -69,14 +71,19 @@ class DocumentDataset(SFTDataSet):
         config: Mapping[str, Any] | None = None,
         processor: Any = None,
         max_samples: int = -1,
-        key: str = "data.train_dir",
-        **options: Any,
+        **given: Any,
     ) -> None:
-        """verl's arguments; `parquet_files` are the paths, `options` those of the packing by name.
+        """Open the paths `parquet_files`; the arguments are verl's, others those of SFTDataSet.
 
         Raises:
             ValueError: an option, a path or `lengths` that cannot be used, or a class that lacks one of the three.
         """
+        self.config, self.tokenizer = config, tokenizer
+        super().__init__(
+            parquet_files=parquet_files, tokenizer=tokenizer, config=config, max_samples=max_samples, **given
+        )
+
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, None]:
         cls = type(self)
         own = {name for name in _MEMBERS if getattr(cls, name, None) is not getattr(DocumentDataset, name, None)}
         if lacking := [name for name in _MEMBERS if name not in own | vars(self).keys()]:
@@ -84,16 +91,12 @@ class DocumentDataset(SFTDataSet):
                 f"data.custom_cls.name must be a class with {', '.join(_MEMBERS)}; {cls.__name__} lacks "
                 f"{', '.join(lacking)}"
             )
-        options_class: Any = cls.Options
-        self.options = options_class.read(config or {}, **options)
-        self.paths = tuple(map(absolute_path, named_paths(key, DocumentOptions.reads, parquet_files=parquet_files)))
-        self.config, self.tokenizer = config, tokenizer
-        self._data = _Rows(self, key)
-        self._plan_packs(getattr(tokenizer, "pad_token_id", None) or 0, key, max_samples)
+        self.paths = tuple(map(absolute_path, paths))
+        return _Rows(self, key), None
 
     @abstractmethod
     def row(self, document: int) -> Mapping[str, ArrayLike]:
-        """One document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
+        """Return one document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
 
         Each has as many values as `lengths` says, or is one number for all tokens. The first token is never a target.
         """
@@ -161,7 +164,7 @@ class _Rows(TokenizedData):
             at += tokens
 
     def _row(self, document: int) -> dict[str, NDArray[Any]]:
-        """A document's columns, each as long as the document; ValueError for a row that is none."""
+        """Return a document's columns, each as long as the document; ValueError for a row that is none."""
         given, tokens = self._dataset.row(document), int(self.lengths[document])
         wanted = self.columns if document else _KINDS.keys() - ({"loss_weight"} - given.keys())
         if given.keys() != set(wanted):

@@ -1,4 +1,4 @@
-"""The sources of a stream of documents, and which of their tokens each sample holds.
+"""The sources of a stream of documents, and the tokens of each sample.
 
 a/b.bin a/b.idx      PREFIX a/b: an index, source b           a/ with .idx files: a source for each
 scenes/*.txt         texts (files, folders, globs) become one index in the cache, source scenes
@@ -38,7 +38,7 @@ from verl_ext.text.sources import SourceFile, absolute_path, find_source_files, 
 from verl_ext.text.tokenized import digest, file_facts, tokenizer_facts
 from verl_ext.values import plain
 
-# How the streams are sampled: tokens that a sample has beside those that a model reads.
+# By sampling, the tokens that a sample has beside those that a model reads.
 LABEL_TOKENS = {"random_starts": 0, "document_stream": 1, "in_order": 1}
 FORMAT = 1  # to be raised when the same text is tokenized into something else
 _DENSE = 4  # fewer candidates than this for each random start are shuffled as a whole
@@ -66,7 +66,7 @@ class Source:
 
     @property
     def key(self) -> str:
-        """What messages name it by."""
+        """The name in messages."""
         return f"{self.index.key}: {self.name}"
 
     @cached_property
@@ -74,20 +74,20 @@ class Source:
         return self.index.num_tokens if self.documents is None else count_tokens(self.index.lengths, self.documents)
 
     def part(self, split: str, train_ratio: float, seed: int) -> "Source":
-        """The source with its documents of "train" or "val"."""
+        """Return the source with its documents of "train" or "val"."""
         try:
             return replace(self, documents=split_rows(self.index.num_documents, split, train_ratio, seed))
         except ValueError as error:
             raise ValueError(f"{self.key}: {error}") from error
 
     def token_range(self, part: int, parts: int) -> tuple[int, int]:
-        """(lowest, highest) token id of about one of `parts` equal shares of its index; (0, -1) where it has none."""
+        """Return (lowest, highest) token id of about one of `parts` equal shares of its index; (0, -1) for none."""
         edges = np.arange(part, part + 2) * self.index.num_tokens // parts * self.index.dtype.itemsize
         return self.index.token_range(*np.searchsorted(self.index.pointers, edges).tolist())
 
 
 def read_blend(blend: Any) -> list[tuple[float, str]]:
-    """(weight, path) of each source of [[0.7, path], [0.3, path]].
+    """Return (weight, path) of each source of [[0.7, path], [0.3, path]].
 
     Raises:
         ValueError: another form, a weight that is negative or not finite, no weight above 0, a path given twice.
@@ -107,6 +107,7 @@ def read_blend(blend: Any) -> list[tuple[float, str]]:
 
 
 def is_path(path: Any) -> bool:
+    """Return whether a value can be a path."""
     return isinstance(path, (str, os.PathLike)) and bool(os.fspath(path))
 
 
@@ -125,11 +126,11 @@ class SourceFinder:
     key: str
 
     def blended(self, blend: Any) -> list[Source]:
-        """A source for each path of a blend whose weight is above 0."""
+        """Return a source for each path of a blend whose weight is above 0."""
         return self._named([([absolute_path(path)], weight) for weight, path in read_blend(blend) if weight])
 
     def listed(self, paths: Any) -> list[Source]:
-        """The sources of a path, of a list of paths, or of {name: path}; texts without a name of their own are one."""
+        """Return the sources of a path, a list of paths, or {name: path}; texts without a name of their own are one."""
         paths = plain(paths)
         if isinstance(paths, Mapping):
             return [self._one(str(name), self._paths(given)) for name, given in paths.items()]
@@ -142,7 +143,7 @@ class SourceFinder:
         return self._named([*groups, (texts, None)] if texts else groups)
 
     def _named(self, groups: Sequence[tuple[list[str], float | None]]) -> list[Source]:
-        """A source for each (paths, weight): named by their last part, and its folder's where two would be alike."""
+        """Return a source for each (paths, weight), named by their last part, and their folders' if two are alike."""
         paths = [_together(paths) for paths, _ in groups]
         short = [_name(path) for path in paths]
         names = [
@@ -163,7 +164,7 @@ class SourceFinder:
         return Source(name, TokenIndex(prefixes[0], self.key), weight)
 
     def _prefixes(self, path: str) -> list[str]:
-        """The prefixes of the indices that a path means: itself, or those of a folder; [] where it means texts."""
+        """Return the prefixes of the indices that a path means: itself, or those of a folder; [] if it means texts."""
         if path.endswith(SUFFIXES):
             return [path[:-4]]
         if any(os.path.isfile(path + ending) for ending in SUFFIXES):
@@ -214,7 +215,7 @@ class SourceFinder:
 
 
 def _name(path: str) -> str:
-    """The last part of a path, or of the folder that a glob begins in, without the endings of its formats."""
+    """Return the last part of a path, or of the folder that a glob begins in, without the endings of its formats."""
     parts = Path(path).parts
     fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     name = parts[fixed - 1]
@@ -222,7 +223,7 @@ def _name(path: str) -> str:
 
 
 def _together(paths: Sequence[str]) -> str:
-    """What texts are named by: the only path, else the folder that holds them all."""
+    """Return the path that texts are named by: the only one, else the folder that holds them all."""
     if len(paths) == 1 or any(map(is_url, paths)):
         return paths[0]
     return os.path.commonpath([path if os.path.isdir(path) else os.path.dirname(path) for path in paths])
@@ -247,7 +248,7 @@ class TokenStream:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def pieces(self, start: int, stop: int) -> Pieces:
-        """Tokens start..stop-1 of the stream, at least one, as pieces of documents."""
+        """Return tokens start..stop-1 of the stream, at least one, as pieces of documents."""
         first, last = np.searchsorted(self.ends, (start, stop - 1), side="right").tolist()
         document = self.documents[first : last + 1].astype(np.int64)
         piece_stop = self.ends[first : last + 1].copy()
@@ -260,13 +261,13 @@ class TokenStream:
         return document, piece_start, piece_stop
 
     def piece_counts(self, start: NDArray[Any], stop: NDArray[Any]) -> NDArray[np.int64]:
-        """How many pieces tokens start..stop-1 are, for every pair."""
+        """Return how many pieces tokens start..stop-1 are, for every pair."""
         first = np.searchsorted(self.ends, start, side="right")
         return np.searchsorted(self.ends, stop - 1, side="right") - first + 1
 
 
 def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.train_dir") -> NDArray[np.int64]:
-    """int64[⌊num_tokens/seq_len⌋]: different starts of 0..num_tokens-seq_len, every choice and order as likely.
+    """Return int64[⌊num_tokens/seq_len⌋]: different starts of 0..num_tokens-seq_len, every choice and order as likely.
 
     Memory grows with the number of starts, not with the number of tokens. Drawing with replacement until enough
     different starts are there gives each set of them the same chance, since the candidates are interchangeable.
@@ -289,8 +290,10 @@ def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.tra
 
 
 class WindowPlan:
-    """The windows of every source, one source after the other; the first of each, in proportion, where there may be
-    no more than max_samples together (0: all)."""
+    """The windows of every source, one source after the other.
+
+    max_samples: of all sources together, the first of each in proportion; not above 0: all.
+    """
 
     epochs = 1.0  # how often the samples hold the tokens
 
@@ -316,16 +319,16 @@ class WindowPlan:
         return len(self._starts)
 
     def pieces(self, number: int) -> tuple[int, Pieces]:
-        """(source, its pieces of documents) of a sample."""
+        """Return (source, its pieces of documents) of a sample."""
         source = int(np.searchsorted(self._ends, number, side="right"))
         return source, self._streams[source].pieces(self._starts.item(number), self._stops.item(number))
 
     def token_counts(self) -> NDArray[np.int64]:
-        """int64[P]: tokens of each sample that a model reads."""
+        """Return int64[P]: tokens of each sample that a model reads."""
         return self._stops - self._starts - self._label_tokens
 
     def piece_counts(self) -> NDArray[np.int64]:
-        """int64[P]: pieces of each sample."""
+        """Return int64[P]: pieces of each sample."""
         edges = pairwise([0, *self._ends.tolist()])
         parts = [
             stream.piece_counts(self._starts[first:end], self._stops[first:end])
@@ -334,14 +337,14 @@ class WindowPlan:
         return np.concatenate(parts)
 
     def source_counts(self, first: int) -> NDArray[np.int64]:
-        """int64[S]: samples of each source among the first so many."""
+        """Return int64[S]: samples of each source among the first so many."""
         return np.diff(np.minimum(self._ends, first), prepend=0)
 
 
 class StreamPlan:
-    """Megatron's indices of every source; several sources mixed, sample by sample, in proportion to their weights, or
-    to their samples where they have none. The methods are those of WindowPlan.
+    """Megatron's indices of every source; the methods are those of WindowPlan.
 
+    Several sources are mixed sample by sample in proportion to their weights, or to their samples if they have none.
     num_samples: of all sources together; None: those of `epochs` epochs of each.
     """
 
@@ -382,7 +385,7 @@ class StreamPlan:
         return self._num
 
     def begins_as(self, other: "StreamPlan", first: int) -> bool:
-        """Whether the first so many samples are those of another plan of the same sources."""
+        """Return whether the first so many samples are those of another plan of the same sources."""
         used = [first]
         if self._order is not None and other._order is not None:
             own, its = self._order, other._order
@@ -425,7 +428,7 @@ class StreamPlan:
 
 
 def _check_joined_sequences(sources: Sequence[Source], blend_rule: str | None) -> None:
-    """Warns of sources that are not sampled as megatron-core does; ValueError where `blend_rule` asks for that."""
+    """Warn of sources that are not sampled as by megatron-core; ValueError if `blend_rule` asks for that."""
     for source in sources:
         index = source.index
         if index.num_sequences <= index.num_documents:

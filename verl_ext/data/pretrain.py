@@ -37,7 +37,7 @@ ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 
 @dataclass(frozen=True)
 class DocumentOptions(RecordTextOptions):
-    """How text becomes documents."""
+    """The options by which text becomes documents."""
 
     prefix: ClassVar[str] = "data"
 
@@ -51,7 +51,7 @@ class DocumentOptions(RecordTextOptions):
 
 @dataclass(frozen=True)
 class PreTrainOptions(TextSetOptions, DocumentOptions):
-    """How text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
+    """The options by which text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
 
     reads: ClassVar[str] = "files of text records"
 
@@ -99,7 +99,7 @@ class PreTrainEncoder:
     key: str = "data.train_dir"
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """The files' documents; ValueError for a tokenizer without EOS, or a record that cannot be used."""
+        """Yield the files' documents; ValueError for a tokenizer without EOS or a record that cannot be used."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
         tokenizer = TextTokenizer(self.tokenizer, self.options, add_bos=self.has_bos)
@@ -125,7 +125,7 @@ class PreTrainEncoder:
         return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, counts, full)
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """A line for each thing that is not as the records have it; total: their counts as the report has them."""
+        """Yield a line for each thing that differs from the records; total: their counts as the report has them."""
         if not self.has_bos:
             yield f"the tokenizer has no bos_token: documents of {self.key} begin with the first token of their text"
         if cut := total["over_length"]:
@@ -150,8 +150,10 @@ class PreTrainEncoder:
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """(files, category number -> name) of paths: files, folders, globs and URLs, in the order given; those of a folder
-    or a glob by name. A file's category is its name without its endings, an Arrow folder's its name.
+    """Return (files, category number -> name) of paths: files, folders, globs and URLs, in the order given.
+
+    Those of a folder or a glob are sorted by name. A file's category is its name without its endings, an Arrow folder's
+    its name.
 
     Raises:
         ValueError: no file, a file of no known format, one that cannot be read; `key` is named.
@@ -167,8 +169,10 @@ def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[i
 def cut_documents(
     tokens: NDArray[Any], lengths: NDArray[np.integer], keep: int
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """(tokens, lengths int32[D]) of the documents side by side in `tokens`, a longer one than `keep` as its first
-    keep - 1 tokens and its last."""
+    """Return (tokens, lengths int32[D]) of documents side by side, each with at most `keep` tokens.
+
+    A longer one is cut to its first keep - 1 tokens and its last.
+    """
     if not (lengths > keep).any():
         return tokens, lengths.astype(np.int32)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -201,5 +205,5 @@ class PreTrainDataset(TextSet):
         self.has_bos = tokenizer.bos_token_id is not None
 
     def facts(self) -> dict[str, Any]:
-        """What its report says besides: how documents became rows, and whether they begin with a BOS."""
+        """Return how documents became rows, and whether they begin with a BOS."""
         return {"rows": self.options.rows, "max_length": self.options.max_length, "bos": self.has_bos}

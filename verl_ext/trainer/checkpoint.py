@@ -44,7 +44,7 @@ from verl_ext.config.run import RunConfig
 from verl_ext.data.dataset import Ranks
 from verl_ext.engines.saving import NotWritten, Save, check_readable, errors_shared, is_elastic, tensors_alone
 from verl_ext.engines.step import StepEngine
-from verl_ext.files import sync, whole_file, write_errors, write_json
+from verl_ext.files import atomic_write, sync, write_errors, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.trainer.distributed import LONG, user_errors_end_the_run
 from verl_ext.trainer.hang import watch
@@ -300,7 +300,7 @@ class Checkpoints:
         self._track(step_of(folder))
 
     def _track(self, step: int) -> None:
-        with whole_file(self.folder / TRACKER) as written:
+        with atomic_write(self.folder / TRACKER) as written:
             written.write_text(str(step))
             sync(written)
         sync(self.folder)

@@ -364,7 +364,7 @@ class SFTTrainer:
         if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
             with self._going_on(True):
                 self.checkpoints.finish()  # of the data as it was
-            self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
+            self.run.files.verify_content(self.run.content, changed, RunRanks())
 
     def _save(self, step: int) -> None:
         """Save a checkpoint; one before the last step that cannot be written does not end the run."""
