@@ -278,8 +278,8 @@ class TokenizedData:
         found = []
         for folder in map(Path, self.folders):
             recorded = (folder / STATE).stat().st_mtime_ns
-            for name, size, checksum in read_state(folder).shards:
-                found.append(DataFile(str(folder / name), size, checksum, recorded))
+            for name, _, checksum in read_state(folder).shards:
+                found.append(DataFile(str(folder / name), checksum, recorded))
         return tuple(found)
 
     @cached_property

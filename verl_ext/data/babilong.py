@@ -1,13 +1,13 @@
-"""BABILongDataset: question answering over long contexts, every row one sample of exactly max_length tokens.
+r"""BABILongDataset: question answering over long contexts, every row one sample of exactly max_length tokens.
 
-    input \\n\\nQuestion: question\\nAnswer:     target         R = answer_reserve_tokens
+    input \n\nQuestion: question\nAnswer:     target         R = answer_reserve_tokens
     <bos> c0 c1 c2 c3 c4 q0 q1 q2            a0 [eos]       fits: at most max_length - R tokens before a0
     <bos> c0 c1 c2       q0 q1 q2            a0 [eos]       truncate=context: the last tokens of the input are gone
     <bos> c0 c1 c2 c3 c4                     a0 [eos]       truncate=right: the question is what is gone
 
 Only the answer's tokens (and the EOS after them, where it is asked for) are targets. The prompt is tokenized whole and
 then cut in tokens, so that a cut one has exactly max_length - R of them, whatever merges over the seam. A token that
-holds the end of the input and the first line break (".\\n\\n") belongs to the question's side. Special tokens that the
+holds the end of the input and the first line break (".\n\n") belongs to the question's side. Special tokens that the
 tokenizer puts at either end stay.
 """
 
@@ -22,9 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.dataset import DatasetOptions, missing_paths
-from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
+from verl_ext.data.sft import SFTOptions
+from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.json_records import BadRecord
@@ -58,6 +60,7 @@ class SampleOptions(Options):
         False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa5 needs it"
     )
 
+    @override
     def problems(self) -> Iterable[str | None]:
         length, reserve = self.max_length, self.answer_reserve_tokens
         if length <= reserve:
@@ -79,6 +82,7 @@ class BABILongOptions(TextSetOptions, SampleOptions):
     pad_mode: str = option("right", "fixed: every row has max_length tokens", choices=("right",))
     mixture: Any = option(None, "must be null: a row is one sample")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         yield from SampleOptions.problems(self)
         if self.max_tokens not in (None, self.max_length):
@@ -86,10 +90,12 @@ class BABILongOptions(TextSetOptions, SampleOptions):
         if self.mixture is not None:
             yield "data.mixture must be null for BABILong, whose rows are one sample each; got a mixture"
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return missing_paths(key, paths, os.path.exists, "file or folder")
 
     @property
+    @override
     def packing(self) -> SFTOptions:
         return replace(self, max_tokens=self.max_length)
 
@@ -349,14 +355,6 @@ def is_right_answer(output: str, target: str, question: str, category: str) -> b
     return is_same_text(output, target) if labels is None else compare_answers(output, target, question, labels)
 
 
-class BABILongQuestion(NamedTuple):
-    """The question of a sample and the right answer; category: its file's."""
-
-    category: str
-    question: str
-    target: str
-
-
 class BABILongDataset(TextSet):
     """BABILong's JSON lists of {input, question, target} as rows of one length; see the picture above.
 
@@ -366,11 +364,8 @@ class BABILongDataset(TextSet):
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
     options: BABILongOptions
-    encoder, paths_are, find_files = (
-        BABILongEncoder,
-        "a BABILong JSON file, or a folder of them",
-        staticmethod(find_files),
-    )
+    encoder, find_files = BABILongEncoder, staticmethod(find_files)
+    paths_are = "a BABILong JSON file, or a folder of them"
     has_questions = True
 
     def __init__(
@@ -382,7 +377,7 @@ class BABILongDataset(TextSet):
         config: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        """`given`: as of a TextSet."""
+        """Open the files; `given`: as of a TextSet."""
         node = {**(plain(config) or {}), "pad_mode": "right"}  # verl's own node says no_padding
         if max_length is not None:
             node["max_tokens"] = None
@@ -396,13 +391,10 @@ class BABILongDataset(TextSet):
     def cut_reason(self) -> str:  # type: ignore[override]
         return "context truncated" if self.options.truncate == "context" else "question truncated"
 
-    def question(self, pack: int) -> BABILongQuestion:
-        """Return the question of row `pack`, the right answer and its category."""
+    @override
+    def is_right_answer(self, pack: int, answer: str) -> bool:
+        """What the report calls a cut prompt."""
         row, columns = int(self.spans.row[pack]), self._data.document_columns
         assert columns is not None, "tokenized() writes them"
-        name = self.category_names[int(columns.category[row])]
-        return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
-
-    def is_right_answer(self, pack: int, answer: str) -> bool:
-        asked = self.question(pack)
-        return is_right_answer(answer, asked.target, asked.question, asked.category)
+        question, target = (self._data.text(column, row) for column in BABILongEncoder.texts)
+        return is_right_answer(answer, target, question, self.category_names[int(columns.category[row])])

@@ -56,16 +56,12 @@ class DataFiles:
         key: the config key that errors name.
 
     Raises:
-        ValueError: a file that is missing, or that has another size than was recorded.
+        ValueError: a file that cannot be read.
     """
 
     def __init__(self, files: Sequence[DataFile], key: str) -> None:
         self._files, self._key = list(files), key
         self._states = self._current()
-        for file, (_, size, _) in zip(self._files, self._states, strict=True):
-            if file.bytes not in (None, size):
-                found = f"{file.path} has {size:,} bytes and had {file.bytes:,}"
-                raise ValueError(f"{key} must hold files as they were tokenized; {found}")
 
     def _current(self) -> list[tuple[str, int, int]]:
         try:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
+from typing_extensions import override
 
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import DroppedDocuments
@@ -42,6 +43,9 @@ class Ranks:
         """Return every rank's value on every rank."""
         return [value]
 
+    def all_reduce(self, values: NDArray[Any]) -> None:
+        """Sum over the ranks, in place."""
+
 
 ONE_RANK = Ranks()
 
@@ -54,10 +58,9 @@ class RunLength(NamedTuple):
 
 
 class DataFile(NamedTuple):
-    """A file that is read during a run. bytes, xxh3_128: as recorded at `recorded_ns` when it was tokenized."""
+    """A file that is read during a run. xxh3_128: of its content, as recorded at `recorded_ns` by the tokenizer."""
 
     path: str
-    bytes: int | None = None
     xxh3_128: str | None = None
     recorded_ns: int = 0
 
@@ -98,6 +101,7 @@ class DataOptions(Options):
     prefetch_factor: int = option(2, "steps that each loader process prepares ahead", least=1)
     pin_memory: bool | None = option(None, "true: batches in page-locked memory; null: true where there is a GPU")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         group, step = self.balance_group, self.train_batch_size
         if group is not None and group > step:

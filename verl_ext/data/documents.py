@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
 
 from verl_ext.data.arrow import TokenizedData, fitting
 from verl_ext.data.dataset import DataFile, DatasetOptions, Ranks
@@ -42,10 +43,12 @@ class DocumentOptions(SFTOptions):
     reads: ClassVar[str] = DatasetOptions.reads
     mixture: Any = option(None, "must be null: a mixture draws from tokenized folders")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # what a path names is the class's own affair
 
@@ -110,6 +113,7 @@ class DocumentDataset(SFTDataSet):
                 raise ValueError(f"{self.key} must have category_ids of the table ({table}); got {min(unknown)}")
 
     @property
+    @override
     def folders(self) -> tuple[str, ...]:
         return self.paths
 
@@ -119,6 +123,7 @@ class DocumentDataset(SFTDataSet):
         return tuple(DataFile(path) for path in self.paths if os.path.isfile(path))
 
     @cached_property
+    @override
     def category_names(self) -> dict[int, str]:
         return dict(zip(self.categories.ids, self.categories.names, strict=True))
 

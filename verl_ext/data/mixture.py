@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
@@ -37,6 +38,7 @@ class SourceOptions(Options):
     intervals: list | None = option(None, "ascending lengths; each interval between two gives as many tokens")
     train_dir: Any = option(None, "its own folder or folders; null: those of data.train_dir")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         given = [f"{name}={value:g}" for name in ("tokens", "weight") if (value := getattr(self, name)) is not None]
         if len(given) != 1:
@@ -101,6 +103,7 @@ class MixtureOptions(Options):
         refuse(lines)
         return options
 
+    @override
     def problems(self) -> Iterable[str | None]:
         weighted = any(source.weight for source in self.sources.values())
         if self.total_tokens is not None and self.sources and not weighted:
@@ -108,6 +111,7 @@ class MixtureOptions(Options):
 
     @property
     def budgets(self) -> tuple[MixtureSource, ...]:
+        """The budgets by source."""
         return tuple(
             MixtureSource(name, source.tokens, source.weight, tuple(source.intervals) if source.intervals else None)
             for name, source in self.sources.items()
@@ -123,6 +127,7 @@ class MixtureOptions(Options):
 
     @property
     def needs_train_dir(self) -> bool:
+        """Whether a source draws from data.train_dir."""
         return None in self.folders
 
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
@@ -176,7 +181,7 @@ def mixture_report(
         counts = len(draw.documents), draw.distinct, draw.wanted, draw.given, draw.given / draw.pool
         reason = None
         if draw.alternative is not None:
-            span, otherwise = draw.alternative.document, draw.alternative.tokens
+            span, otherwise = draw.alternative
             row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
             folder = int(np.searchsorted(first_rows, row, side="right")) - 1
             reason = (

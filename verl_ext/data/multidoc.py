@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.content import Arrays, found_once
@@ -32,7 +33,8 @@ from verl_ext.data.dataset import (
 )
 from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.megatron.blend import BLEND_RULES
-from verl_ext.data.multidoc_plan import LABEL_TOKENS, SourceFinder, StreamPlan, WindowPlan, is_path, read_blend
+from verl_ext.data.multidoc_plan import SourceFinder, is_path, read_blend
+from verl_ext.data.multidoc_samples import LABEL_TOKENS, StreamPlan, WindowPlan
 from verl_ext.files import default_root, file_state, fingerprint
 from verl_ext.packing import CostModel
 from verl_ext.packing.strategies import MOST_TOKENS
@@ -87,14 +89,17 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     val_seed: int | None = option(None, "seed of val_sampling=random_starts; null: seed + 1", least=0)
 
     @property
+    @override
     def needs_train_dir(self) -> bool:
         return self.blend is None
 
     @classmethod
+    @override
     def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         splits_blend = node.get("blend") is not None and not node.get("val_dir") and node.get("train_ratio", 1.0) < 1
         return {} if splits_blend else {**super().for_evaluation(node), "blend": None}
 
+    @override
     def problems(self) -> Iterable[str | None]:
         if self.max_tokens not in (None, self.seq_len):
             yield f"data.max_tokens must be data.seq_len={self.seq_len} for samples of it; got {self.max_tokens}"
@@ -220,10 +225,12 @@ class MultiDocDataset(PackDataset):
         """Return the run's length for training, and that the set is measured for validation."""
         return {"num_samples": node.get("num_samples") or length.samples, "epochs": length.epochs}, {"validates": True}
 
+    @override
     def read_together(self, ranks: Ranks) -> None:
         self.token_range = self._read_token_range(ranks)
 
     @cached_property
+    @override
     def token_range(self) -> tuple[int, int]:
         return self._read_token_range(ONE_RANK)
 
@@ -268,6 +275,7 @@ class MultiDocDataset(PackDataset):
         }
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
+    @override
     def documents_of(self, pack: int) -> list[PackedDocument]:
         source, (document, start, stop) = self._plan.pieces(range(len(self))[pack])
         prefix = self.sources[source].index.prefix
@@ -275,10 +283,12 @@ class MultiDocDataset(PackDataset):
         return [PackedDocument(prefix, *piece) for piece in pieces]
 
     @property
+    @override
     def folders(self) -> tuple[str, ...]:
         return tuple(source.index.prefix for source in self.sources)
 
     @property
+    @override
     def data_files(self) -> tuple[DataFile, ...]:
         return tuple(DataFile(path) for source in self.sources for path in source.index.files)
 
@@ -303,6 +313,7 @@ class MultiDocDataset(PackDataset):
         facts = [parts, self.token_range, self.options.seq_len, self._seed, num_samples, options]
         return fingerprint(facts, digits=16)
 
+    @override
     def plan_options(self) -> dict[str, Any]:
         options = self.options
         facts: dict[str, Any] = {
@@ -317,12 +328,14 @@ class MultiDocDataset(PackDataset):
         return {**facts, NUM_SAMPLES: len(self._plan)}
 
     @property
+    @override
     def longest_document(self) -> int:
         longest = int(self.pack_tokens().max())
         if self.options.attend_across_documents:
             return longest
         return min(longest, max(int(source.index.lengths.max()) for source in self.sources))
 
+    @override
     def pack_tokens(self) -> NDArray[np.int64]:
         return self._plan.token_counts()[: self._num]
 
@@ -360,6 +373,7 @@ class MultiDocDataset(PackDataset):
         found += [(source.name, "special tokens encoded as text", source.special_tokens) for source in self.sources]
         return [DroppedDocuments(*row) for row in found if row[2]]
 
+    @override
     def facts(self) -> dict[str, Any]:
         rows = []
         for source, samples in zip(self.sources, self._plan.source_counts(self._num).tolist(), strict=True):

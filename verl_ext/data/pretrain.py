@@ -20,9 +20,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.dataset import DatasetOptions
-from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
+from verl_ext.data.sft import SFTOptions
+from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.plain_text import RecordTextOptions, TextTokenizer
@@ -68,20 +70,24 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
     )
     mixture: Any = option(None, "must be null: give train_dir a list")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
         yield from DocumentOptions.problems(self)
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # globs and URLs: checked when they are opened
 
     @classmethod
+    @override
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         one_a_row = {"max_tokens": node.get("max_length"), "strategy": "none", "pad_mode": "right"}
         return one_a_row if node.get("rows") == "padded" else {}
 
     @property
+    @override
     def packing(self) -> SFTOptions:
         budget = self.max_length if self.max_tokens is None else self.max_tokens
         return replace(self, **{"max_tokens": budget, **self.implied(vars(self))})
@@ -107,6 +113,7 @@ class PreTrainEncoder:
 
     @property
     def has_bos(self) -> bool:
+        """Whether the tokenizer has a BOS token."""
         return self.tokenizer.bos_token_id is not None
 
     def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:
@@ -200,7 +207,7 @@ class PreTrainDataset(TextSet):
         max_length: int | None = None,
         **given: Any,
     ) -> None:
-        """`given`: as of a TextSet."""
+        """Open the files; `given`: as of a TextSet."""
         super().__init__(datapath, tokenizer, max_length, **given)
         self.has_bos = tokenizer.bos_token_id is not None
 

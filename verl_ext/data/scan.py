@@ -80,7 +80,7 @@ def scan_documents(
     token_ids: list[int] = []
     categories: set[int] = set()
     counts: list[list[int]] = []
-    reader = _Reader(data, is_read, over, block_tokens)
+    reader = _Reader(data, is_read, spans.row[of_tokens], over, block_tokens)
     if is_read.any():
         name = f"scan-{_fingerprint(data, is_read, over)}" if keep and ranks.rank == 0 else ""
         found = found_once(name, ranks, lambda: reader.read(ranks)) if keep else reader.read(ranks)
@@ -141,16 +141,23 @@ def _fingerprint(data: TokenizedData, is_read: NDArray[np.bool_], over: OverLeng
 
 
 class _Reader:
-    """Reads the documents of is_read bool[N], of which those longer than `over.max_tokens` are cut into pieces."""
+    """Reads the documents of is_read bool[N], of which those longer than `over.max_tokens` are cut into pieces.
+
+    span_rows: the rows of their spans, which are the pieces that are kept.
+    """
 
     def __init__(
-        self, data: TokenizedData, is_read: NDArray[np.bool_], over: OverLength, block_tokens: int = BLOCK_TOKENS
+        self,
+        data: TokenizedData,
+        is_read: NDArray[np.bool_],
+        span_rows: NDArray[np.int64],
+        over: OverLength,
+        block_tokens: int,
     ) -> None:
         self.data, self.is_read, self.over, self.block_tokens = data, is_read, over, block_tokens
         self.tokens_read = 0
-        # Of each block: targets of the pieces that are kept, lowest and highest token id, categories of targets, and
-        # OverLengthCounts.
-        self._targets = [np.zeros(0, np.int32)]
+        self._span_rows, self._targets = span_rows, np.zeros(len(span_rows), np.int32)
+        # Of each block: lowest and highest token id, categories of targets, and OverLengthCounts.
         self._token_ids, self._categories = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         self._counts = [np.zeros((0, len(OverLengthCount._fields)), np.int64)]
 
@@ -161,11 +168,12 @@ class _Reader:
             first, last = shares(self.data.lengths[rows], ranks.size)[ranks.rank : ranks.rank + 2].tolist()
             if first < last:  # there may be fewer documents than ranks
                 self._read_rows(rows[first:last], has_bar=ranks.rank == 0)
-        lists = (self._targets, self._token_ids, self._categories, self._counts)
-        shared = ranks.gather([np.concatenate(arrays) for arrays in lists])  # type: ignore[arg-type]
-        targets, token_ids, categories, counts = (np.concatenate(parts) for parts in zip(*shared, strict=True))
+        ranks.all_reduce(self._targets)  # every span is of one share: the sum puts the shares together
+        lists = (self._token_ids, self._categories, self._counts)
+        shared = ranks.gather([np.concatenate(arrays) for arrays in lists])
+        token_ids, categories, counts = (np.concatenate(parts) for parts in zip(*shared, strict=True))
         return {
-            "targets": targets,
+            "targets": self._targets,
             "token_ids": np.array([token_ids.min(), token_ids.max()] if len(token_ids) else [], np.int64),
             "categories": np.unique(categories),
             "over_length": sum_by_category(counts),
@@ -211,7 +219,8 @@ class _Reader:
             kept_targets = np.bincount(pieces.row, targets * kept, len(rows)).astype(np.int64)
             self._count_over_length(length, ends, is_target, running, kept_targets, values["category_ids"])
             inside, targets = np.repeat(kept, pieces.length), targets[kept]
-        self._targets.append(targets)
+        at = np.searchsorted(self._span_rows, begin)
+        self._targets[at : at + len(targets)] = targets
         is_target[first] = False
         if inside is not None:  # what is cut off or dropped is no token of the packs
             values, is_target = {name: flat[inside] for name, flat in values.items()}, is_target[inside]

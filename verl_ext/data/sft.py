@@ -12,15 +12,15 @@ A document's first token is never a target, and a token that is no target has ca
 """
 
 import os
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
@@ -32,12 +32,11 @@ from verl_ext.data.dataset import (
     Ranks,
     missing_paths,
     named_paths,
-    split_rows,
 )
 from verl_ext.data.left_out import DroppedDocuments, DroppedReport
 from verl_ext.data.mixture import MixtureOptions, draw_spans
 from verl_ext.data.scan import DocumentScan, OverLength, scan_documents
-from verl_ext.files import default_root, fingerprint
+from verl_ext.files import fingerprint
 from verl_ext.packing import (
     MOST_TOKENS,
     OVER_LENGTH_POLICIES,
@@ -49,12 +48,10 @@ from verl_ext.packing import (
     plan_packs,
 )
 from verl_ext.packing.strategies import plan_repeated
-from verl_ext.text.sources import SourceFile, absolute_path
-from verl_ext.text.tokenized import read_report, tokenized
-from verl_ext.values import option, options_of, whole_number
+from verl_ext.text.sources import absolute_path
+from verl_ext.values import option, whole_number
 
 PAD_MODES = ("no_padding", "right")
-IGNORED = -100  # the label that Hugging Face losses leave out
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,19 @@ class SFTOptions(DatasetOptions):
         """The mixture with its sources; reading a wrong one raises ValueError."""
         return None if self.mixture is None else MixtureOptions.read(self.mixture)
 
+    @override
     def problems(self) -> Iterable[str | None]:
         try:
             _ = self.mixture_options
         except ValueError as error:
             yield from str(error).splitlines()
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return missing_paths(key, paths, os.path.isdir, "folder")
 
     @property
+    @override
     def needs_train_dir(self) -> bool:
         return self.mixture_options is None or self.mixture_options.needs_train_dir
 
@@ -130,24 +130,15 @@ class SFTDataSet(PackDataset):
         key: str = "data.train_dir",
         **options: Any,
     ) -> None:
-        """Open the data and plan its packs.
+        """Open the data, which train_dir or parquet_files names, and plan its packs.
 
-        Args:
-            train_dir, parquet_files: what is read; one of them is given.
-            max_tokens: of a pack.
-            padding_value: the token of padding, unless `tokenizer` has a pad token.
-            tokenizer: of the model.
-            config: the data node.
-            processor: verl's argument for images, not used.
-            max_samples: the first so many documents, all if it is not above 0.
-            key: the config key that messages name for the data.
-            options: those of `Options`, by name, which win over `config`.
+        padding_value: the token of padding unless `tokenizer` has a pad token. processor: verl's, not used.
+        max_samples: the first so many documents, all if it is not above 0. key: the config key that messages name for
+        the data. options: those of `Options` by name, which win over `config`.
 
-        Raises:
-            ValueError: an option or data that cannot be used; a line with the key and the value for each.
+        Raises ValueError with a line for each option or folder that cannot be used.
         """
-        chosen: Any = type(self).Options.read(config or {}, max_tokens=max_tokens, **options)
-        self.options = chosen
+        self.options = self.Options.read(config or {}, max_tokens=max_tokens, **options)  # type: ignore[assignment]
         if self.requires_max_tokens and max_tokens is None and (config or {}).get("max_tokens") is None:
             raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
         mixture = self.options.mixture_options
@@ -219,6 +210,7 @@ class SFTDataSet(PackDataset):
             out["attention_mask"][:tokens] = 1
         return {name: torch.from_numpy(values) for name, values in out.items()}
 
+    @override
     def documents_of(self, pack: int) -> list[PackedDocument]:
         documents, first_rows = self.plan.documents(range(len(self))[pack]), self._data.first_rows()
         row, start, length = (values[documents] for values in (self.spans.row, self.spans.start, self.spans.length))
@@ -245,18 +237,22 @@ class SFTDataSet(PackDataset):
         return OverLength(rows, self.max_tokens, self.options.packing.over_length)
 
     @property
+    @override
     def folders(self) -> tuple[str, ...]:
         return self._data.folders
 
     @property
+    @override
     def data_files(self) -> tuple[DataFile, ...]:
         return self._data.files
 
     @property
+    @override
     def token_range(self) -> tuple[int, int]:
         return self.scan.min_token_id, self.scan.max_token_id
 
     @property
+    @override
     def longest_document(self) -> int:
         return int(self.spans.length.max())
 
@@ -299,110 +295,18 @@ class SFTDataSet(PackDataset):
         facts = f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}"
         return fingerprint(facts, (values.astype(np.int64) for values in arrays), digits=16)
 
+    @override
     def pack_tokens(self) -> NDArray[np.int64]:
         return self.plan.pack_sums(self.spans.length)
 
+    @override
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
         return cost.packs(self.plan, self.spans.length)
 
+    @override
     def pack_documents(self) -> NDArray[np.int64]:
         return np.diff(self.plan.pack_offsets)
 
+    @override
     def pack_targets(self) -> NDArray[np.int64]:
         return self.plan.pack_sums(self.scan.targets)
-
-
-@dataclass(frozen=True)
-class TextSetOptions(SFTOptions):
-    """Options of a set of texts, which are tokenized when it is opened."""
-
-    train_ratio: float = option(
-        1.0, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
-    )
-    cache_dir: str | None = option(None, "where tokenized files are kept; null: the cache of Hugging Face datasets")
-
-
-class TextSet(SFTDataSet):
-    """Base of sets of texts, whose rows have labels besides.
-
-    Whole files are tokenized once for each tokenizer and set of encoder options, whatever the split, max_samples and
-    the packs; after that rows are read from the cache.
-
-    Two constructor forms give the same rows: the family's own, with a path, a tokenizer and max_length; and verl's,
-    `(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of `config`
-    that `Options` has. An argument that is given wins. A path may be a list of paths.
-
-    encoder: the class that makes documents of files; its `Options` are a part of the family's. cut_reason: what the
-    report calls a document that lost tokens when it was tokenized; cuts_targets: these tokens were targets. split:
-    "train" or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
-    """
-
-    needs_tokenizer = True
-    requires_max_tokens = False
-    encoder: ClassVar[Any]
-    cut_reason: str
-    cuts_targets = False
-    split: str | None
-    files: tuple[str, ...]
-
-    @staticmethod
-    @abstractmethod
-    def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-        """Return (files, category number -> name) of paths; ValueError, which names `key`, if there are none."""
-
-    def __init__(
-        self,
-        path: str | Sequence[str] | None = None,
-        tokenizer: Any = None,
-        max_length: int | None = None,
-        *,
-        split: str | None = None,
-        **given: Any,
-    ) -> None:
-        self.split = split
-        padding = getattr(tokenizer, "eos_token_id", None)
-        super().__init__(path, padding_value=padding, tokenizer=tokenizer, max_length=max_length, **given)
-
-    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, NDArray[np.int64] | None]:
-        options: Any = self.options
-        files, names = self.find_files(paths, key)
-        if tokenizer is None:
-            raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
-        self.files = tuple(file.path for file in files)
-        of_encoder = self.encoder.Options
-        encoder = self.encoder(tokenizer, of_encoder(**{n: getattr(options, n) for n in options_of(of_encoder)}), key)
-        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
-        data = TokenizedData([str(folder)], key)
-        return data, split_rows(len(data), self.split, options.train_ratio, options.seed)
-
-    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Return row `pack`: 1-D tensors of one length, those of an SFTDataSet and labels int64."""
-        row = super().__getitem__(pack)
-        row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
-        return row
-
-    @cached_property
-    def over_length_report(self) -> list[DroppedDocuments]:
-        """Documents that were cut when they were tokenized, then those longer than a pack (needs the scan).
-
-        Tokens are counted before the cut.
-        """
-        columns, rows = self._data.document_columns, self._in_use
-        assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._data.lengths[rows]
-        cut = full > lengths
-        report = replace(self._dropped, total=int(full.sum(dtype=np.int64))).by_category(
-            self.cut_reason, rows[cut], full[cut], lengths[cut]
-        )
-        for row in report:
-            row.targets_removed = row.tokens_removed if self.cuts_targets else 0
-        return [*report, *super().over_length_report]
-
-    def changed_documents(self) -> list[DroppedDocuments]:
-        """Return the report of an SFTDataSet and, for the training part, the records that gave no document."""
-        bad = [
-            DroppedDocuments(category, f"bad record: {reason}", documents)
-            for category, counts in read_report(self.folders[0])["categories"].items()
-            for reason, documents in counts["bad_records"].items()
-        ]
-        return [*super().changed_documents(), *([] if self.split == "val" else bad)]

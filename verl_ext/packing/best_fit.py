@@ -114,9 +114,7 @@ def _sort_keys(
 
 
 def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
-    """Return a lower bound: Martello and Toth's L2 over every threshold t (Knapsack Problems, 1990, chapter 8).
-
-    It takes linear time.
+    """Return Martello and Toth's lower bound L2 (Knapsack Problems, 1990, chapter 8), in linear time.
 
     Documents over max_tokens / 2 need a pack each. Beside one of more than max_tokens - t no document of t or more
     finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs:

@@ -52,19 +52,12 @@ class MixtureSource:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """The document that, drawn once more or once less, brings the interval nearest to its budget; its tokens then."""
-
-    document: int
-    tokens: int
-
-
-@dataclass(frozen=True)
 class IntervalDraw:
     """The draw of one interval of a source: documents int64[D], whole epochs first, each in the order of the data.
 
     distinct: different documents among them; wanted, given, pool: tokens of the budget, of the documents drawn, and of
-    all documents of the interval; alternative: if the draw is more than TOLERANCE off, why no draw is nearer.
+    all documents of the interval; alternative: if the draw is more than TOLERANCE off, the document that, drawn once
+    more or once less, brings it nearest, and its tokens then.
     """
 
     source: str
@@ -75,7 +68,7 @@ class IntervalDraw:
     wanted: int
     given: int
     pool: int
-    alternative: Alternative | None
+    alternative: tuple[int, int] | None
 
 
 def draw_mixture(
@@ -177,7 +170,7 @@ def _draw_interval(
     if abs(given - wanted) > TOLERANCE * wanted:
         at = _nearest_document(lengths, chosen, wanted - given)
         step = int(lengths[at])
-        alternative = Alternative(int(pool[at]), given + step if given < wanted else given - step)
+        alternative = int(pool[at]), given + step if given < wanted else given - step
     return IntervalDraw(
         source.name,
         *interval,

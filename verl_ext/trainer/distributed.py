@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
@@ -212,6 +213,9 @@ class RunRanks(Ranks):
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def all_reduce(self, values: NDArray[Any]) -> None:
+        dist.all_reduce(torch.from_numpy(values))
 
 
 def exit_all_ranks(message: str, code: int) -> NoReturn:

@@ -1,9 +1,9 @@
-"""Megatron's indexed form of a tokenized corpus, as megatron-core 0.16 writes it: PREFIX.bin and PREFIX.idx.
+r"""Megatron's indexed form of a tokenized corpus, as megatron-core 0.16 writes it: PREFIX.bin and PREFIX.idx.
 
 PREFIX.bin holds the token ids of all sequences one after the other, PREFIX.idx where each begins, all little-endian:
 
     byte             size  field
-    0                34    MMIDIDX\\0\\0, version 1 (8 bytes), dtype code of .bin (1), N sequences (8), M (8)
+    0                34    MMIDIDX\0\0, version 1 (8 bytes), dtype code of .bin (1), N sequences (8), M (8)
     34               4·N   lengths int32, in tokens
     34 + 4·N         8·N   pointers int64, the byte of .bin where each sequence begins
     34 + 12·N        8·M   document indices int64: 0, then the number of sequences before the end of each document
