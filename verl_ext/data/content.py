@@ -43,7 +43,7 @@ def found_once(name: str, ranks: Ranks, find: Callable[[], Arrays], root: Path |
         return kept
     found = find()
     if ranks.rank == 0:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, NotImplementedError):  # the latter: of a file system without locks
             cached_folder(root, name, lambda folder: np.savez(folder / _FACTS, **found))  # type: ignore[arg-type]
     return found
 
