@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all, their fingerprints, and the cache.
 
-    ROOT/<name>/                what `make` wrote, with contents.json: the sizes of its files
+    ROOT/<name>/                the files of `make`, with contents.json: their sizes
     ROOT/<name>.lock            held by the process that makes it
     ROOT/<name>.failed          why the last attempt failed, for the processes that waited for it
 
@@ -26,7 +26,7 @@ import xxhash
 from verl_ext.values import MISSING, DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"
-# Beside what a command writes: what became of the records, and {number: name} of their categories.
+# Files of a folder that a command writes: the report of its records, and {number: name} of their categories.
 REPORT, CATEGORIES = "report.json", "categories.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: a file system or a limit allows no larger file
 BLOCK = 1 << 30  # bytes of a file that ranks who share its checksum take at once
@@ -96,7 +96,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON to `path`, whose folder is made; what was there stays until all of it is written."""
+    """Write `value` as JSON to `path`, whose folder is made; the old content stays until all is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -178,7 +178,7 @@ class OutputFolder:
         return DataError(f"{self.key} must be a folder that can be written; got {self.named}: {reason_of(error)}")
 
     def publish(self) -> None:
-        """Put the folder in its place. With `overwrite`, what was there is moved aside first and deleted last."""
+        """Put the folder in its place. With `overwrite`, the old one is moved aside first and deleted last."""
         is_full = _has_files(self.output)
         if is_full and not self.overwrite:
             raise DataError(f"output_dir was filled by another run meanwhile, overwrite=true not given: {self.named}")
@@ -222,10 +222,8 @@ def output_problems(
 ) -> list[str]:
     """Return one line if `output_dir` must not be written, an empty list otherwise.
 
-    Args:
-        marker: file by which a folder that the command wrote is known; only such a one is replaced.
-        keep: paths that the folder must not hold beside the working folder; None is none.
-        kept: what those are, in words.
+    marker: file by which a folder that the command wrote is known; only such a one is replaced. keep: paths that the
+    folder must not hold beside the working folder; None is none. kept: a name for these paths.
     """
     if output_dir in ("", MISSING):
         return ["output_dir must name the folder to write; got nothing"]

@@ -73,7 +73,7 @@ def _check_whole(path: Path, shard: Shard) -> None:
 
 
 def _folder_problem(path: Path) -> str | None:
-    """Return what `path` must be and is not."""
+    """Return the requirement that `path` does not meet, None if it meets all."""
     wanted = "a folder written by `verl-ext tokenize` or by datasets' save_to_disk"
     if not path.is_dir():
         return f"{wanted}; {path} {'is a file' if path.exists() else 'does not exist'}"
@@ -147,7 +147,7 @@ class ListColumn:
         return ends, values[begin : begin + int(ends[-1])]
 
     def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
-        """Return where tokens start..start+length of each row lie."""
+        """Locate tokens start..start+length of each row."""
         chunk = np.searchsorted(self.first_row, row, side="right") - 1
         within = row - self.first_row[chunk]
         found = []
@@ -284,7 +284,7 @@ class TokenizedData:
 
     @cached_property
     def lengths(self) -> NDArray[np.integer]:
-        """int32[N], int64 where one needs it: the `length` column."""
+        """int32[N], int64 if one needs it: the `length` column."""
         chunks = self._chunks("length")
         for chunk in chunks:
             if not pa.types.is_integer(chunk.type):

@@ -36,7 +36,6 @@ from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.text.tokenized import number_categories
 from verl_ext.values import Options, option, plain
 
-TRUNCATE = ("context", "right")
 FIELDS = ("input", "question", "target")
 LINE_BREAKS = 2  # tokens that the two line breaks before "Question:" may be
 
@@ -54,7 +53,7 @@ class SampleOptions(Options):
     truncate: str = option(
         "context",
         "what is cut from a longer prompt: context (the end of input) or right (the prompt's end)",
-        choices=TRUNCATE,
+        choices=("context", "right"),
     )
     append_eos: bool = option(
         False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa5 needs it"
@@ -210,8 +209,10 @@ class BABILongEncoder:
         """
         if self.options.append_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
-        prompts = self._encoded([prompt_text(record.input, record.question) for record in records], special=True)
-        answers = self._encoded([f" {record.target}" for record in records], special=False)
+        how = {"padding": False, "truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
+        how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # no warning above model_max_length
+        prompts = self.tokenizer([prompt_text(record.input, record.question) for record in records], **how)
+        answers = self.tokenizer([f" {record.target}" for record in records], add_special_tokens=False, **how)
         samples = []
         for number, record in enumerate(records):
             answer = self._checked_answer(answers["input_ids"][number], record)
@@ -222,22 +223,10 @@ class BABILongEncoder:
             samples.append(SampleTokens(ids, len(answer), len(whole) + len(answer)))
         return samples
 
-    def _encoded(self, texts: list[str], special: bool) -> Any:
-        return self.tokenizer(
-            texts,
-            add_special_tokens=special,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warning that a text is longer than model_max_length
-            **as_plain_text(self.tokenizer),
-        )
-
     def _checked_answer(self, tokens: list[int], record: Record) -> list[int]:
         if not tokens or not record.target.strip():
             raise ValueError(f"{self.key} must hold an answer in every record; target of {record} is {record.target!r}")
-        end = [self.tokenizer.eos_token_id] if self.options.append_eos else []
+        end = [self.tokenizer.eos_token_id] * self.options.append_eos
         answer, reserve = [*tokens, *end], self.options.answer_reserve_tokens
         if len(answer) > reserve:
             got = f"{reserve}, but {record} has an answer of {len(answer)} tokens{', EOS included' * len(end)}"
@@ -270,8 +259,8 @@ class BABILongEncoder:
         """Return the first token after the input; first..end-1 are the tokens that are not special."""
         context = len(record.input)
         characters = range(context, len(prompt_text(record.input, record.question)))
-        found = ((at, encoding.char_to_token(at)) for at in characters)
-        character, token = next((pair for pair in found if pair[1] is not None), (context, end))
+        found = ((at, token) for at in characters if (token := encoding.char_to_token(at)) is not None)
+        character, token = next(found, (context, end))
         if character > context:  # offsets leave white space out; a tokenizer may still have tokens for it
             for _ in range(LINE_BREAKS):
                 if token > first and self.tokenizer.decode([encoding.ids[token - 1]]).endswith("\n"):
@@ -311,8 +300,8 @@ def _numbers_by_value(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-# A generated answer is right: in qa1 to qa5 by the benchmark's rule (BABILong, `compare_answers`), where it says the
-# target and no other label of the task; in others, whose labels are not known, where its text is the target's.
+# A generated answer is right in qa1 to qa5 by the benchmark's rule (BABILong, `compare_answers`): it says the target
+# and no other label of the task. In other tasks, whose labels are not known, its text must be the target's.
 PLACE_LABELS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 TASK_LABELS: dict[str, tuple[str, ...]] = {
     "qa1": PLACE_LABELS,
@@ -321,7 +310,7 @@ TASK_LABELS: dict[str, tuple[str, ...]] = {
     "qa4": PLACE_LABELS,
     "qa5": ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"),
 }
-# Where a model that goes on with an example of its own has ended its answer.
+# The texts at which the answer of a model ends that goes on with an example of its own.
 _ENDS = (".", "<context>", "<example>")
 
 
@@ -355,11 +344,18 @@ def is_right_answer(output: str, target: str, question: str, category: str) -> b
     return is_same_text(output, target) if labels is None else compare_answers(output, target, question, labels)
 
 
+class BABILongQuestion(NamedTuple):
+    """The question of a sample and the right answer; category: its file's."""
+
+    category: str
+    question: str
+    target: str
+
+
 class BABILongDataset(TextSet):
     """BABILong's JSON lists of {input, question, target} as rows of one length; see the picture above.
 
-    Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`. A path is a JSON file, or a folder with
-    *.json or */*.json.
+    Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`; see `find_files` for a path.
     """
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
@@ -389,12 +385,17 @@ class BABILongDataset(TextSet):
 
     @property
     def cut_reason(self) -> str:  # type: ignore[override]
+        """The name of a cut prompt in the report."""
         return "context truncated" if self.options.truncate == "context" else "question truncated"
+
+    def question(self, pack: int) -> BABILongQuestion:
+        """Return the question of row `pack`, the right answer and its category."""
+        row, columns = int(self.spans.row[pack]), self._data.document_columns
+        assert columns is not None, "tokenized() writes them"
+        name = self.category_names[int(columns.category[row])]
+        return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 
     @override
     def is_right_answer(self, pack: int, answer: str) -> bool:
-        """What the report calls a cut prompt."""
-        row, columns = int(self.spans.row[pack]), self._data.document_columns
-        assert columns is not None, "tokenized() writes them"
-        question, target = (self._data.text(column, row) for column in BABILongEncoder.texts)
-        return is_right_answer(answer, target, question, self.category_names[int(columns.category[row])])
+        category, question, target = self.question(pack)
+        return is_right_answer(answer, target, question, category)

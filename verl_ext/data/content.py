@@ -20,7 +20,7 @@ from verl_ext.data.dataset import DataFile, Ranks
 from verl_ext.files import BLOCK, cached_folder, checksum, default_root, file_state, fingerprint, is_complete, joined
 from verl_ext.values import reason_of
 
-CONTENT = "the content of the files in data.train_dir"  # what a checkpoint calls `DataFiles.digest`
+CONTENT = "the content of the files in data.train_dir"  # the key of `DataFiles.digest` in a checkpoint
 _FACTS = "facts.npz"
 
 Arrays = Mapping[str, NDArray[Any]]

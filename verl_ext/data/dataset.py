@@ -1,4 +1,4 @@
-"""PackDataset: the interface between the trainer and a dataset family, and what a family declares.
+"""PackDataset: the interface between the trainer and a dataset family.
 
 A family is one file of this package: a PackDataset, the dataclass of its options (`Options`), and conf/data/NAME.yaml,
 which names the class.
@@ -23,7 +23,7 @@ from verl_ext.data.mixture import MixtureRow
 from verl_ext.packing import CostModel
 from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
 
-DIGEST = "the digest of the documents in data.train_dir"  # what a checkpoint calls `PackDataset.digest`
+DIGEST = "the digest of the documents in data.train_dir"  # the key of `PackDataset.digest` in a checkpoint
 
 
 class Ranks:
@@ -157,7 +157,7 @@ class DatasetOptions(Options):
         return {"train_dir": node["val_dir"]}
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        """Yield a line for each path that cannot be what the family reads, before a model is read."""
+        """Yield a line for each path that the family cannot read, before a model is read."""
         return ()
 
 

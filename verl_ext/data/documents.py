@@ -105,7 +105,7 @@ class DocumentDataset(SFTDataSet):
         """
 
     def read_together(self, ranks: Ranks) -> None:
-        """Read every document once, each rank its share, for what only the tokens show; collective."""
+        """Scan every document, each rank its share; collective."""
         self.scan = scan_documents(self._data, self.spans, self.over_length, ranks)
         with ranks.guard():
             if unknown := set(self.scan.category_ids) - set(self.categories.ids):

@@ -98,7 +98,7 @@ def is_path(path: Any) -> bool:
 
 @dataclass(frozen=True)
 class SourceFinder:
-    """Opens what `data.train_dir`, `data.val_dir` or `data.blend` names.
+    """Opens the sources that `data.train_dir`, `data.val_dir` or `data.blend` names.
 
     options, max_tokens: how a text becomes documents, and where it is cut; root: the cache of tokenized texts; key: the
     config key that messages name.
@@ -115,7 +115,7 @@ class SourceFinder:
         return self._named([([absolute_path(path)], weight) for weight, path in read_blend(blend) if weight])
 
     def listed(self, paths: Any) -> list[Source]:
-        """Return the sources of a path, a list of paths, or {name: path}; texts without a name of their own are one."""
+        """Return the sources of a path, a list of paths or {name: path}; texts without a name of their own are one."""
         paths = plain(paths)
         if isinstance(paths, Mapping):
             return [self._one(str(name), self._paths(given)) for name, given in paths.items()]
@@ -128,7 +128,7 @@ class SourceFinder:
         return self._named([*groups, (texts, None)] if texts else groups)
 
     def _named(self, groups: Sequence[tuple[list[str], float | None]]) -> list[Source]:
-        """Return a source for each (paths, weight), named by their last part, and their folders' if two are alike."""
+        """Return a source for each (paths, weight), named by their last part, with its folder's if two were alike."""
         paths = [_together(paths) for paths, _ in groups]
         short = [_name(path) for path in paths]
         names = [
@@ -149,7 +149,7 @@ class SourceFinder:
         return Source(name, TokenIndex(prefixes[0], self.key), weight)
 
     def _prefixes(self, path: str) -> list[str]:
-        """Return the prefixes of the indices that a path means: itself, or those of a folder; [] if it means texts."""
+        """Return the prefixes of the indices that a path means, itself or those of a folder; [] if it means texts."""
         if path.endswith(SUFFIXES):
             return [path[:-4]]
         if any(os.path.isfile(path + ending) for ending in SUFFIXES):
@@ -186,7 +186,7 @@ class SourceFinder:
         return Source(name, TokenIndex(folder / "text", self.key), weight, is_text=True, **records)
 
     def _fingerprint(self, files: Sequence[SourceFile]) -> str:
-        """Of everything that the tokens depend on."""
+        """Return a digest of everything that the tokens depend on."""
         options = self.options
         return digest(
             [
@@ -200,7 +200,7 @@ class SourceFinder:
 
 
 def _name(path: str) -> str:
-    """Return the last part of a path, or of the folder that a glob begins in, without the endings of its formats."""
+    """Return the last part of a path, or of the folder of a glob, without the endings of its formats."""
     parts = Path(path).parts
     fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     name = parts[fixed - 1]
@@ -208,7 +208,7 @@ def _name(path: str) -> str:
 
 
 def _together(paths: Sequence[str]) -> str:
-    """Return the path that texts are named by: the only one, else the folder that holds them all."""
+    """Return the path that names texts: the only one, else the folder that holds them all."""
     if len(paths) == 1 or any(map(is_url, paths)):
         return paths[0]
     return os.path.commonpath([path if os.path.isdir(path) else os.path.dirname(path) for path in paths])

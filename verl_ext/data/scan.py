@@ -1,4 +1,4 @@
-"""DocumentScan: targets, token ids and categories of documents, which only their tokens show, and what cuts removed.
+"""DocumentScan: targets, token ids and categories of documents, which only their tokens show.
 
 Folders that verl-ext has tokenized have these numbers as columns. Of other folders, and of documents longer than a
 pack, the tokens are read once, in blocks of a few million, each rank its share; the result is kept for the next start.
@@ -42,7 +42,7 @@ class DocumentScan:
     """The facts of the documents to pack.
 
     targets int32[S]: target tokens of each span, its first token never one. min_token_id, max_token_id, and
-    category_ids (> 0, ascending) that occur on targets. over_length: what over-length handling did, by category.
+    category_ids (> 0, ascending) that occur on targets. over_length: the documents longer than a pack, by category.
     tokens_read: by this rank.
     """
 
@@ -133,7 +133,7 @@ def sum_by_category(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _fingerprint(data: TokenizedData, is_read: NDArray[np.bool_], over: OverLength) -> str:
-    """Of the data files, their categories and which documents are read and cut."""
+    """Return a digest of the data files, their categories, and the documents that are read and cut."""
     names = [path for path in (Path(folder, CATEGORIES) for folder in data.folders) if path.exists()]
     files = [file_state(path) for path in (*(file.path for file in data.files), *names)]
     cut = [over.max_tokens, over.policy] if len(over.rows) else None
@@ -162,7 +162,7 @@ class _Reader:
         self._counts = [np.zeros((0, len(OverLengthCount._fields)), np.int64)]
 
     def read(self, ranks: Ranks) -> Arrays:
-        """Read this rank's share, with a bar that shows after 3 s; return what all ranks found."""
+        """Read this rank's share, with a bar that shows after 3 s; return the facts of all shares."""
         with ranks.guard():
             rows = np.flatnonzero(self.is_read)
             first, last = shares(self.data.lengths[rows], ranks.size)[ranks.rank : ranks.rank + 2].tolist()

@@ -275,7 +275,7 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def over_length_report(self) -> list[DroppedDocuments]:
-        """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
+        """The over-length and empty documents, by category (needs the scan); [] for none."""
         lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
         return self._dropped.over_length(self.scan.over_length, policy, lengths)
 

@@ -89,7 +89,7 @@ class IndexWriter:
         self.num_tokens += len(tokens)
 
     def close(self, block: int = BLOCK) -> None:
-        """Write what follows from the lengths, and the header."""
+        """Write the pointers and document indices, then the header, and close the files."""
         documents, begin = self.num_documents, 0
         lengths_at, pointers_at, borders_at, _ = _offsets(documents, documents + 1)
         for first in range(0, documents, block):
@@ -226,7 +226,7 @@ class TokenIndex:
         return integers[code], sequences, borders
 
     def _check_sequences(self, block: int) -> None:
-        """Check that every length is at least 0 and every pointer where the lengths before it end."""
+        """Check that every length is at least 0 and every pointer the end of the lengths before it."""
         begin = 0
         for first in range(0, self.num_sequences, block):  # copies, because the file's own arrays are not aligned
             lengths, pointers = (array[first : first + block].copy() for array in (self.lengths, self.pointers))

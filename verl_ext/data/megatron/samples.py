@@ -93,7 +93,7 @@ class SampleIndices:
 
 
 class EpochPlan(NamedTuple):
-    """The number of times that the documents are repeated, and the samples that this gives."""
+    """The epochs of a number of samples, and the samples that they give."""
 
     epochs: int
     samples: int
