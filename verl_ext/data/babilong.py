@@ -242,8 +242,8 @@ class BABILongEncoder:
                 f"{record} has {len(prompt)}"
             )
         special = encoding.special_tokens_mask
-        size, leading, trailing = len(prompt), special.index(0), special[::-1].index(0)
-        keep_from = size - trailing
+        size, leading = len(prompt), special.index(0)
+        keep_from = size - special[::-1].index(0)
         if self.options.truncate == "context":
             keep_from = self._question_begins(encoding, record, leading, keep_from)
         begin = self.prompt_tokens - (size - keep_from)
@@ -310,8 +310,7 @@ TASK_LABELS: dict[str, tuple[str, ...]] = {
     "qa4": PLACE_LABELS,
     "qa5": ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"),
 }
-# The texts at which the answer of a model ends that goes on with an example of its own.
-_ENDS = (".", "<context>", "<example>")
+_ENDS = (".", "<context>", "<example>")  # of the answer of a model that goes on with an example of its own
 
 
 def compare_answers(output: str, target: str, question: str, labels: Iterable[str]) -> bool:

@@ -9,9 +9,9 @@ pack, the tokens are read once, in blocks of a few million, each rank its share;
     kept           truncate: the first piece of each document; split: all of them; drop: those that are a document
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,8 +134,9 @@ def sum_by_category(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _fingerprint(data: TokenizedData, is_read: NDArray[np.bool_], over: OverLength) -> str:
     """Return a digest of the data files, their categories, and the documents that are read and cut."""
-    names = [path for path in (Path(folder, CATEGORIES) for folder in data.folders) if path.exists()]
-    files = [file_state(path) for path in (*(file.path for file in data.files), *names)]
+    paths = [file.path for file in data.files]
+    paths += [path for folder in data.folders if os.path.exists(path := os.path.join(folder, CATEGORIES))]
+    files = [file_state(path) for path in paths]
     cut = [over.max_tokens, over.policy] if len(over.rows) else None
     return fingerprint([FORMAT, len(data.folders), files, cut], np.packbits(is_read))
 
