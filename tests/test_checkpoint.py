@@ -33,6 +33,7 @@ from verl_ext.checkpoint.layout import (
 )
 from verl_ext.checkpoint.resume import RunState
 from verl_ext.checkpoint.state import read_metadata
+from verl_ext.config import compose
 from verl_ext.files import write_errors
 from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.setup import prepare

@@ -26,7 +26,7 @@ from verl_ext.checkpoint.export import Export, adapters_of
 from verl_ext.checkpoint.resume import RunState
 from verl_ext.config.run import RunConfig
 from verl_ext.engines.step import StepEngine
-from verl_ext.files import follow_umask, sync, whole_file, write_errors, write_json
+from verl_ext.files import atomic_write, follow_umask, sync, write_errors, write_json
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 from verl_ext.values import first_line, reason_of
 
@@ -273,7 +273,7 @@ class Checkpoints:
         self.last = layout.step_of(folder)
 
     def _track(self, step: int) -> None:
-        with whole_file(self.folder / layout.TRACKER) as written:
+        with atomic_write(self.folder / layout.TRACKER) as written:
             written.write_text(str(step))
             sync(written)
         sync(self.folder)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import command, known_options, read_options
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
-from verl_ext.files import cached_folder, damage, default_root
+from verl_ext.files import cached_folder, default_root, is_complete
 from verl_ext.launcher import run_torchrun
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
@@ -108,7 +108,7 @@ class Texts:
             leave_out_torch(options.model)
             self._encoder = ChatEncoder(options, list(options.sources), options.preview)
             self.folder = root / self._fingerprint()
-        self.are_tokenized = damage(self.folder) is None
+        self.are_tokenized = is_complete(self.folder)
 
     @property
     def categories(self) -> list[str]:

@@ -213,7 +213,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
             f"adds it with router_aux_loss_coef={model.text.router_aux_loss_coef}"
         )
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
-    if heads and (zero := HeadPadding.of(*heads, ulysses).zero_heads):
+    if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
         yield (
             f"{SP}={ulysses} does not divide the model's {heads[0]} attention heads of {heads[1]} key/value heads: "
             f"{zero} zero heads are added, {zero / heads[0]:.0%} more attention"

@@ -74,8 +74,8 @@ class _Batches(Dataset):
         try:
             if get_worker_info() is None:  # no process of its own, which a bus error would end
                 self.files = self.files or DataFiles(self.packs.data_files, self.packs.key)
-                if cut := self.files.cut_short():
-                    raise ValueError(f"a file was cut short: {cut}")
+                if changed := self.files.changed(sizes_alone=True):
+                    raise ValueError(f"a file was cut short: {changed}")
             batch = self.collate([None if index is None else self.packs[index] for index in indices])
             if get_worker_info() is not None:
                 # Copy to shared memory here, so that a full /dev/shm raises. In torch's feeder thread it would be

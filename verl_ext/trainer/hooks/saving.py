@@ -73,7 +73,7 @@ class SavingHook(Hook):
         if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
             with self._tolerate_failed_save():
                 self.trainer.checkpoints.finish()  # of the data as it was
-            self.run.files.refuse_other_content(self.run.content, changed, RunRanks())
+            self.run.files.verify_content(self.run.content, changed, RunRanks())
 
     @contextlib.contextmanager
     def _tolerate_failed_save(self, then: str = "training goes on") -> Iterator[None]:

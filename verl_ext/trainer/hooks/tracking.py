@@ -19,7 +19,7 @@ from verl.utils.tracking import Tracking
 
 from verl_ext.checkpoint.layout import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
-from verl_ext.files import whole_file, write_json
+from verl_ext.files import atomic_write, write_json
 from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.values import first_line, reason_of
@@ -195,7 +195,7 @@ def continued_lines(path: Path, first_step: int) -> None:
         _set_aside(path)
     elif path.is_file():
         kept = _lines_until(path, first_step)
-        with whole_file(path) as partial:
+        with atomic_write(path) as partial:
             partial.write_bytes(b"".join(kept))
 
 
