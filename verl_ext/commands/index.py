@@ -64,7 +64,7 @@ def run(options: IndexOptions) -> str:
     useful = available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
     tokenized = None  # by this process
     if (num_workers := options.num_workers or useful) > 1:
-        how = {"num_workers": num_workers, "name": "tokenize", "preload": [tokenizer_module()]}
+        how: Any = {"num_workers": num_workers, "name": "tokenize", "preload": [tokenizer_module()]}
         tokenized = partial(ordered_results, make, TextTokenizer.tokenize, **how)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         counts = write_text_indexes(

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -61,7 +60,7 @@ def ordered_results(
     context.set_forkserver_preload([*preload, work.__module__])
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(make_state, work))
     try:
-        submitted = _submitted(jobs, partial(pool.submit, _do), num_workers * JOBS_PER_WORKER)
+        submitted = _submitted(jobs, lambda job: pool.submit(_do, job), num_workers * JOBS_PER_WORKER)
         yield from (future.result() for future in submitted)
     except BrokenProcessPool as error:
         raise DataError(

@@ -156,7 +156,7 @@ def placed_ranks(
             remove_placement_group(group)
         for group in ready[:count]:
             where = PlacementGroupSchedulingStrategy(group)
-            devices = {"num_cpus": per_node, "num_gpus": per_node * on_gpu}
+            devices: Any = {"num_cpus": per_node, "num_gpus": per_node * on_gpu}
             # `stop` is heard while `run` waits
             actors.append(ray.remote(max_concurrency=2, scheduling_strategy=where, **devices)(Node).remote())
         places = ray.get([actor.place.remote() for actor in actors])
@@ -233,7 +233,7 @@ class PlacedRanks:
             for stream in ray.wait(list(streams), timeout=_POLL)[0]:
                 node = streams[stream]
                 try:
-                    number, kind, value = ray.get(next(stream))
+                    number, kind, value = ray.get(next(stream))  # type: ignore[arg-type]  # a streaming generator
                 except StopIteration:
                     del streams[stream]
                     continue
