@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -218,10 +219,21 @@ def read_tensors(
     entries = _entries(folder, prefix)
     try:
         state = {name: allocate(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-        dcp.load(state, storage_reader=StateReader(str(folder)), no_dist=True)
-    except Exception as error:  # as an unpickler
+        _read(state, folder, no_dist=True)
+    except ValueError:
+        raise
+    except Exception as error:  # sizes that no memory has
         raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(error)}") from error
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def _read(state: dict[str, torch.Tensor], folder: Path, **options: Any) -> None:
+    """Read the tensors of a folder into those of `state`; ValueError if one cannot be read."""
+    try:
+        dcp.load(state, storage_reader=StateReader(str(folder)), **options)
+    except CheckpointException as error:  # no Exception; all ranks have it
+        cause = next((cause for cause, _ in error.failures.values()), error)
+        raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(cause)}") from error
 
 
 def load_engine(engine: Any, folder: Path, allow_pickles: bool = False) -> None:
@@ -253,7 +265,7 @@ def _load_model(folder: Path, module: torch.nn.Module) -> None:
     _refuse(folder, "lacks", state.keys() - saved.keys())
     _refuse(folder, "has the unknown", saved.keys() - state.keys())
     _refuse(folder, "has another shape of", (name for name in state if state[name].shape != saved[name].size))
-    dcp.load(state, storage_reader=StateReader(str(folder)))
+    _read(state, folder)
 
 
 def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -264,7 +276,7 @@ def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.opti
     _refuse(folder, "has an optimizer state of the unknown", saved - own.keys())
     if saved:
         state = _flat({name: values for name, values in own.items() if name in saved})
-        dcp.load(state, storage_reader=StateReader(str(folder)))
+        _read(state, folder)
     for name, parameter in module.named_parameters():
         if name not in saved:
             optimizer.state.pop(parameter, None)

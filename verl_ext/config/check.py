@@ -53,12 +53,12 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     path = str(config.model_options.hf_config_path or config.model_options.path or "")
     model = None
     if hf_config is not None or (path and not _is_missing(path)):
-        if hf_config is None and config.plan.gpu_memory is None and os.path.isdir(config.model_folder):
-            problems += weight_problems(config.model_folder)  # else memory is predicted from the config alone
         try:
             model = config.model.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
         except ValueError as error:
             problems += str(error).splitlines()
+        if hf_config is None and config.plan.gpu_memory is None and os.path.isdir(config.model_folder):
+            problems += weight_problems(config.model_folder)  # else memory is predicted from the config alone
     refuse(problems)
     assert model is not None, "path_problems says why there is none"
     return model

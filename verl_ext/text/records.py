@@ -191,11 +191,11 @@ class Fields:
             raise BadRecord("non_string_content", f"{name} must be a string; got {type(value).__name__}")
         return value
 
-    def messages(self, name: str) -> list[Any]:
-        """Read a field that must be a list, or a list's JSON text."""
+    def messages(self, name: str, needs: str = "a list of messages") -> list[Any]:
+        """Read a field that must be a list, or a list's JSON text; `needs` says it in the error."""
         value = from_json(self.take(name), name)
         if not isinstance(value, list):
-            raise BadRecord("non_string_content", f"{name} must be a list of messages; got {type(value).__name__}")
+            raise BadRecord("non_string_content", f"{name} must be {needs}; got {type(value).__name__}")
         if not value:
             raise BadRecord("empty", f"{name} is empty")
         return value
@@ -271,7 +271,7 @@ def _pair(fields: Fields, question: str, answer: str) -> Chat:
     before, after = (
         [{"role": role, "content": fields.take(name)}]
         if isinstance(fields.values[name], str)
-        else fields.messages(name)
+        else fields.messages(name, "a string or a list of messages")
         for role, name in (("user", question), ("assistant", answer))
     )
     return _chat(before + after, fields, first_target=len(before))

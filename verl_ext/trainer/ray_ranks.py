@@ -158,7 +158,8 @@ def placed_ranks(
             where = PlacementGroupSchedulingStrategy(group)
             devices: Any = {"num_cpus": per_node, "num_gpus": per_node * on_gpu}
             # `stop` is heard while `run` waits
-            actors.append(ray.remote(max_concurrency=2, scheduling_strategy=where, **devices)(Node).remote())
+            remote: Any = ray.remote(max_concurrency=2, scheduling_strategy=where, **devices)
+            actors.append(remote(Node).remote())
         places = ray.get([actor.place.remote() for actor in actors])
         order = sorted(range(count), key=lambda node: (places[node].address, places[node].node))  # as before a restart
         yield PlacedRanks([actors[node] for node in order], [places[node] for node in order], per_node)
