@@ -246,7 +246,7 @@ def test_message_weights_may_be_fractions_and_zero_is_no_target() -> None:
         (
             {"question": "q", "answer": 3},
             "non_string_content",
-            "answer must be a string or a list of messages; got int",
+            "a string or a list of messages; got int",
         ),
         ({"messages": [{"role": "user", "content": "q"}]}, "no_target", "no assistant turn"),
         ({"messages": [{"role": "wizard", "content": "q"}]}, "unknown_role", "wizard"),
