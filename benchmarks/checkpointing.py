@@ -69,7 +69,8 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
     """Seconds of each part, medians of `repeats`; GB of the checkpoint."""
     import torch.distributed as dist
 
-    from verl_ext.config.checkpoints import changed_file
+    from verl_ext.checkpoint.layout import changed_file
+    from verl_ext.checkpoint.state import load_engine
 
     trainer = build(folder, "run")
     batches = list(trainer.rank.batches(trainer.run.train_set, trainer.run.plan, 0, 2 * repeats + 2))
@@ -87,7 +88,7 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
     ranks = dist.get_rank(), dist.get_world_size()
     found["verified"] = statistics.median(seconds(lambda: changed_file(checkpoint, *ranks)) for _ in range(repeats))
     found["loaded"] = statistics.median(
-        seconds(lambda: trainer.engine.load_checkpoint(str(checkpoint))) for _ in range(repeats)
+        seconds(lambda: load_engine(trainer.engine, checkpoint)) for _ in range(repeats)
     )
     files = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     aside = build(folder, "aside", "checkpoint.async_save=true")
@@ -105,7 +106,7 @@ def measure(folder: Path, repeats: int) -> dict[str, float]:
 
 def export_alone(checkpoint: str, output: str) -> None:
     """Print seconds, and GB of private memory above what a process with torch, transformers and verl has."""
-    import verl_ext.engines.saving  # noqa: F401  (what export imports is not counted)
+    import verl_ext.checkpoint.export  # noqa: F401  (what export imports is not counted)
     from verl_ext.commands.export import ExportOptions, export
 
     before, began = private_bytes(), time.perf_counter()

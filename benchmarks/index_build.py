@@ -3,7 +3,7 @@
 | contestant | what it does |
 |---|---|
 | `tokenizer` | `tokenizer(texts)` with its own threads, texts and tokens in memory: nothing is read, nothing written |
-| `in process` | `write_text_indices`, the same threads: what a training process does with text |
+| `in process` | `write_text_indexes`, the same threads: what a training process does with text |
 | `command` | `verl-ext index` with worker processes |
 | `megatron-core` | as its `preprocess_data.py`: a pool of processes, a document a call, `IndexedDatasetBuilder` |
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl_ext.commands.index import load_text_tokenizer
-from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
+from verl_ext.data.megatron.text_index import TextIndexes, write_text_indexes
 from verl_ext.text.plain_text import TextOptions, TextTokenizer, record_texts
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, find_source_files
@@ -67,7 +67,7 @@ def in_process(corpus: Corpus) -> Speed:
 
     def write() -> int:
         tokenizer = TextTokenizer(corpus.tokenizer, TextOptions())
-        return write_text_indices(corpus.files, tokenizer, prefixes, progress=False)["texts"].tokens
+        return write_text_indexes(corpus.files, tokenizer, prefixes)["texts"].tokens
 
     return _timed_here(write)
 
@@ -77,8 +77,14 @@ def command(corpus: Corpus) -> Speed:
     make = partial(load_text_tokenizer, ModelOptions(corpus.tokenizer_folder), TextOptions())
     batches = read_batches(corpus.files, lambda source: False)
     results = ordered_results(make, _tokenize, batches, corpus.workers, name="tokenize", preload=[tokenizer_module()])
-    with TextIndex(_fresh(corpus, "workers"), TextTokenizer(corpus.tokenizer, TextOptions()).dtype) as index:
-        return _timed(results, lambda result: index.add(result).tokens)
+    dtype = TextTokenizer(corpus.tokenizer, TextOptions()).dtype
+    indexes = TextIndexes({"texts": _fresh(corpus, "workers")}, dtype)
+    try:
+        speed = _timed(results, lambda result: indexes.add(result).tokens)
+        indexes.close()
+    finally:
+        indexes.abandon()
+    return speed
 
 
 def megatron_core(corpus: Corpus) -> Speed:

@@ -3,11 +3,15 @@
 import os
 import resource
 import socket
+import tempfile
 from contextlib import contextmanager
 
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "HF_DATASETS_CACHE" not in os.environ:  # what tests keep there is of no use to anybody else
+    _cache = tempfile.TemporaryDirectory(prefix="verl_ext_tests_")
+    os.environ["HF_DATASETS_CACHE"] = _cache.name
 
 import pytest
 from hypothesis import settings

@@ -219,26 +219,28 @@ def _make_checkpoint(folder: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from verl_ext.config.checkpoints import FileFacts, Manifest
-    from verl_ext.engines.state import StateWriter
+    from verl_ext.checkpoint.layout import FileFacts, Manifest
+    from verl_ext.checkpoint.state import StateWriter
     from verl_ext.files import write_json
 
     state = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
     dcp.save(state, storage_writer=StateWriter(folder / "state"), no_dist=True)
     write_json(folder / "extra.json", {"lr_scheduler": {"last_epoch": 3, "_step_count": 4}, "scaler": None})
-    files = {path.relative_to(folder).as_posix(): FileFacts.of(path) for path in folder.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): FileFacts.from_file(path) for path in folder.rglob("*") if path.is_file()
+    }
     Manifest(3, 1, ("model", "optimizer", "extra"), _PLAN, True, files).write(folder)
 
 
 def _sign_checkpoint(folder: Path) -> None:
     """Checksums that fit, as one who forges a checkpoint writes them."""
-    from verl_ext.config.checkpoints import FileFacts
+    from verl_ext.checkpoint.layout import FileFacts
 
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         for name in manifest["files"]:
             if Path(name).is_relative_to(".") or (folder / name).is_file():
-                manifest["files"][name] = vars(FileFacts.of(folder / name))
+                manifest["files"][name] = vars(FileFacts.from_file(folder / name))
         manifest.pop("checksum", None)
         plain = json.dumps(manifest, sort_keys=True).encode()
         manifest["checksum"] = xxhash.xxh3_128_hexdigest(plain)
@@ -248,21 +250,18 @@ def _sign_checkpoint(folder: Path) -> None:
 
 
 def _read_checkpoint(folder: Path) -> None:
-    from verl_ext.config.checkpoints import Damaged, changed_file, resumable_ranks, saved_plan
-    from verl_ext.engines.saving import read_extra
-    from verl_ext.engines.state import SavedModel
-    from verl_ext.trainer.checkpoint import RunState
+    from verl_ext.checkpoint.layout import Damaged, changed_file, resumable_ranks, saved_run_state
+    from verl_ext.checkpoint.resume import RunState
+    from verl_ext.checkpoint.state import STATE, read_extra, read_tensors
 
     if wrong := changed_file(folder, 0, 1):
         raise Damaged(f"{folder}: {wrong}")
     resumable_ranks(folder)
     state = RunState({"data.max_tokens": 64}, {"group_size": 1, "cost": [1.0, 0.0]}, str(folder))
-    state.load_state_dict(saved_plan(folder))
+    state.load_state_dict(saved_run_state(folder))
     json.dumps(state.state_dict(), allow_nan=False)
     read_extra(folder)
-    model = SavedModel(folder / "state")
-    for name in model.names:
-        model.tensor(name)
+    read_tensors(folder / STATE, "model.")
 
 
 def _make_model(folder: Path) -> None:

@@ -24,10 +24,10 @@ def refusal(tmp_path, path, tokenizer=TOKENIZER, max_length=96, **options):
     [
         (b'{"input": "", "question": "", "target": ""}', "1k.json is no list"),
         (b'{\n "data": []}', "1k.json: must be a list of records"),
-        (b'"text"', "1k.json:1: malformed JSON: expected a list of records"),
+        (b'"text"', "1k.json: malformed JSON: expected a list of records"),
         (b"", "1k.json: must be JSON; it is empty"),
-        (b'[{"input": "a"', "1k.json:1: malformed JSON"),
-        (b'[{"input": "\xff"}]', "1k.json:1: malformed JSON: no UTF-8"),
+        (b'[{"input": "a"', "1k.json: malformed JSON"),
+        (b'[{"input": "\xff"}]', "1k.json: malformed JSON: no UTF-8"),
         (b"[]", "must hold at least one record in every file"),
         (b"[3]", "record 0 of"),
         (b'[{"input": "\\ud800", "question": "", "target": "x"}]', "half of a surrogate pair"),

@@ -20,21 +20,22 @@ from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, build, differences, stopped_at
-from verl_ext.config import compose
-from verl_ext.config.checkpoints import (
+from verl_ext.checkpoint.layout import (
     MANIFEST,
     TRACKER,
     FileFacts,
     Manifest,
     changed_file,
     damage,
-    files_of,
+    files_of_rank,
+    remove_unfinished,
     whole_checkpoints,
 )
-from verl_ext.engines.saving import NotWritten
-from verl_ext.engines.state import read_metadata
+from verl_ext.checkpoint.resume import RunState
+from verl_ext.checkpoint.state import read_metadata
+from verl_ext.config import compose
 from verl_ext.files import write_errors
-from verl_ext.trainer.checkpoint import RunState, remove_unfinished
+from verl_ext.trainer.distributed import RunFailed
 from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def write_checkpoint(folder: Path, step: int, contents=("model", "optimizer", "e
     for name, size in FILES.items():
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(rng.bytes(size))
-    files = {**files_of(checkpoint, 0), **files_of(checkpoint, 1)}
+    files = {**files_of_rank(checkpoint, 0), **files_of_rank(checkpoint, 1)}
     assert files.keys() == FILES.keys()
     Manifest(step, 2, contents, {"data.seed": 1}, True, files).write(checkpoint)
     return checkpoint
@@ -58,8 +59,8 @@ def write_checkpoint(folder: Path, step: int, contents=("model", "optimizer", "e
 
 def test_every_file_is_of_one_rank(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 1)
-    assert list(files_of(checkpoint, 1)) == ["state/__1_0.distcp"]
-    assert not files_of(checkpoint, 2)
+    assert list(files_of_rank(checkpoint, 1)) == ["state/__1_0.distcp"]
+    assert not files_of_rank(checkpoint, 2)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -90,7 +91,7 @@ def test_a_truncated_or_missing_file_is_found_by_its_size_alone(tmp_path, name, 
 def test_a_manifest_never_leads_out_of_its_folder(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 1)
     (tmp_path / "secret").write_bytes(b"secret")
-    Manifest(1, 1, ("model",), {}, True, {"../secret": FileFacts.of(tmp_path / "secret")}).write(checkpoint)
+    Manifest(1, 1, ("model",), {}, True, {"../secret": FileFacts.from_file(tmp_path / "secret")}).write(checkpoint)
     assert damage(checkpoint) == f"its {MANIFEST} names files of other folders"
 
 
@@ -268,7 +269,7 @@ def full_disk_runs(options, whole, folder):
 
 
 def not_written(overrides) -> None:
-    with pytest.raises(NotWritten):
+    with pytest.raises(RunFailed):
         quietly(overrides)
 
 
@@ -280,7 +281,7 @@ def save_on_a_full_disk(overrides, folder, disk):
         for room in (0, 150_000, 350_000):  # the state does not fit; it does not either; the export does not
             (disk / "fill").write_bytes(bytes(2**20 - room - 2**16))
             shutil.rmtree(disk / "run", ignore_errors=True)
-            with pytest.raises(NotWritten) as raised:
+            with pytest.raises(RunFailed) as raised:
                 quietly([*overrides, f"trainer.default_local_dir={disk / 'run'}"])
             words.append(str(raised.value))
             (disk / "fill").unlink()
@@ -297,7 +298,8 @@ def test_a_full_disk_is_named_whichever_library_fills_it(later, options, tmp_pat
     asked = [*options, contents, "trainer.total_training_steps=1", f"checkpoint.async_save={later}"]
     (words,) = run_ranks(save_on_a_full_disk, 1, asked, tmp_path, tmp_path / "disk")
     path = tmp_path / "disk" / "run" / "global_step_1"
-    assert words == [f"{path} cannot be written: rank 0: No space left on device"] * 3
+    told = f"the end of the run is not saved: {path} cannot be written: rank 0: No space left on device"
+    assert words == [told] * 3
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import BertGenerationConfig, DbrxConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
+from tests.checked import checked
 from verl_ext.config import compose
-from verl_ext.config.check import check_categories, check_run
-from verl_ext.config.model import PackedModel
+from verl_ext.config.check import check_categories
 from verl_ext.config.support import attention_dropout, check_positions, model_positions
 from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions
@@ -46,24 +46,26 @@ def changed(config, **updates):
 
 def lines(config, world_size=1, accelerator=None):
     with pytest.raises(ValueError, match=r"\S") as raised:
-        check_run(config, world_size, accelerator)
+        checked(config, world_size, accelerator)
     return str(raised.value).splitlines()
 
 
 def test_a_good_config_passes_and_gives_the_models_config(good):
-    assert check_run(good, 1).num_attention_heads == 12
-    check_run(changed(good, engine__ulysses_sequence_parallel_size=2), 4)
-    check_run(changed(good, engine__ulysses_sequence_parallel_size=4), 4)  # key/value heads repeat: 4 is 2 × 2
-    check_run(changed(good, engine__ulysses_sequence_parallel_size=4, parallel__context_parallel_size=4), 16)
-    check_run(changed(good, engine__ulysses_sequence_parallel_size=8), 8)  # groups of 6 heads become groups of 8
-    check_run(changed(good, trainer__device="auto"), 2)
-    check_run(changed(good, attention__backend="sdpa", data__val_dir=good.data.train_dir, trainer__test_freq=3), 2)
-    check_run(changed(good, trainer__device="auto", attention__backend="varlen"), 8, "cuda")
-    check_run(changed(good, engine__strategy="fsdp", trainer__device="cuda"), 8, "cuda")
+    assert checked(good, 1).hf_config.num_attention_heads == 12
+    checked(changed(good, engine__ulysses_sequence_parallel_size=2), 4)
+    checked(changed(good, engine__ulysses_sequence_parallel_size=4), 4)  # key/value heads repeat: 4 is 2 × 2
+    checked(changed(good, engine__ulysses_sequence_parallel_size=4, parallel__context_parallel_size=4), 16)
+    checked(changed(good, engine__ulysses_sequence_parallel_size=8), 8)  # groups of 6 heads become groups of 8
+    checked(changed(good, trainer__device="auto"), 2)
+    checked(changed(good, attention__backend="sdpa", data__val_dir=good.data.train_dir, trainer__test_freq=3), 2)
+    checked(changed(good, trainer__device="auto", attention__backend="varlen"), 8, "cuda")
+    checked(changed(good, engine__strategy="fsdp", trainer__device="cuda"), 8, "cuda")
 
 
 def overridden(good, **values):
-    return check_run(changed(good, **{f"model__override_config__{key}": value for key, value in values.items()}), 1)
+    return checked(
+        changed(good, **{f"model__override_config__{key}": value for key, value in values.items()}), 1
+    ).hf_config
 
 
 def test_what_overrides_a_models_config_is_what_is_checked_and_trained(good):
@@ -143,7 +145,7 @@ TABLE = [
     ({"optim__optimizer": "Muon"}, 1, None, "optim.override_optimizer_config must be options of Muon; got {} (Muon"),
     ({"optim__clip_grad": 0}, 1, None, "optim.clip_grad must be above 0; got 0"),
     ({"optim__betas": [0.9]}, 1, None, "optim.betas must be two numbers from 0 to below 1; got [0.9]"),
-    ({"trainer__device": "auto"}, 1, "npu", "trainer.device must be cuda or cpu, where packs have an engine"),
+    ({"trainer__device": "auto"}, 1, "npu", "NPUs are not supported: trainer.device must be cuda or cpu"),
     (
         {"trainer__device": "auto", "attention__backend": "varlen", "engine__mixed_precision": {"param_dtype": "fp32"}},
         1,
@@ -245,8 +247,9 @@ def test_a_mistake_is_a_line_with_its_key(good, updates, ranks, accelerator, lin
 
 
 def test_all_mistakes_are_told_at_once(good):
-    found = lines(changed(good, data__max_tokens=0, optim__lr=-1, model__path=None, engine__strategy="x"))
-    assert len(found) == 4
+    assert len(lines(changed(good, data__max_tokens=0, optim__lr=-1, engine__strategy="x"))) == 3
+    more = {"model__path": None, "data__train_batch_size": 3, "trainer__test_freq": 1, "engine__forward_only": True}
+    assert len(lines(changed(good, **more), 2)) == 4  # of values that are right by themselves
 
 
 def test_everything_missing_is_told_together():
@@ -326,9 +329,9 @@ def test_varlen_is_refused_before_loading_where_the_model_or_the_gpu_lacks_what_
         "attention.backend=varlen needs a model without attention dropout; the model's is 0.1; "
         "attention.backend=auto uses one that runs"
     ]
-    check_run(changed(on_gpu, model__override_config={"attn_pdrop": 0.0}), 1, "cuda", capability=(8, 0))
+    checked(changed(on_gpu, model__override_config={"attn_pdrop": 0.0}), 1, "cuda", (8, 0))
     with pytest.raises(ValueError, match=r"^attention\.backend=varlen needs a GPU .* newer; got 7\.0"):
-        check_run(changed(good, trainer__device="cuda", attention__backend="varlen"), 1, "cuda", capability=(7, 0))
+        checked(changed(good, trainer__device="cuda", attention__backend="varlen"), 1, "cuda", (7, 0))
 
 
 @pytest.mark.parametrize(
@@ -363,17 +366,17 @@ _HEADS_OF_32 = {**HEADS, "head_dim": 32}
 )
 def test_sdpa_on_a_gpu_is_told_where_its_memory_may_be_quadratic(good, model, updates, capability, told):
     on_gpu = changed(good, trainer__device="cuda", **updates)
-    notices = PackedModel.notices(on_gpu, model, "cuda", capability)
+    notices = checked(on_gpu, 1, "cuda", capability, hf_config=model).notices
     assert len(notices) == (told is not None)
     assert all("uses sdpa, whose memory may grow" in notice and told in notice for notice in notices)
-    assert PackedModel.notices(on_gpu, model, "cpu", None) == []
+    assert checked(good, 1, hf_config=model).notices == []
 
 
 def test_adapters_beside_the_embeddings_are_accepted(good):
     for targets in ("all-linear", ["q_proj", "v_proj"], ".*_proj", ["q_proj", "lm_head"]):
-        check_run(changed(good, model__lora_rank=4, model__target_modules=targets), 1)
+        checked(changed(good, model__lora_rank=4, model__target_modules=targets), 1)
     ends = ["lm_head", "embed_tokens"]
-    check_run(changed(good, model__lora_rank=4, model__target_modules=".*", model__exclude_modules=ends), 1)
+    checked(changed(good, model__lora_rank=4, model__target_modules=".*", model__exclude_modules=ends), 1)
 
 
 def test_an_adapter_folder_and_tied_embeddings_are_checked_as_the_options_are(good, tmp_path):
@@ -384,4 +387,4 @@ def test_an_adapter_folder_and_tied_embeddings_are_checked_as_the_options_are(go
     )
     tied = Qwen3Config(**HEADS, tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"leave out lm_head: tied weights are exported as one"):
-        check_run(changed(good, model__lora_rank=4, model__target_modules=["lm_head"]), 1, hf_config=tied)
+        checked(changed(good, model__lora_rank=4, model__target_modules=["lm_head"]), 1, hf_config=tied)

@@ -9,9 +9,10 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
 from verl_ext.config import compose, compose_run, schema
-from verl_ext.config.check import upstream_type_problems
 from verl_ext.config.run import RunConfig, TrainerOptions
+from verl_ext.config.upstream import upstream_problems
 from verl_ext.losses import LossOptions
+from verl_ext.values import plain
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_FILES = sorted(
@@ -28,8 +29,8 @@ def test_every_config_of_conf_composes_into_known_keys(path):
     config = compose([f"{group}={name}"] if group else [])
     keys = set(schema.value_keys(config))
     assert all(schema.is_known(key) for key in keys)
-    assert upstream_type_problems(config) == []
-    RunConfig.of(config)
+    assert list(filter(None, upstream_problems(plain(config)))) == []
+    RunConfig.from_composed(config)
 
 
 @pytest.mark.parametrize("path", RECIPE_FILES)
@@ -37,7 +38,7 @@ def test_every_recipe_composes_into_known_keys(path):
     name = path.removesuffix(".yaml")
     config = compose([f"recipe={name.removesuffix('/config')}"])
     assert all(schema.is_known(key) for key in schema.value_keys(config))
-    assert upstream_type_problems(config) == []
+    assert list(filter(None, upstream_problems(plain(config)))) == []
     LossOptions.read(config.loss)
     TrainerOptions.read(config.trainer)
 

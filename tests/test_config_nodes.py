@@ -95,7 +95,9 @@ def test_the_composed_config_becomes_typed_options():
         "attention.backend=sdpa",
         "data.train_dir=d",
     ]
-    run = RunConfig.of(compose([*overrides, "trainer.experiment_name=7", "trainer.test_freq=after_each_epoch"]))
+    run = RunConfig.from_composed(
+        compose([*overrides, "trainer.experiment_name=7", "trainer.test_freq=after_each_epoch"])
+    )
     assert (run.loss.mode, run.loss.documents_per_pack) == ("longwriter", 30)
     assert run.loss.category_weights == {"code": 2.0, "7": 0.5}
     assert run.attention == AttentionOptions("sdpa")
@@ -106,7 +108,7 @@ def test_the_composed_config_becomes_typed_options():
 
 def test_a_mistake_in_a_composed_config_is_one_line():
     with pytest.raises(ValueError, match=r"^loss\.mode must be one of [^\n]*$"):
-        RunConfig.of(compose(["loss.mode=tokens"]))
+        RunConfig.from_composed(compose(["loss.mode=tokens"]))
 
 
 def test_a_mixture_whose_sources_name_their_folders_needs_no_other():

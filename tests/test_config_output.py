@@ -2,8 +2,8 @@
 
 import pytest
 
+from verl_ext.checkpoint.resume import OutputAction, OutputDecision, check_output
 from verl_ext.config import compose
-from verl_ext.config.output import OutputAction, OutputPlan, check_output
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def write_checkpoint(folder, step=3, ranks=2, tracker=True, missing=(), kinds=("
 
 def test_a_new_or_empty_folder_is_fresh(run):
     folder, config = run
-    assert check_output(config()) == OutputPlan(OutputAction.FRESH)
+    assert check_output(config()) == OutputDecision(OutputAction.FRESH)
     folder.mkdir()
-    assert check_output(config()) == OutputPlan(OutputAction.FRESH)
+    assert check_output(config()) == OutputDecision(OutputAction.FRESH)
 
 
 def test_a_folder_with_files_needs_overwrite(run):
@@ -38,14 +38,14 @@ def test_a_folder_with_files_needs_overwrite(run):
     (folder / "notes.txt").touch()
     with pytest.raises(ValueError, match=r"^trainer\.default_local_dir must be empty.*trainer\.overwrite=true[^\n]*$"):
         check_output(config())
-    assert check_output(config("trainer.overwrite=true")) == OutputPlan(OutputAction.REPLACE)
+    assert check_output(config("trainer.overwrite=true")) == OutputDecision(OutputAction.REPLACE)
     assert (folder / "notes.txt").exists()
 
 
 def test_a_complete_checkpoint_is_resumed(run):
     folder, config = run
     checkpoint = write_checkpoint(folder)
-    assert check_output(config(), 2) == OutputPlan(OutputAction.RESUME, str(checkpoint))
+    assert check_output(config(), 2) == OutputDecision(OutputAction.RESUME, str(checkpoint))
     assert check_output(config("trainer.overwrite=true")).action is OutputAction.REPLACE
 
 
@@ -86,12 +86,14 @@ def test_a_named_checkpoint_is_resumed_from_elsewhere_or_from_inside(run, tmp_pa
     folder, config = run
     elsewhere = write_checkpoint(tmp_path / "other", step=7)
     named = (f"trainer.resume_from_path={elsewhere}", "trainer.resume_mode=resume_path")
-    assert check_output(config(*named)) == OutputPlan(OutputAction.RESUME, str(elsewhere))
+    assert check_output(config(*named)) == OutputDecision(OutputAction.RESUME, str(elsewhere))
     inside = write_checkpoint(folder)
     assert check_output(config(f"trainer.resume_from_path={inside}")).checkpoint == str(inside)
     with pytest.raises(ValueError, match=r"must be empty or new, or hold trainer\.resume_from_path"):
         check_output(config(*named))
-    assert check_output(config(*named, "trainer.overwrite=true")) == OutputPlan(OutputAction.REPLACE, str(elsewhere))
+    assert check_output(config(*named, "trainer.overwrite=true")) == OutputDecision(
+        OutputAction.REPLACE, str(elsewhere)
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from verl_ext.config.resolve import BF16, FP32, resolve_device
     [
         ("auto", None, "cpu", FP32),
         ("auto", "cuda", "cuda", BF16),
-        ("auto", "npu", "npu", BF16),
         ("cpu", None, "cpu", FP32),
         ("cuda", "cuda", "cuda", BF16),
         ("cuda", None, "cuda", BF16),  # refused by check_run
@@ -64,6 +63,11 @@ def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
     assert resolve_device(config, None) == []
     assert config.trainer.device == "cpu"
     assert resolve_device(compose([]), "cuda") == []
+
+
+def test_an_npu_is_refused():
+    with pytest.raises(ValueError, match=r"^NPUs are not supported: trainer\.device must be cuda or cpu"):
+        resolve_device(compose([]), "npu")
 
 
 def test_a_precision_that_is_given_is_kept():

@@ -147,7 +147,11 @@ def test_groups_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengt
 def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
     """A flash kernel would leave these as they were in memory."""
     rows = torch.ones(6, 1, 2)
-    for layout in (DocumentLayout.from_lengths([5], "cpu"), DocumentLayout.from_lengths([6], "cpu", [7]), DocumentLayout.from_lengths([4, 3], "cpu")):
+    for layout in (
+        DocumentLayout.from_lengths([5], "cpu"),
+        DocumentLayout.from_lengths([6], "cpu", [7]),
+        DocumentLayout.from_lengths([4, 3], "cpu"),
+    ):
         with pytest.raises(AssertionError):
             layout.attend(sdpa, rows, rows, rows, KernelOptions())
     with pytest.raises(AssertionError):
@@ -171,7 +175,9 @@ def _sent(shards: SequenceShards, exchange: KeyExchange, x: torch.Tensor, group:
 @pytest.mark.parametrize(("window", "received"), [(None, [[0, 8], [4, 0]]), (4, [[0, 3], [3, 0]]), (1, [[0, 0]] * 2)])
 def test_only_keys_that_are_seen_travel(window, received):
     """One document of 16 tokens, chunks of 4: group 0 has the first and the last, group 1 those between."""
-    sizes = [KeyExchange.from_offsets((0, 16), SequenceShards(1, 2, rank), window, "cpu").receive_sizes for rank in range(2)]
+    sizes = [
+        KeyExchange.from_offsets((0, 16), SequenceShards(1, 2, rank), window, "cpu").receive_sizes for rank in range(2)
+    ]
     assert sizes == received
 
 

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.test_spikes import overrides_of
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build
-from verl_ext.config.checkpoints import saved_folders
+from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
 from verl_ext.data.content import DataFiles
 from verl_ext.data.dataset import ONE_RANK, DataFile

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, build, metrics, stopped_at
+from verl_ext.checkpoint.layout import MANIFEST
 from verl_ext.config import compose
-from verl_ext.config.checkpoints import MANIFEST
 from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.tiny_model import VOCABULARY
 from tests.titans_run import TITANS
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, stopped_at, train
-from verl_ext.config.checkpoints import saved_folders
+from verl_ext.checkpoint.layout import saved_folders
 
 pytestmark = pytest.mark.slow
 

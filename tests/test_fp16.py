@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from tests.packed_engine import build_worker
 from tests.ranks import run_ranks
 from tests.reference import Document, pack_row
 from tests.tiny_model import VOCABULARY
+from verl_ext.checkpoint.save import Snapshot
+from verl_ext.checkpoint.state import EXTRA, load_engine
 from verl_ext.data import CategoryTable
-from verl_ext.engines.saving import EXTRA
 from verl_ext.engines.step import StepEngine
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator, StepLoss
@@ -153,18 +155,18 @@ def _saved_and_loaded(model: str, folder: str) -> dict[str, Any]:
     saving.scaler.update(256.0)
     accumulated(saving)
     saving.optimizer_step()
-    saving.save_checkpoint(folder)
+    Snapshot(saving, Path(folder)).write()
     states = {"saved": saving.scaler.state_dict()}
     loading = engine_of(model, FP16)
     accumulated(loading)  # a scale is in use
-    loading.load_checkpoint(folder)
+    load_engine(loading, Path(folder))
     states["loaded"] = loading.scaler.state_dict()
     return states
 
 
 def _loaded(model: str, folder: str) -> dict[str, Any]:
     engine = engine_of(model, FP16)
-    engine.load_checkpoint(folder)
+    load_engine(engine, Path(folder))
     return engine.scaler.state_dict()
 
 

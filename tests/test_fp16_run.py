@@ -13,8 +13,8 @@ from tests.test_fp16 import FP16
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, metrics, train_alone
+from verl_ext.checkpoint.layout import TRACKER
 from verl_ext.config import compose
-from verl_ext.config.output import TRACKER
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 

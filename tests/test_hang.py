@@ -19,10 +19,10 @@ from tests.ranks import run_ranks, started_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build
+from verl_ext.checkpoint.save import Snapshot
 from verl_ext.config.run import TrainerOptions
-from verl_ext.engines.saving import Save
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported
-from verl_ext.trainer.hang import RankState, verdict, watch
+from verl_ext.trainer.hang import RankState, diagnosis, watch
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def hang(overrides: list[str], how: str, folder: Path, step: int = 3) -> None:
 
     if how.startswith("save"):
         if dist.get_rank() == 1:
-            Save.write = lambda *given: threading.Event().wait()
+            Snapshot.write = lambda *given: threading.Event().wait()
     else:
         trainer.train_step = hanging_step
     with contextlib.redirect_stdout(open(os.devnull, "w")), failures_reported():
@@ -124,10 +124,10 @@ def test_a_checkpoint_may_take_longer_than_a_step(tmp_path):
 def test_of_ranks_that_wait_for_the_device_the_one_with_the_fewest_collectives_is_named():
     counts = (12, 9, 12)
     states = [RankState(False, 7, "step 7", False, "here", count) for count in counts]
-    told = verdict(states, ["process 0", "process 1", "process 2"])
+    told = diagnosis(states, ["process 0", "process 1", "process 2"])
     assert told == "rank 1 (process 1) hangs in step 7 at here"
     unknown = dataclasses.replace(states[1], collectives=None)
-    assert "no rank is behind" in str(verdict([states[0], unknown, states[2]], ["process"] * 3))
+    assert "no rank is behind" in str(diagnosis([states[0], unknown, states[2]], ["process"] * 3))
 
 
 STATES = st.builds(RankState, st.just(False), st.integers(0, 2), st.just("step 7"), st.booleans(), st.just("here"))
@@ -135,7 +135,7 @@ STATES = st.builds(RankState, st.just(False), st.integers(0, 2), st.just("step 7
 
 @given(st.lists(st.none() | STATES, min_size=2, max_size=5))
 def test_named_are_the_ranks_that_the_others_wait_for(states):
-    told = verdict(states, [f"process {rank}" for rank in range(len(states))])
+    told = diagnosis(states, [f"process {rank}" for rank in range(len(states))])
     named = {rank for rank in range(len(states)) if f"rank {rank} (process {rank})" in told}
     silent = {rank for rank, state in enumerate(states) if state is None}
     if silent:
@@ -158,7 +158,7 @@ def test_named_are_the_ranks_that_the_others_wait_for(states):
 def test_a_rank_that_is_in_time_is_waited_for_but_none_that_does_not_answer(states, silent):
     busy = RankState(True, 7, "step 7", False, "here")
     processes = [f"process {rank}" for rank in range(7)]
-    told = verdict([*states, busy, *([None] if silent else [])], processes)
+    told = diagnosis([*states, busy, *([None] if silent else [])], processes)
     assert (told is None) if not silent else told.startswith(f"rank {len(states) + 1} (process")
 
 

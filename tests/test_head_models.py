@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.checked import typed
 from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager, pack_row
 from tests.tiny_model import write_tiny_model
@@ -172,7 +173,7 @@ def test_in_half_precision_a_step_is_no_further_from_plain_hugging_face_than_tha
 )
 def test_a_head_that_needs_more_memory_than_asked_for_is_reported(name, asked, notice, folder):
     config = compose([f"model.path={folder(name)}", "data.train_dir=unused", "parallel=cpu", f"loss.head={asked}"])
-    notices = PackedModel.notices(config, AutoConfig.from_pretrained(folder(name)), "cpu", None)
+    notices = PackedModel.examine(typed(config), AutoConfig.from_pretrained(folder(name))).notices
     assert [line.startswith(notice) for line in notices if line.startswith("loss.head")] == [True] * (
         notice is not None
     )

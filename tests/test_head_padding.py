@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from tests.checked import typed
 from tests.collectives import recorded_all_to_alls
 from tests.ranks import run_ranks
 from verl_ext.attention import DocumentLayout, HeadPadding
@@ -113,5 +114,5 @@ def test_a_layer_sends_queries_keys_and_values_at_once_and_its_output_back(ranks
 def test_what_the_padding_costs_is_said_once():
     config = compose(["model.path=x", "data.train_dir=x", "parallel=cpu", "engine.ulysses_sequence_parallel_size=8"])
     model = Qwen2Config(num_attention_heads=28, num_key_value_heads=4, hidden_size=56, num_hidden_layers=1)
-    (notice,) = PackedModel.notices(config, model, "cpu", None)
+    (notice,) = PackedModel.examine(typed(config, 8), model).notices
     assert notice.endswith("28 attention heads of 4 key/value heads: 4 zero heads are added, 14% more attention")

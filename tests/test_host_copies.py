@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
-from verl_ext.engines.state import HostCopies
+from verl_ext.checkpoint.state import HostCopies
 
 
 def copies_of_a_step_and_the_next() -> bool:

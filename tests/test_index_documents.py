@@ -13,7 +13,7 @@ from tokenizers import normalizers
 
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.data.megatron.text_index import TextIndex, write_text_indices
+from verl_ext.data.megatron.text_index import TextIndexes, write_text_indexes
 from verl_ext.data.multidoc import MultiDocOptions
 from verl_ext.text.documents import Counts
 from verl_ext.text.plain_text import BadText, PlainDocuments, TextOptions, TextTokenizer, vocabulary_size
@@ -143,10 +143,10 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
         worker.tokenize(batch({"text": f"1 {token}"}))
 
 
-def write_index(files: list[SourceFile], prefix: Path, progress: bool = False, **options: Any) -> Counts:
+def write_index(files: list[SourceFile], prefix: Path, **options: Any) -> Counts:
     """What is counted of one source that this process tokenizes."""
     tokenizer = TextTokenizer(TOKENIZER, MultiDocOptions(**options))
-    return write_text_indices(files, tokenizer, {"data.train_dir": prefix}, progress=progress)["data.train_dir"]
+    return write_text_indexes(files, tokenizer, {"data.train_dir": prefix})["data.train_dir"]
 
 
 def text_files(folder: Path, sizes: list[list[int]]) -> list[SourceFile]:
@@ -199,7 +199,7 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
     stream: list[list[int]], max_tokens: int, fails: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     prefix = tmp_path_factory.mktemp("cut") / "out"
-    index = TextIndex(prefix, np.dtype(np.uint16), max_tokens)
+    index = TextIndexes({"a": prefix}, np.dtype(np.uint16), max_tokens)
     results, number = [], 0
     for records in stream:
         lengths = np.array([length for length in records if length], dtype=np.int32)
@@ -218,14 +218,19 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
             )
         )
     results[-1].failure = "broken" if fails else None
-    with index:
-        if fails and number < max_tokens:
-            with pytest.raises(DataError, match=r"^broken$"):
-                [index.add(result) for result in results]
-        else:
-            written = [index.add(result) for result in results]
-            assert sum(w.tokens for w in written) == min(number, max_tokens)
-            assert sum(w.num_bytes for w in written) == 9 * len(stream)
+    if fails and number < max_tokens:
+        with pytest.raises(DataError, match=r"^broken$"):
+            [index.add(result) for result in results]
+    else:
+        written = [index.add(result) for result in results]
+        assert sum(w.tokens for w in written) == min(number, max_tokens)
+        assert sum(w.num_bytes for w in written) == 9 * len(stream)
+    if not number:
+        with pytest.raises(DataError, match=r"^a must hold at least one document"):
+            index.close()
+        index.abandon()
+        return
+    index.close()
     # The same, record by record.
     kept, bad, tokens_left = [], 0, max_tokens
     for length in (length for records in stream for length in records):
@@ -237,15 +242,14 @@ def test_a_stream_is_cut_after_max_tokens_and_counts_no_record_after_the_cut(
     found = TokenIndex(prefix)
     assert [token for place in range(found.num_documents) for token in found.tokens(place)] == [*range(sum(kept))]
     assert found.lengths.tolist() == kept
-    assert (index.counts.documents, index.counts.tokens) == (len(kept), sum(kept))
-    assert (index.counts.bad.total(), index.counts.records) == (bad, bad + len(kept))
-    assert sorted(index.counts.lengths.elements()) == sorted(kept)
-    assert index.is_full == (tokens_left == 0)
+    counts = index.counts["a"]
+    assert (counts.documents, counts.tokens) == (len(kept), sum(kept))
+    assert (counts.bad.total(), counts.records) == (bad, bad + len(kept))
+    assert sorted(counts.lengths.elements()) == sorted(kept)
+    assert index.is_full(1) == (tokens_left == 0)
 
 
-def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "", "sat")))
     (tmp_path / "b.txt").write_text("on the mat\n")
     files = find_source_files({"a": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]})
@@ -254,7 +258,6 @@ def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(
     expected = [[*ids(text), EOS] for text in ("the cat", "sat", "on the mat\n")]
     assert [index.tokens(number).tolist() for number in range(index.num_documents)] == expected
     assert (counts.documents, counts.tokens, dict(counts.bad)) == (3, sum(map(len, expected)), {"empty": 1})
-    assert capfd.readouterr().err == ""
     with pytest.raises(DataError, match=r"a\.jsonl:2: the text is empty \(empty; data\.on_bad_record=skip leaves"):
         write_index(files, tmp_path / "none")
     with pytest.raises(DataError, match=r"^data\.train_dir must hold at least one document; got none \(no_text: 3\)"):
@@ -275,18 +278,17 @@ def test_a_mistake_at_the_start_is_told_without_a_bar(
     (tmp_path / "a.jsonl").write_text(content)
     files = find_source_files({"a": [str(tmp_path / "a.jsonl")]})
     with pytest.raises(DataError, match=line):
-        write_index(files, tmp_path / "out", progress=True)
+        write_index(files, tmp_path / "out")
     assert capfd.readouterr().err == ""
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n' * 9)
-    write_index(files, tmp_path / "out", progress=True)
+    write_index(files, tmp_path / "out")
     assert "9 records" in capfd.readouterr().err
 
 
 def test_a_document_too_long_for_the_format_names_the_key_of_its_text(tmp_path: Path) -> None:
     tokens = np.broadcast_to(np.uint16(0), 2**31)  # one element in memory
-    with (
-        pytest.raises(ValueError, match=r"^data\.val_dir must give documents of at most 2147483647 tokens"),
-        TextIndex(tmp_path / "out", np.dtype(np.uint16), key="data.val_dir") as index,
-    ):
+    index = TextIndexes({"data.val_dir": tmp_path / "out"}, np.dtype(np.uint16))
+    with pytest.raises(ValueError, match=r"^data\.val_dir must give documents of at most 2147483647 tokens"):
         index.add(PlainDocuments(1, 9, tokens, np.array([2**31]), [], None, np.zeros(1, np.int64)))
+    index.abandon()
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_model import write_tiny_model
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.init_model.command import InitModelOptions, init_model, main
+from verl_ext.commands.init_model.command import InitModelOptions, init_model
 from verl_ext.files import OutputFolder
 from verl_ext.values import DataError, UsageError
 
@@ -217,12 +217,6 @@ def test_folders_of_others_are_not_replaced(made, tmp_path):
             read_options(InitModelOptions, [*options, *more])
     with pytest.raises(UsageError, match="output_dir must not hold the model, a tokenizer, its text"):
         read_options(InitModelOptions, ["model=tiny", f"tokenizer.path={made}", f"output_dir={made}", "overwrite=true"])
-
-
-def test_the_command_without_arguments_shows_its_options_and_ends_with_code_2(capsys):
-    assert main([]) == 2
-    assert "usage: verl-ext init-model" in (told := capsys.readouterr().out)
-    assert "tokenizer.train_on" in told
 
 
 def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_path):

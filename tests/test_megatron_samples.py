@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.corpora import LONGEST, corpora
 from verl_ext.data.megatron.samples import build_sample_indices, epochs_needed
-from verl_ext.data.multidoc_plan import TokenStream, WindowPlan, random_starts
+from verl_ext.data.multidoc_samples import TokenStream, WindowPlan, random_starts
 
 
 def tokens_of(lengths, documents):

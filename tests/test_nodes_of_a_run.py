@@ -15,8 +15,8 @@ from tests.ranks import run_ranks, started_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL
+from verl_ext.checkpoint.resume import check_output
 from verl_ext.config import compose
-from verl_ext.config.output import check_output
 from verl_ext.trainer import distributed
 from verl_ext.trainer.distributed import TRAINING_FAILED, failures_reported, process_group
 from verl_ext.trainer.setup import prepare

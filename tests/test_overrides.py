@@ -66,11 +66,11 @@ def test_categories_of_any_script_are_tokenized_indexed_and_trained_on(tmp_path,
 
 
 MISTAKES = [
-    (["sources={a:x.jsonl"], "lacks } at its end"),
-    (["sources=[x.jsonl"], "lacks ] at its end"),
-    (["sources={a:[x.jsonl}"], "has a } without its {"),
+    (["sources={a:x.jsonl"], "lacks a }; if a space ends it"),
+    (["sources=[x.jsonl"], "lacks a ]; if a space ends it"),
+    (["sources={a:[x.jsonl}"], "lacks a ]"),
     (["sources=a:x.jsonl}"], "has a } without its {"),
-    (["sources={a:", "x.jsonl,", "b:y.jsonl}"], "a space outside of quotes ends it, write 'sources={a: x.jsonl, b:y."),
+    (["sources={a:", "x.jsonl,", "b:y.jsonl}"], "got sources={a:: it lacks a }; if a space ends it, write quotes"),
     (["output_dir=my", "folder"], "write quotes around both: 'output_dir=my folder'"),
     (["sources={a:'x.jsonl}"], "its ' is not closed"),
     (["sources={a:x(1.jsonl}"], "quotes around a name or a value"),

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checked import checked
 from tests.ranks import run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, metrics, stopped_at, train_alone
 from verl_ext.config import compose
-from verl_ext.config.check import check_run
 from verl_ext.data import CategoryTable, DocumentDataset, SFTDataSet
 from verl_ext.data.dataset import ONE_RANK
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
@@ -89,7 +89,7 @@ def test_a_dataset_class_without_options_trains_and_validates(overrides, tmp_pat
 def test_a_dataset_class_without_options_needs_data(overrides):
     config = compose([*overrides, "data.train_dir=null", "trainer.device=cpu"])
     with pytest.raises(ValueError, match=r"^data\.train_dir is required: what the dataset class reads; got null$"):
-        check_run(config, world_size=1)
+        checked(config, 1)
 
 
 DOCUMENTS = """
@@ -297,7 +297,7 @@ def test_a_class_that_is_not_there_is_one_line(custom, line, tmp_path, tiny_mode
     keys = [f"data.custom_cls.{key}={files.get(value, value)}" for key, value in custom.items()]
     config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys])
     with pytest.raises(ValueError, match=rf"^{line}$"):
-        check_run(config, world_size=1)
+        checked(config, 1)
 
 
 def test_a_class_that_is_not_there_leaves_nothing_behind(of_documents, tmp_path):

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checked import checked
 from tests.ranks import run_ranks
 from tests.reference import Reference, load_eager, pack_row
 from tests.test_parity import CATEGORIES, CATEGORY_WEIGHTS, DOCUMENTS, GROUPS, MAX_TOKENS, TOLERANCE
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, train_alone
 from verl_ext.config import compose
-from verl_ext.config.check import check_run
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossOptions, LossSpec, category_weight_table
 from verl_ext.trainer.batch import StepCollator
@@ -140,7 +140,7 @@ def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, na
     (tmp_path / "own.py").write_text(code)
     keys = [f"loss.custom_cls.path={tmp_path / 'own.py'}", f"loss.custom_cls.name={name}", "trainer.device=cpu"]
     with pytest.raises(ValueError, match=r"^loss\.custom_cls\.[^\n]*$") as raised:
-        check_run(compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]), world_size=1)
+        checked(compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]), 1)
     assert raised.match(line)
 
 
@@ -163,7 +163,7 @@ def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, na
 def test_a_function_that_is_not_named_rightly_is_one_line(keys, line, tmp_path, tiny_model, file):
     keys = [key.replace("FILE", str(file)) for key in keys]
     with pytest.raises(ValueError, match=rf"^{line}[^\n]*$"):
-        check_run(
+        checked(
             compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys]),
             world_size=1,
         )

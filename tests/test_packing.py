@@ -162,7 +162,7 @@ def test_a_huge_budget_costs_nothing(strategy):
 
 def test_a_plan_of_a_selection_is_named_in_the_numbers_of_the_whole():
     plan = plan_packs([6, 4, 5], 10, "next_fit")
-    chosen = plan.of(np.asarray([70, 7, 70]))
+    chosen = plan.renumbered(np.asarray([70, 7, 70]))
     assert packs_of(chosen) == [[70, 7], [70]]
     assert chosen.num_packs == plan.num_packs == 2
 

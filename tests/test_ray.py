@@ -23,12 +23,11 @@ from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL, differences, metrics, train_alone
+from verl_ext.checkpoint.layout import refuse_locked, tracked_step
 from verl_ext.config import compose
-from verl_ext.config.checkpoints import tracked_step
 from verl_ext.fsdp_sft_trainer_ray import main
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.ray_ranks import Ends
-from verl_ext.trainer.run_lock import refuse_locked
 from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
@@ -154,8 +153,8 @@ def test_a_rank_ends_with_its_actor(cluster, overrides, tmp_path, monkeypatch, c
     killed.join()
     assert psutil.wait_procs(ranks.values(), _PATIENCE)[1] == []
     said = capfd.readouterr().err
-    assert "error: rank 1 on " in said
-    assert " was lost with its Ray actor (The actor is dead because its worker process has died" in said
+    assert "error: the Ray actor of rank 1 on " in said
+    assert " was lost (The actor is dead because its worker process has died" in said
 
 
 @pytest.mark.cluster
@@ -295,7 +294,7 @@ def test_a_cluster_that_wants_a_token_and_another_service_of_grpcs_are_told_at_o
 def test_a_restart_says_that_there_is_no_checkpoint_to_go_on_from(options, start, tmp_path, monkeypatch, capfd):
     """The ranks of the first attempt are lost, as the stand-in for their placement has it; the second ones end well."""
     ends = iter([Ends((), ("rank 0 was killed",)), Ends((0,), ())])
-    ranks = types.SimpleNamespace(start=lambda *_: None, follow=lambda: next(ends), signal=None)
+    ranks = types.SimpleNamespace(run=lambda *_: next(ends))
     monkeypatch.setattr(driver, "placed_ranks", lambda *_: contextlib.nullcontext(ranks))
     monkeypatch.setattr(driver.ray, "nodes", lambda: [])
     monkeypatch.setattr(driver, "ray_cluster", lambda _: contextlib.nullcontext(False))

@@ -11,7 +11,7 @@ from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
 from verl_ext.redaction import redacted, redacted_text
-from verl_ext.trainer import tracking
+from verl_ext.trainer.hooks import tracking
 from verl_ext.values import DataError
 
 SECRET = "s3cr3tV4lue"
@@ -79,7 +79,7 @@ def test_trackers_are_given_no_secret(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "Tracking", lambda *args, **kwargs: given.append(kwargs["config"]) or Mock(logger={}))
     secret = f"data.apply_chat_template_kwargs={{hf_token:{SECRET}}}"
     config = compose([f"data.train_dir={tmp_path}", "model.path=m", f"trainer.default_local_dir={tmp_path}", secret])
-    tracking.open_tracking(RunConfig.of(config), 0)
+    tracking.open_tracking(RunConfig.from_composed(config), 0)
     text = json.dumps(given, default=str)
     assert '"max_tokens": 8192' in text
     assert SECRET not in text

@@ -114,7 +114,7 @@ def test_what_does_not_answer_or_exist_is_one_line_that_names_the_url(server: st
         with pytest.raises(UsageError, match=r"sources\.a must name files that exist; .* has none"):
             find_source_files({"a": [url]})
     fsspec.filesystem("memory").pipe("/bucket/c.pdf", b"x")
-    with pytest.raises(UsageError, match=r"sources\.a must be jsonl.*c\.pdf"):
+    with pytest.raises(UsageError, match=r"sources\.a must be \.jsonl.*c\.pdf"):
         find_source_files({"a": [f"{memory}/c.pdf"]})
     with pytest.raises(UsageError, match=r"sources\.a must be a URL that fsspec knows; got nothing://a"):
         find_source_files({"a": ["nothing://a/b.jsonl"]})

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
+from tests.checked import checked
 from tests.ranks import run_ranks
 from tests.reference import Reference, load_eager, pack_row
 from tests.test_parity import CATEGORIES, DOCUMENTS, GROUPS, MAX_TOKENS
@@ -20,7 +21,6 @@ from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
-from verl_ext.config.check import check_run
 from verl_ext.config.support import model_support_problems
 from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
 
@@ -190,7 +190,7 @@ def test_a_run_reports_the_router_loss_that_is_asked_for_and_says_where_there_is
     seen = metrics(tmp_path / "run")
     assert all(2 <= seen[step, "train/router_loss"] < 3 for step in (1, 2, 3))  # two choices; 2 where balanced
     with pytest.raises(ValueError, match=r"router_aux_loss_coef needs model\.override_config\.output_router"):
-        check_run(compose([*run, asked[1]]), 1)
+        checked(compose([*run, asked[1]]), 1)
 
 
 SIZES = {

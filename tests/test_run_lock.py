@@ -22,10 +22,9 @@ from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import SMALL
+from verl_ext.checkpoint.layout import RUN_LOCK, lock_folder, refuse_locked
 from verl_ext.config import compose
-from verl_ext.config.output import RUN_LOCK
 from verl_ext.trainer.distributed import USER_ERROR, last_acts
-from verl_ext.trainer.run_lock import lock_folder, refuse_locked
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
@@ -73,7 +72,7 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process
     process.kill()
     process.join()
     refuse_locked(folder)
-    lock_folder(folder)
+    last_acts.callback(lock_folder(folder))
     last_acts.close()
     assert not (folder / RUN_LOCK).exists()
 
@@ -81,7 +80,7 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_free_when_that_process
 def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken_for_the_folders(tmp_path, monkeypatch):
     lockf, path = fcntl.lockf, tmp_path / RUN_LOCK
     monkeypatch.setattr(fcntl, "lockf", lambda *given: (monkeypatch.undo(), path.unlink(), lockf(*given)))
-    lock_folder(tmp_path)
+    last_acts.callback(lock_folder(tmp_path))
     assert str(os.getpid()) in path.read_text()
     last_acts.close()
     assert not path.exists()
@@ -97,7 +96,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    lock_folder(tmp_path / "run")
+    last_acts.callback(lock_folder(tmp_path / "run"))
     last_acts.close()
     refuse_locked(tmp_path / "run")
     assert capsys.readouterr().err == (f"note: {tmp_path / 'run'} cannot be locked (its file system has no locks)\n")

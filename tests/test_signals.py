@@ -25,7 +25,7 @@ from tests.test_launch import LAUNCH
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, differences, metrics, train_alone
-from verl_ext.config.checkpoints import saved_folders
+from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.trainer.distributed import TRAINING_FAILED
 from verl_ext.trainer.signals import SIGNALS, STOPPED, requests
 
@@ -87,7 +87,7 @@ def test_one_rank_that_is_asked_ends_all_with_one_checkpoint_and_the_resumed_run
     assert not complete
     assert not other_complete
     assert code == STOPPED
-    assert said.count("the run ends after step 3 of 5; the same command goes on") == 1
+    assert said.count("stopping after step 3 of 5. Run the same command") == 1
     assert [path.name for path in saved_folders(tmp_path)] == ["global_step_2", "global_step_3"]
     run_ranks(train_alone, 2, run)
     assert not differences(tmp_path, whole, STEPS)

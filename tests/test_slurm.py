@@ -170,7 +170,7 @@ def test_a_job_that_is_told_of_its_end_saves_and_is_queued_again(slurm, submit, 
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # not in the second in which it was put back
     wait(lambda: state(slurm, job) == "COMPLETED after 1 restarts")
     logs = ROOT / "logs" / f"test-run-{job}"
-    said = f"SIGUSR1: the run ends after step {saved} of 60"
+    said = f"SIGUSR1: stopping after step {saved} of 60"
     assert sum(said in path.read_text(errors="replace") for path in logs.glob("*/*")) == 1
     assert f"resumed after step {saved} of 60" in (logs / "attempt-1" / "node-0.log").read_text(errors="replace")
     assert [step for step, name in metrics(tmp_path / "run") if name == "train/loss"] == list(range(1, 61))

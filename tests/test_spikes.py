@@ -15,7 +15,7 @@ from tests.training import metrics, stopped_at, train, train_alone
 from verl_ext.data import MultiDocDataset, SFTDataSet
 from verl_ext.data.megatron.index import IndexWriter, TokenIndex
 from verl_ext.trainer.batch import StepLoss
-from verl_ext.trainer.spikes import worst_line
+from verl_ext.trainer.hooks.spikes import worst_line
 
 pytestmark = pytest.mark.slow
 

@@ -5,6 +5,7 @@ import pytest
 
 from tests.babilong_files import records, write_records
 from tests.document_texts import random_words, write_texts
+from tests.pretrain_files import texts_of, write_jsonl
 from tests.ranks import run_ranks
 from tests.stock_verl import train_with_stock_verl
 from tests.tiny_model import VOCABULARY
@@ -45,5 +46,15 @@ def test_verls_own_trainer_takes_babilong_rows(tiny_model, tmp_path, output):
     overrides += ["+data.answer_reserve_tokens=4", f"+data.cache_dir={output}/cache"]
     overrides += ["data.micro_batch_size_per_gpu=2", "trainer.total_epochs=2"]
     (losses,) = run_ranks(train_with_stock_verl, 1, "BABILongDataset", str(tiny_model), output, overrides)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def test_verls_own_trainer_takes_rows_of_text(tiny_model, tmp_path, output):
+    path = write_jsonl(tmp_path / "web.jsonl", texts_of([5] * 8))
+    overrides = [f"data.train_files={path}", f"data.val_files={path}", "data.max_length=16", "+data.rows=padded"]
+    overrides += [f"+data.cache_dir={output}/cache", "data.custom_cls.path=pkg://verl_ext.data.pretrain"]
+    overrides += ["data.micro_batch_size_per_gpu=2", "trainer.total_epochs=2"]
+    (losses,) = run_ranks(train_with_stock_verl, 1, "PreTrainDataset", str(tiny_model), output, overrides)
     assert len(losses) == 4
     assert losses[-1] < losses[0]

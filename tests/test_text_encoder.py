@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from tests.test_special_tokens import END, PLAIN, START, TOKENIZER, chat_of, encoded_chat
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.data.megatron.text_index import write_text_indices
+from verl_ext.data.megatron.text_index import write_text_indexes
 from verl_ext.text import readers as chunks
 from verl_ext.text.chat_spans import RenderedChat
 from verl_ext.text.encoders import TextEncoder, TokenCharacters, Windows
@@ -285,7 +285,7 @@ def write_and_index(folder: Path, content: bytes, name: str = "a.txt", on_bad_re
     (folder / name).write_bytes(content)
     files = find_source_files({"a": [str(folder / name)]})
     options = TextOptions(on_bad_record=on_bad_record, add_eos=False)
-    write_text_indices(files, TextTokenizer(tiny_tokenizer(), options), {"a": folder / "out"}, progress=False)
+    write_text_indexes(files, TextTokenizer(tiny_tokenizer(), options), {"a": folder / "out"})
     return TokenIndex(folder / "out").tokens(0).tolist()
 
 

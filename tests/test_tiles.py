@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.checked import checked, typed
 from tests.ranks import run_ranks
 from verl_ext.attention import document_layout
 from verl_ext.attention import packed as _packed  # noqa: F401 - registers it
 from verl_ext.attention.kernels import PACKED_ATTENTION
 from verl_ext.config import compose
-from verl_ext.config.model import model_kind
-from verl_ext.config.support import tile_notices, tile_problems
+from verl_ext.config.support import Architecture, model_notices, option_problems
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.tiles import TiledModule, tile, tileable
 
@@ -359,11 +359,13 @@ def test_a_parameter_that_is_not_gathered_around_the_tiles_is_an_error():
 @pytest.fixture(scope="module")
 def told():
     """What is said of 64 tokens a tile for a model: (problems, notices)."""
-    config = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", "model.tile_tokens=64"])
+    composed = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", "model.tile_tokens=64"])
+    config = typed(composed)
 
     def of(name: str, **more: object) -> tuple[list[str], list[str]]:
-        hf_config = config_of(name, **more)
-        return tile_problems(config, hf_config), tile_notices(config, hf_config)
+        model = Architecture(config_of(name, **more))
+        notices = model_notices(config, model, config.loss.head)
+        return list(option_problems(config, model)), [line for line in notices if "model.tile_tokens" in line]
 
     return of
 
@@ -415,4 +417,6 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "line"), REFUSED)
 def test_what_the_options_need_is_told_in_one_line(overrides, line, model):
     config = compose(["model.path=unused", "data.train_dir=unused", "parallel=cpu", f"model={model}", *overrides])
-    assert line in list(model_kind(config).config_problems(config))
+    with pytest.raises(ValueError, match=r"model\.") as told:
+        checked(config)
+    assert line in str(told.value).splitlines()

@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from tests.babilong_data import write_babilong
+from tests.checked import checked as checked_run
+from tests.checked import typed
 from verl_ext.config import compose, compose_run
-from verl_ext.config.check import check_run
 from verl_ext.config.model import titans_config
-from verl_ext.config.resolve import resolve_logging
 from verl_ext.config.run import RunConfig
 from verl_ext.config.schema import recipe_choice
 from verl_ext.models.qwen_titans import (
@@ -32,7 +32,7 @@ def checked(tmp_path, tiny_model):
         sound = ["data=babilong", "model=qwen_titans", *MEMORY, "data.max_length=64", "data.train_batch_size=2"]
         sound.append("data.answer_reserve_tokens=8")
         where = [f"data.train_dir={files}", f"model.path={tiny_model}", f"trainer.default_local_dir={tmp_path}"]
-        return check_run(compose([*sound, *where, "parallel=cpu", *overrides]), 1)
+        return checked_run(compose([*sound, *where, "parallel=cpu", *overrides]), 1).hf_config
 
     return check
 
@@ -118,7 +118,7 @@ def test_a_memory_of_another_shape_or_no_memory_at_all_is_refused(checked, tiny_
 def test_its_options_are_refused_on_another_model(tmp_path, tiny_model):
     config = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "model.train=memory"])
     with pytest.raises(ValueError, match=r"model\.train is an option of model=qwen_titans; got memory without it"):
-        check_run(config, 1)
+        checked_run(config, 1)
 
 
 def test_an_exported_folder_keeps_its_memory_but_for_what_is_given(tiny_model):
@@ -129,18 +129,18 @@ def test_an_exported_folder_keeps_its_memory_but_for_what_is_given(tiny_model):
 
 def test_batches_between_logs_become_steps():
     config = compose(["trainer.log_every_batches=80", "data.train_batch_size=64"])
-    notices = resolve_logging(config, 8)
-    assert config.trainer.log_freq == 10  # ceil(80 / accumulation over 8)
+    run = typed(config, 8)
+    assert run.trainer.log_freq == 10  # ceil(80 / accumulation over 8)
+    notices = run.notices
     assert "trainer.log_every_batches=80 is read as trainer.log_freq=10" in notices[0]
     config.trainer.log_every_batches = 81
-    resolve_logging(config, 8)
-    assert config.trainer.log_freq == 11
+    assert typed(config, 8).trainer.log_freq == 11
 
 
 def test_a_part_of_the_training_files_is_for_validation_unless_all_are_trained_on():
-    assert RunConfig.of(compose(["data=babilong"])).dataset.splits_validation
-    assert not RunConfig.of(compose(["data=babilong", "data.train_ratio=1"])).dataset.splits_validation
-    assert not RunConfig.of(compose([])).dataset.splits_validation
+    assert RunConfig.from_composed(compose(["data=babilong"])).dataset.splits_validation
+    assert not RunConfig.from_composed(compose(["data=babilong", "data.train_ratio=1"])).dataset.splits_validation
+    assert not RunConfig.from_composed(compose([])).dataset.splits_validation
 
 
 def test_a_length_is_no_forgotten_option_where_rows_have_one():
@@ -167,14 +167,17 @@ def test_evaluation_alone_needs_something_to_measure_and_no_permission_to_delete
 
 def test_a_curriculum_is_not_sorted_by_cost():
     with pytest.raises(ValueError, match=r"data\.balance must be none with data\.shuffle=false"):
-        RunConfig.of(compose(["data.train_dir=folder", "data.shuffle=false"]))
-    assert RunConfig.of(compose(["data=babilong", "data.train_dir=folder", "data.shuffle=false"])).data.shuffle is False
+        RunConfig.from_composed(compose(["data.train_dir=folder", "data.shuffle=false"]))
+    assert (
+        RunConfig.from_composed(compose(["data=babilong", "data.train_dir=folder", "data.shuffle=false"])).data.shuffle
+        is False
+    )
 
 
 def test_options_that_nothing_reads_are_refused(tmp_path, tiny_model, checked):
     packed = compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "data.truncate=right"])
     with pytest.raises(ValueError, match=r"data\.truncate is an option of data=babilong; got right without it"):
-        check_run(packed, 1)
+        checked_run(packed, 1)
     with pytest.raises(ValueError, match=r"model\.memory\.layers must name a layer with model\.train=memory"):
         checked("model.train=memory", "model.memory.layers=[]")
     with pytest.raises(ValueError, match=r"data\.val_dir is required with trainer\.eval_only=true; got null"):
@@ -212,4 +215,4 @@ def test_an_exported_model_with_memory_is_not_packed(tmp_path, tiny_model):
     with pytest.raises(
         ValueError, match=r"model\.path holds a Qwen with long-term memory, which needs model=qwen_titans"
     ):
-        check_run(config, 1)
+        checked_run(config, 1)

@@ -1,10 +1,11 @@
-"""`tokenize backend=ray` on a Ray cluster of this machine: the local backend's rows and reports, restarts, errors."""
+"""`tokenize backend=ray` on a Ray cluster of this machine: the local backend's rows and reports, deaths, errors."""
 
 import csv
 import gzip
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, load_from_disk
-from filelock import FileLock
 
 from tests.ray_cluster import ray_nodes
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
-from verl_ext.commands import tokenize_ray
+from verl_ext.commands import tokenize as command
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
-from verl_ext.commands.tokenize_ray import tokenize_on_ray
 from verl_ext.ray_cluster import ray_cluster
-from verl_ext.text.dataset_folder import SHARD_BYTES
-from verl_ext.text.readers import CHUNK
+from verl_ext.text.readers import ChunkSize
+from verl_ext.text.workers import TRIES, ray_results
 from verl_ext.values import DataError, UsageError
 
 pytestmark = pytest.mark.slow
@@ -43,7 +42,7 @@ def cluster() -> Iterator[None]:
     """One cluster for all tests: each would start its own."""
     with pytest.MonkeyPatch.context() as patch, ray_nodes(1):
         # As in a command, whose process has no torch and whose workers then need none: importing it takes seconds.
-        patch.setattr(tokenize_ray, "tokenizer_module", lambda: "verl_ext.text.torchless_tokenizers")
+        patch.setattr(command, "tokenizer_module", lambda: "verl_ext.text.torchless_tokenizers")
         with ray_cluster(2):
             yield
 
@@ -55,7 +54,7 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Records in every format: some bad, some with a weight late in their source, files of one unit and of several."""
+    """Records in every format: some bad, some with a weight late in their source, files of one chunk and of several."""
     folder = tmp_path_factory.mktemp("sources")
     lines = [*QA[:9], {"text": ""}, *QA[9:], {"text": "the cat", "loss_weight": 0.5, "kind": "late"}, {"x": 1}]
     write_jsonl(folder / "lines.jsonl", lines)
@@ -79,14 +78,9 @@ def options_of(sources: dict[str, Any], output: Path, model: Path, *overrides: s
     return read_options(TokenizeOptions, [*base, *overrides])
 
 
-def on_ray(sources: dict[str, Any], output: Path, model: Path, *overrides: str, size: int = 700) -> Report:
+def on_ray(sources: dict[str, Any], output: Path, model: Path, *overrides: str) -> Report:
     options = options_of(sources, output, model, "backend=ray", *overrides)
-    return tokenize_on_ray(options, CHUNK, SHARD_BYTES, size)
-
-
-def shards(folder: Path) -> list[int]:
-    """The files that a dataset's shards are, by whatever name."""
-    return [path.stat().st_ino for path in sorted(folder.rglob("data-*.arrow"))]
+    return tokenize(options, ChunkSize(5, 700))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,6 @@ def test_rows_categories_and_report_are_those_of_the_local_backend(
     ours, local = load_from_disk(str(tmp_path / "out")), load_from_disk(str(tmp_path / "local"))
     assert ours.data.schema == local.data.schema
     assert ours.to_list() == local.to_list()
-    assert len(shards(tmp_path / "out")) > 9  # of 7 sources
     for name in ("categories.json", "report.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
     assert report.total.documents == len(ours)
@@ -119,73 +112,41 @@ def test_the_first_bad_record_in_order_ends_the_run_with_its_line(tmp_path: Path
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.json").write_text("[")
     with pytest.raises(DataError, match=r"a\.jsonl:10: malformed JSON"):
-        on_ray({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.json"}, tmp_path / "out", model, size=200)
+        on_ray({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.json"}, tmp_path / "out", model)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_restart_goes_on_from_finished_units_and_redoes_those_of_a_changed_file(
-    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture
-) -> None:
-    good = write_jsonl(tmp_path / "a.jsonl", QA)
-    bad = write_jsonl(tmp_path / "b.jsonl", [*QA, {"text": ""}])
-    with pytest.raises(DataError, match=r"b\.jsonl:25: text is empty"):
-        on_ray({"a": good, "b": bad}, tmp_path / "out", model)
-    kept = tmp_path / ".out.units"
-    assert f"finished parts stay in {kept}: the same command goes on from there" in capfd.readouterr().err
-    before = set(shards(kept))
-    assert before
-    (kept / ".killed.unfinished-here-1").mkdir()
-    write_jsonl(bad, QA[:3])
-    on_ray({"a": good, "b": bad}, tmp_path / "out", model)
-    of_a = [shard for shard in shards(tmp_path / "out") if shard in before]
-    assert len(of_a) > 2
-    assert shards(tmp_path / "out")[: len(of_a)] == of_a
-    lengths = load_from_disk(str(tmp_path / "out"))["length"]
-    assert lengths[24:] == lengths[:3]
-    assert not kept.exists()
-
-
-def test_without_hard_links_shards_are_moved_and_an_interrupted_move_is_made_good(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, replace, moved = write_jsonl(tmp_path / "a.jsonl", QA), os.replace, []
-
-    def fail(*_: Any) -> None:
-        raise OSError("no links here")
-
-    def replace_one_shard(path: Any, target: Any) -> None:
-        if Path(target).name.startswith("data-") and path != target:
-            moved.append(path)
-            if len(moved) == 2:
-                raise KeyboardInterrupt
-        replace(path, target)
-
-    monkeypatch.setattr(os, "link", fail)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace_one_shard)
-        with pytest.raises(KeyboardInterrupt):
-            on_ray({"a": source}, tmp_path / "out", model)
-    on_ray({"a": source}, tmp_path / "out", model)
-    assert len(load_from_disk(str(tmp_path / "out"))) == len(QA)
-
-
-def test_two_runs_on_one_output_are_refused(tmp_path: Path, model: Path) -> None:
-    source, kept = write_jsonl(tmp_path / "a.jsonl", QA), tmp_path / ".out.units"
-    kept.mkdir()
-    (kept / "run.json").write_text(json.dumps({"host": "node7", "pid": 12}))
-    with (
-        FileLock(kept / "lock"),
-        pytest.raises(DataError, match=r"output_dir must be written by one run at a time; got .*process 12 on node7"),
-    ):
-        on_ray({"a": source}, tmp_path / "out", model)
-    assert kept.exists()
-
-
-def test_nothing_is_left_of_a_run_that_finished_no_unit(tmp_path: Path, model: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}])
-    with pytest.raises(DataError, match=r"a\.jsonl:1: text is empty"):
+def test_nothing_is_left_of_a_run_with_a_bad_record(tmp_path: Path, model: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [*QA, {"text": ""}])
+    with pytest.raises(DataError, match=r"a\.jsonl:25: text is empty"):
         on_ray({"a": source}, tmp_path / "out", model)
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_node_with_another_tokenizer_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.ChatEncoder, "fingerprint", lambda self: "the driver's")
+    with pytest.raises(DataError, match=r"model\.path must be the same tokenizer and template on every node"):
+        on_ray({"a": write_jsonl(tmp_path / "a.jsonl", QA)}, tmp_path / "out", model)
+
+
+def die_at_seven(tries: Path, job: int) -> int:
+    """The job; its process ends where it is 7, as often as the folder's name says."""
+    if job == 7 and len([*tries.iterdir()]) < int(tries.name):
+        (tries / os.urandom(4).hex()).touch()
+        os._exit(1)
+    return job
+
+
+@pytest.mark.parametrize("deaths", [TRIES - 1, TRIES])
+def test_a_job_whose_worker_dies_is_done_again_a_few_times(tmp_path: Path, deaths: int) -> None:
+    tries = tmp_path / str(deaths)
+    tries.mkdir()
+    results = ray_results(partial(Path, tries), die_at_seven, range(20), 2, name="test")
+    if deaths < TRIES:
+        assert list(results) == list(range(20))
+        return
+    with pytest.raises(DataError, match=f"a test worker died {TRIES} times.*num_workers=2 here"):
+        list(results)
 
 
 def test_a_source_without_records_is_refused(tmp_path: Path, model: Path) -> None:

@@ -19,7 +19,7 @@ from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS
 from verl_ext.text.documents import Counts
-from verl_ext.text.json_records import JsonList
+from verl_ext.text.json_records import json_list
 from verl_ext.text.readers import ChunkSize
 from verl_ext.values import DataError, UsageError
 
@@ -116,16 +116,16 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, model: Path, kind
 
 def test_json_list_is_read_in_blocks_smaller_than_its_records() -> None:
     stream = io.BytesIO(json.dumps(QA, indent=1).encode())
-    assert [record for (_, record), _ in JsonList("in.json", stream, block=5)] == QA
+    assert [record for (_, record), _ in json_list("in.json", stream, block=5)] == QA
 
 
 @pytest.mark.parametrize(
     "content", ['[{"text": "a"},\n {"text": }]', '[{"text": "a"}\n {"text": "b"}]', '[{"text": "a"},\n']
 )
-def test_broken_json_list_names_its_line(tmp_path: Path, model: Path, content: str) -> None:
+def test_a_broken_json_list_is_named_with_the_record(tmp_path: Path, model: Path, content: str) -> None:
     source = tmp_path / "in.json"
     source.write_text(content)
-    with pytest.raises(DataError, match=r"in\.json:2: malformed JSON"):
+    with pytest.raises(DataError, match=r"in\.json: malformed JSON: .* in record [12]$"):
         tokenize_files({"qa": source}, tmp_path / "out", model, "on_bad_record=skip")
 
 
@@ -455,11 +455,11 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, model: Pa
         (["sources={b:'x{c:1,c:2}.jsonl',c:[{d:1,d:2}]}"], "got d more than once"),
         (["sources.a=3"], "sources.a must be a path"),
         (["sources={}"], "sources is required: name: file, folder"),
-        (["sources=ok.jsonl"], "sources must map a category to files, e.g. 'sources={ok:ok.jsonl}'; got ok.jsonl"),
-        (["sources=[a.jsonl]"], "sources must map a category to files"),
+        (["sources=ok.jsonl"], "sources must map names to values, e.g. 'sources={ok:ok.jsonl}'; got ok.jsonl"),
+        (["sources=[a.jsonl]"], "sources must map names to values"),
         (
             ["columns=question"],
-            "columns must map a field to a column, e.g. 'columns={question:question}'; got question",
+            "columns must map names to values, e.g. 'columns={question:question}'; got question",
         ),
         (["columns={promt:question}"], "a name in columns must be one of messages, "),
         (["columns={prompt:question,answer:solution}"], "columns must name fields of one shape of messages | "),
@@ -490,7 +490,7 @@ def test_missing_sources_and_unknown_formats_are_refused(tmp_path: Path, model: 
         with pytest.raises(UsageError, match=rf"sources\.a must .*{message}"):
             tokenize_files({"a": tmp_path / name}, tmp_path / "x/out", model)
     (tmp_path / "a.md").write_text("x")
-    with pytest.raises(UsageError, match=r"sources\.a must be jsonl"):
+    with pytest.raises(UsageError, match=r"sources\.a must be \.jsonl"):
         tokenize_files({"a": tmp_path / "a.md"}, tmp_path / "out", model)
 
 

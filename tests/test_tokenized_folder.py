@@ -15,7 +15,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.data.arrow import ListColumn, TokenizedData
 from verl_ext.data.left_out import OverLengthCount
-from verl_ext.data.scan import OverLengthDocuments, add_counts, scan_documents
+from verl_ext.data.scan import OverLength, scan_documents, sum_by_category
 from verl_ext.packing import cut_spans
 
 
@@ -44,7 +44,12 @@ def slow_scan(documents, spans):
 
 def scan_of(folder, max_tokens=100, policy="error", block_tokens=1 << 22):
     data = TokenizedData([folder])
-    return scan_documents(data, cut_spans(data.lengths, max_tokens, policy), block_tokens=block_tokens)
+    spans = cut_spans(data.lengths, max_tokens, policy)
+    return scan_documents(data, spans, longer_than(data, max_tokens, policy), block_tokens=block_tokens)
+
+
+def longer_than(data, max_tokens, policy):
+    return OverLength(np.flatnonzero(data.lengths > max_tokens), max_tokens, policy)
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
@@ -53,7 +58,7 @@ def test_the_scan_counts_the_targets_of_every_span(tmp_path, documents, policy, 
     folder = write_tokenized(tmp_path / "data", documents, num_shards=3)
     data = TokenizedData([folder])
     spans = cut_spans(data.lengths, 6, policy)
-    over_length = OverLengthDocuments.of(data.lengths, 6, policy)
+    over_length = longer_than(data, 6, policy)
     scan = scan_documents(data, spans, over_length, block_tokens=block_tokens)
     found = (scan.targets.tolist(), scan.min_token_id, scan.max_token_id, scan.category_ids)
     assert found == slow_scan(documents, spans)
@@ -119,9 +124,10 @@ def test_over_length_counts_are_those_of_each_document(
     documents.append(document([0, 1]))  # which fits and has a target
     folder = write_tokenized(tmp_path_factory.mktemp("over") / "data", documents, num_shards=min(2, len(documents)))
     data = TokenizedData([folder])
-    over = OverLengthDocuments.of(data.lengths, max_tokens, policy)
+    over = longer_than(data, max_tokens, policy)
     scan = scan_documents(data, cut_spans(data.lengths, max_tokens, policy), over, block_tokens=block_tokens)
-    assert scan.over_length == add_counts(slow_count(documents, over.rows, max_tokens, policy))
+    wanted = np.array(slow_count(documents, over.rows, max_tokens, policy), np.int64).reshape(-1, 7)
+    assert np.array(scan.over_length).reshape(-1, 7).tolist() == sum_by_category(wanted).tolist()
 
 
 OTHER_WRITERS = {

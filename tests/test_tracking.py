@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from verl_ext.checkpoint.layout import remove_run_files
 from verl_ext.config import compose
 from verl_ext.config.run import RunConfig
-from verl_ext.trainer.checkpoint import remove_run_files
-from verl_ext.trainer.tracking import (
+from verl_ext.trainer.hooks.tracking import (
     RUN_IDS,
     continued_lines,
     continued_runs,
@@ -41,7 +41,7 @@ def _ids_of(folder: Path, tracker: str, first_steps: list[int]) -> list[str]:
     for number, first_step in enumerate(first_steps, start=1):
         if number == len(first_steps):
             os.environ |= {f"{tracker.upper()}_RUN_ID": "chosen", f"{tracker.upper()}_RESUME": "allow"}
-        tracking = open_tracking(RunConfig.of(config), first_step)
+        tracking = open_tracking(RunConfig.from_composed(config), first_step)
         tracking.log({"train/loss": 1.0}, first_step + 1)
         run = tracking.logger[tracker]
         seen.append((run.run if tracker == "wandb" else run.get_run()).id)
@@ -72,7 +72,7 @@ def _told_on_a_terminal(folder: Path, tracker: str) -> str:
         asked = sys.stdin
         config = compose([f"trainer.logger=[{tracker}]", f"trainer.default_local_dir={folder / 'out'}"])
         try:
-            open_tracking(RunConfig.of(config), 0)
+            open_tracking(RunConfig.from_composed(config), 0)
         except ValueError as error:
             assert sys.stdin is asked, "the terminal is given back"
             return str(error)
@@ -92,7 +92,7 @@ def test_a_tracker_that_is_not_installed_is_told_by_name(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     config = compose(["trainer.logger=[swanlab]", f"trainer.default_local_dir={tmp_path}"])
     with pytest.raises(ValueError, match=r"^trainer\.logger .* got \['swanlab'\] \([^\n]*swanlab[^\n]*\)"):
-        open_tracking(RunConfig.of(config), 0)
+        open_tracking(RunConfig.from_composed(config), 0)
 
 
 def test_lines_that_were_torn_cost_no_others(tmp_path):

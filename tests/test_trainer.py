@@ -18,6 +18,7 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import MEASURED, SMALL, build, metrics, plain_losses, train, train_alone
 from verl_ext.config import compose
 from verl_ext.trainer.distributed import limit_collectives
+from verl_ext.trainer.hooks import TrackingHook
 from verl_ext.trainer.setup import prepare
 
 pytestmark = pytest.mark.slow
@@ -257,7 +258,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_model, tmp_path):
     model = poison_of(tiny_model, tmp_path / "model", 5)
     folder = poisoned_data(tmp_path / "data", set(range(6)))
     overrides = [f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / 'run'}"]
-    with pytest.raises(AssertionError, match="3 steps in a row were skipped, up to step 3, for want of a finite"):
+    with pytest.raises(AssertionError, match="after step 3: 3 consecutive steps had a non-finite gradient"):
         run_ranks(train_alone, 2, [*overrides, *ONE_DOCUMENT_A_STEP, "data.train_batch_size=2"])
 
 
@@ -276,7 +277,7 @@ def test_a_resumed_run_counts_the_skipped_steps_of_the_run_before(tiny_model, tm
     skipped = [resumed[step, "train/skipped_steps"] for step in range(1, 7)]
     assert skipped == [whole[step, "train/skipped_steps"] for step in range(1, 7)] == [0, 1, 2, 2, 3, 3]
     run_ranks(train_alone, 1, run("ended", 2, "trainer.max_skipped_steps=1"))
-    with pytest.raises(AssertionError, match="2 steps in a row were skipped, up to step 3"):
+    with pytest.raises(AssertionError, match="after step 3: 2 consecutive steps"):
         run_ranks(train_alone, 1, run("ended", 6, "trainer.max_skipped_steps=1"))
 
 
@@ -340,7 +341,9 @@ def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
     try:
         outcome = trainer.train_step(batch, summed=logged)
         if logged:
-            trainer._log_step(1, outcome)
+            for hook in trainer.hooks:
+                if isinstance(hook, TrackingHook):
+                    hook.post_step(1, outcome)
     finally:
         dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist = reduce, item, to_list
     return counts["all_reduce"], counts["reads"]

@@ -145,7 +145,7 @@ def test_a_signal_to_one_host_stops_both_after_the_same_step(hosts, overrides, o
     assert exit_codes(runs) == [75, 75]  # also on the host that got no signal, and nothing is started again
     done = int((output / "latest_checkpointed_iteration.txt").read_text())
     assert max(step for step, _ in metrics(output)) == done
-    assert sum(f"the run ends after step {done} of {STEPS}" in log for log in logs(output)) == 1
+    assert sum(f"stopping after step {done} of {STEPS}" in log for log in logs(output)) == 1
     assert exit_codes(start(hosts, overrides, output)) == [0, 0]
     assert_same_losses(metrics(output), on_one_host)
 

@@ -82,6 +82,7 @@ CALLABLES = {
     "torch.distributed.checkpoint:FileSystemReader.read_metadata": (),
     "torch.distributed.checkpoint:save": ("state_dict", "storage_writer", "process_group"),
     "torch.distributed.checkpoint:load": ("state_dict", "storage_reader", "no_dist"),
+    "torch.distributed.checkpoint.state_dict:get_optimizer_state_dict": ("model", "optimizers"),
     "verl.utils.tracking:Tracking.__init__": ("project_name", "experiment_name", "default_backend", "config"),
     "verl.utils.tracking:Tracking.log": ("data", "step"),
     "verl.utils.fsdp_utils:merged_lora_context": ("actor", "backup_adapters"),

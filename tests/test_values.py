@@ -1,14 +1,16 @@
 """Options dataclasses: type, default, check and meaning of each option stated once, and mistakes in one line each."""
 
-from dataclasses import dataclass
+import pickle
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl_ext.values import Options, nearest_key, option, options_of
+from verl_ext.values import Options, nearest_key, option, options_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,20 @@ def test_a_list_is_not_shared_between_instances():
     assert options_of(Outer)["names"].default == ["a"]
 
 
+def test_options_cannot_change_and_go_to_other_processes_as_they_are():
+    options = Outer(size=9, names=["b"], inner=Inner("x"))
+    assert pickle.loads(pickle.dumps(options)) == options
+    with pytest.raises(FrozenInstanceError):
+        options.size = 10
+
+
+@pytest.mark.parametrize(("value", "line"), [("3", "a whole number; got 3"), (True, "got true"), (0, "least 1; got 0")])
+def test_a_whole_number_is_one_of_any_kind(value, line):
+    assert type(whole_number("n", np.int64(3), least=1)) is int
+    with pytest.raises(ValueError, match=f"^n must be .*{line}$"):
+        whole_number("n", value, least=1)
+
+
 def test_a_name_that_reads_as_a_number_is_a_text():
     assert Inner.read({"path": 7}) == Inner("7")
 
@@ -91,3 +107,4 @@ def test_the_nearest_key_prefers_the_same_name_then_the_same_node():
     assert nearest_key("trainer.max_tokens", keys) == "data.max_tokens"
     assert nearest_key("data.max_tokenz", keys) == "data.max_tokens"
     assert nearest_key("nothing.like_it_at_all", keys) is None
+    assert nearest_key("path", ["model.lora.path", "model.path", "data.path"]) == "data.path"  # of the shallowest

@@ -52,13 +52,13 @@ def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]
     from verl.workers.engine import base
     from verl.workers.engine.fsdp import transformer_impl as verl
 
-    from verl_ext.engines import saving
+    from verl_ext.checkpoint import export, state
 
     at: dict[str, str] = {}
     uses: list[tuple[str, str]] = []
 
     def moves(name: str, what: str, place: str) -> None:
-        for module in (verl, saving):
+        for module in (verl, export, state):
             setattr(module, name, lambda *_: at.update({what: place}))
 
     moves("load_fsdp_model_to_gpu", "weights", "device")

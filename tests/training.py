@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
+from verl_ext.checkpoint.layout import TRACKER, saved_folders, step_of
+from verl_ext.checkpoint.state import StateReader, read_metadata
 from verl_ext.config import compose
-from verl_ext.config.checkpoints import TRACKER, saved_folders, step_of
-from verl_ext.engines.state import StateReader, read_metadata
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 

@@ -4,7 +4,7 @@ verl 0.9.1 reaches every device call through :class:`verl.plugin.platform.Platfo
 that FSDP2, Ulysses, checkpoints and the Ray worker group run unchanged on a laptop or in CI.
 
 It is never found by verl's auto-detection: a CPU-only driver of a GPU cluster must keep the platform that stock verl
-gives it. It is chosen by name alone (``VERL_PLATFORM=cpu``), which our trainer sets where no accelerator is visible.
+gives it. It is chosen by name alone (``VERL_PLATFORM=cpu``), which our trainer sets if no accelerator is visible.
 """
 
 import os
@@ -21,7 +21,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class CPUDevice:
-    """What verl asks of ``torch.cuda``, for a host without one. Sizes are bytes."""
+    """The part of ``torch.cuda`` that verl uses, for a host without GPUs. Sizes are bytes."""
 
     is_available = staticmethod(torch.cpu.is_available)
     current_device = staticmethod(torch.cpu.current_device)
@@ -46,7 +46,7 @@ class CPUDevice:
 
     @staticmethod
     def max_memory_reserved(device: Any = None) -> int:
-        """The process's resident memory at its peak."""
+        """Return the process's resident memory at its peak."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     @staticmethod

@@ -15,7 +15,7 @@ _PACKAGE = "pkg://"
 
 
 def custom_object(node: str, path: str | None, name: str | None) -> Any:
-    """The object that the keys `node`.path and `node`.name name.
+    """Return the object that the keys `node`.path and `node`.name name.
 
     path: a Python file, or pkg://module for one that is installed. A file is executed once in a process.
 
@@ -45,7 +45,7 @@ def _module(key: str, path: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
             raise ImportError("its name must end in .py")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and pickle look
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
         spec.loader.exec_module(module)
         return module
     except Exception as error:

@@ -1,15 +1,15 @@
-"""Files and folders that appear whole or not at all, and folders that one process makes and all processes open.
+"""Files and folders that appear whole or not at all, their fingerprints, and the cache.
 
-    ROOT/<name>/                what `make` wrote, and
-        contents.json           the sizes of its files, by which a damaged folder is known
+    ROOT/<name>/                the files of `make`, with contents.json: their sizes
     ROOT/<name>.lock            held by the process that makes it
-    ROOT/<name>.failed          why the last attempt failed, for those that waited for it
+    ROOT/<name>.failed          why the last attempt failed, for the processes that waited for it
 
-The name of a cached folder should be a digest of everything that its content follows from, so that none is ever stale.
+A cached folder is named by the fingerprint of everything that its content follows from, so that none is ever stale.
 """
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -17,6 +17,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,66 @@ import xxhash
 from verl_ext.values import MISSING, DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"
-# Beside what a command writes: what became of the records, and {number: name} of their categories.
+# Files of a folder that a command writes: the report of its records, and {number: name} of their categories.
 REPORT, CATEGORIES = "report.json", "categories.json"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: more than a file system, or a limit, lets a file have
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: a file system or a limit allows no larger file
+BLOCK = 1 << 30  # bytes of a file that ranks who share its checksum take at once
 _CHUNK = 1 << 23
 _WRITERS = ("PytorchStreamWriter", "inline_container", "os error")  # words of torch's and safetensors' errors
 _LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 
-BLOCK = 1 << 30  # bytes of a file that readers who share it take at once
 _logger = logging.getLogger(__name__)
 
 
+def fingerprint(*facts: Any, digits: int = 32) -> str:
+    """Return hex digits of the sha256 of texts, JSON values, buffers such as arrays, and iterators of these."""
+    digest = hashlib.sha256()
+    for fact in chain.from_iterable(fact if isinstance(fact, Iterator) else (fact,) for fact in facts):
+        text = json.dumps(fact) if isinstance(fact, (list, tuple, dict)) else fact
+        digest.update(text.encode() if isinstance(text, str) else text)
+    return digest.hexdigest()[:digits]
+
+
+def file_state(path: str | os.PathLike[str]) -> tuple[str, int, int]:
+    """Return the real path, size and time of change in ns of a file. No content is read."""
+    status = os.stat(path)
+    return os.path.realpath(path), status.st_size, status.st_mtime_ns
+
+
+def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = None) -> str:
+    """Return the xxh3_128, 32 hex digits, of at most `most` bytes of a file from byte `begin` on."""
+    found, left = xxhash.xxh3_128(), most
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while chunk := file.read(_CHUNK if left is None else min(_CHUNK, left)):
+            found.update(chunk)
+            left = None if left is None else left - len(chunk)
+    return found.hexdigest()
+
+
+def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
+    """Return :func:`checksum` of a file of up to 1 GiB, of a longer one :func:`joined` ones of its blocks of 1 GiB."""
+    return joined([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
+
+
+def joined(blocks: Sequence[str]) -> str:
+    """Return a file's checksum from those of its blocks."""
+    return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a file that a folder's own files name lies in it, links followed.
+
+    The Hub's cache is one place: its `snapshots/REVISION` hold links to `blobs` beside them.
+    """
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    hubs = (above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots")
+    return real.is_relative_to(root) or any(real.is_relative_to(hub / "blobs") for hub in hubs)
+
+
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to, which replaces `path` when the block ends well and is removed otherwise."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; rename it to `path` on success, delete it on error."""
     partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
         yield partial
@@ -46,6 +93,13 @@ def whole_file(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON to `path`, whose folder is made; the old content stays until all is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -67,37 +121,6 @@ def write_errors(folder: Path) -> Iterator[None]:
         raise OSError(number or errno.EIO, reason, str(folder)) from error
 
 
-def checksum(path: str | os.PathLike[str], begin: int = 0, most: int | None = None) -> str:
-    """xxh3_128, 32 hex digits, of a file's bytes from `begin` on, of at most so many."""
-    found, left = xxhash.xxh3_128(), most
-    with open(path, "rb") as file:
-        file.seek(begin)
-        while chunk := file.read(_CHUNK if left is None else min(_CHUNK, left)):
-            found.update(chunk)
-            left = None if left is None else left - len(chunk)
-    return found.hexdigest()
-
-
-def checksum_by_blocks(path: str | os.PathLike[str]) -> str:
-    """:func:`checksum` of a file of up to 1 GiB; of a longer one, :func:`joined` ones of its blocks of 1 GiB."""
-    return joined([checksum(path, begin, BLOCK) for begin in range(0, max(os.path.getsize(path), 1), BLOCK)])
-
-
-def joined(blocks: Sequence[str]) -> str:
-    """A file's checksum of those of its blocks."""
-    return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_hexdigest("".join(blocks).encode())
-
-
-def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file that a folder's own files name lies in it, links followed.
-
-    The Hub's cache is one place: its `snapshots/REVISION` hold links to `blobs` beside them.
-    """
-    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    hubs = (above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots")
-    return real.is_relative_to(root) or any(real.is_relative_to(hub / "blobs") for hub in hubs)
-
-
 def follow_umask(folder: Path) -> None:
     """Give a folder's files the mode of new ones: safetensors writes them for their owner alone."""
     new = folder / f".mode-{os.getpid()}"
@@ -108,7 +131,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the content of a file, or the names in a folder, on the disk before anything that follows."""
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,19 +139,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """`value` as JSON at `path`, whose folder is made; what was there stays until all of it is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 class OutputFolder:
     """A context whose `path` is a hidden sibling of `output_dir`, renamed to it by `publish()` and removed otherwise.
 
     A run that is killed leaves only the hidden folder, `.NAME.unfinished-HOST-PID`; the next run for the same
-    `output_dir` on that host removes it. What cannot be written there, as where the disk is full, is a `DataError` of
-    one line.
+    `output_dir` on that host removes it. A write that fails there, as on a full disk, is a `DataError` of one line.
     """
 
     def __init__(self, output_dir: str, overwrite: bool, key: str = "output_dir", named: str | None = None) -> None:
@@ -155,7 +170,7 @@ class OutputFolder:
             raise self._not_written(error) from error
 
     def is_cause_of(self, error: OSError) -> bool:
-        """Whether an error is of writing here, or of a full disk: a write that fails names no file."""
+        """Return whether an error is of writing here, or of a full disk: a write that fails names no file."""
         file = file_of(error)
         return error.errno in DISK_FULL if file is None else Path(file).is_relative_to(self.path)
 
@@ -163,7 +178,7 @@ class OutputFolder:
         return DataError(f"{self.key} must be a folder that can be written; got {self.named}: {reason_of(error)}")
 
     def publish(self) -> None:
-        """Put the folder in its place. What was there, under `overwrite`, is moved aside first and deleted last."""
+        """Put the folder in its place. With `overwrite`, the old one is moved aside first and deleted last."""
         is_full = _has_files(self.output)
         if is_full and not self.overwrite:
             raise DataError(f"output_dir was filled by another run meanwhile, overwrite=true not given: {self.named}")
@@ -205,12 +220,10 @@ def _has_files(folder: Path) -> bool:
 def output_problems(
     output_dir: str, overwrite: bool, marker: str, keep: Iterable[str | os.PathLike[str] | None], kept: str
 ) -> list[str]:
-    """One line where `output_dir` must not be written, none where it may; checked before anything is computed.
+    """Return one line if `output_dir` must not be written, an empty list otherwise.
 
-    Args:
-        marker: file by which a folder that the command wrote is known; only such a one is replaced.
-        keep: paths that the folder must not hold beside the working folder; None is none.
-        kept: what those are, in words.
+    marker: file by which a folder that the command wrote is known; only such a one is replaced. keep: paths that the
+    folder must not hold beside the working folder; None is none. kept: a name for these paths.
     """
     if output_dir in ("", MISSING):
         return ["output_dir must name the folder to write; got nothing"]
@@ -228,18 +241,19 @@ def output_problems(
 
 
 def writable_problem(key: str, folder: str) -> str | None:
-    """One line when `folder` cannot be made or written to; `key` is the config key that names it."""
+    """Return one line if `folder` cannot be made or written to; `key` is the config key that names it."""
     path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    problem = None
     if not existing.is_dir():
-        return f"{key} must be a folder that can be made; got {folder}, but {existing} is a file"
-    if not os.access(existing, os.W_OK | os.X_OK) or str(existing).startswith("/proc"):
-        return f"{key} must be a folder that can be made; got {folder}, but {existing} cannot be written to"
-    return None
+        problem = "is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK) or str(existing).startswith("/proc"):
+        problem = "cannot be written to"
+    return problem and f"{key} must be a folder that can be made; got {folder}, but {existing} {problem}"
 
 
 def default_root(name: str, cache_dir: str | os.PathLike[str] | None) -> Path:
-    """`cache_dir` with ~ expanded, absolute; where it is None, the folder `name` in the cache of `datasets`."""
+    """Return `cache_dir`, absolute with ~ expanded, or the folder `name` in the cache of `datasets` if it is None."""
     if cache_dir is not None:
         return Path(os.path.abspath(os.path.expanduser(cache_dir)))
     from datasets.config import HF_DATASETS_CACHE  # here, because importing it takes a second
@@ -247,19 +261,27 @@ def default_root(name: str, cache_dir: str | os.PathLike[str] | None) -> Path:
     return Path(HF_DATASETS_CACHE) / name
 
 
-def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: str = "data.cache_dir") -> Path:
-    """`root`/`name`, filled by `make(an empty folder)` unless it is complete. Processes may call it at the same time.
+def is_complete(folder: Path) -> bool:
+    """Return whether a cached folder has every file that was made, in its size."""
+    try:
+        sizes = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["sizes"]
+        return all((folder / file).stat().st_size == size for file, size in sizes.items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
 
-    One of them makes the folder; the others wait, and raise what it raised. One that was killed is followed by the
-    next that waits. Nothing is written where the folder is complete.
+
+def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: str = "data.cache_dir") -> Path:
+    """Return `root`/`name`, filled by `make(an empty folder)` unless it is complete.
+
+    Of processes that call it at the same time one makes the folder; the others wait, and raise what it raised. If it
+    is killed, the next one that waits takes over. Nothing is written if the folder is complete.
 
     Raises:
         ValueError: what `make` raises, an OSError as one line with the file and the reason; a root that cannot be
-            written, also where only `make` finds that out or fills the disk, in one line that names `key`.
+            written, also if only `make` finds that out or fills the disk, in one line that names `key`.
     """
     folder = root / name
-    wrong = damage(folder)
-    if wrong is None:
+    if is_complete(folder):
         return folder
     from filelock import FileLock
 
@@ -269,20 +291,19 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
     before = _changed(note)
     try:
         if folder.exists():  # every process that sees it logs it; of a run's ranks, rank 0 alone prints
-            _logger.warning("%s is made anew: %s", folder, wrong)
+            _logger.warning("%s is made anew: files of it are missing or have another size", folder)
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
-            if damage(folder) is None:
+            if is_complete(folder):
                 return folder
             if _changed(note) not in (None, before):
                 raise ValueError(note.read_text(encoding="utf-8"))
             try:
                 _make(folder, make, key)
             except ValueError as error:
-                try:
-                    note.write_text(str(error), encoding="utf-8")
-                except OSError:  # those that waited try again, where the disk has no room for a note
-                    note.unlink(missing_ok=True)
+                # Without room for a note, the processes that waited try again.
+                with contextlib.suppress(OSError), atomic_write(note) as partial:
+                    partial.write_text(str(error), encoding="utf-8")
                 raise
             note.unlink(missing_ok=True)
     except OSError as error:
@@ -291,29 +312,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None], *, key: s
 
 
 def _changed(file: Path) -> int | None:
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return None
-
-
-def damage(folder: Path) -> str | None:
-    """How `folder` differs from what was made, in a few words; None: it does not."""
-    try:
-        sizes = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))["sizes"]
-        expected = {str(file): int(size) for file, size in sizes.items()}
-    except FileNotFoundError:
-        return f"it has no {CONTENTS}"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return f"its {CONTENTS} cannot be read"
-    for file, size in expected.items():
-        try:
-            found = (folder / file).stat().st_size
-        except OSError:
-            return f"it has no {file}"
-        if found != size:
-            return f"its {file} has {found:,} bytes and had {size:,}"
-    return None
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def _make(folder: Path, make: Callable[[Path], None], key: str) -> None:

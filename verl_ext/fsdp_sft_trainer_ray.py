@@ -1,6 +1,6 @@
-"""The same run on a Ray cluster: place the ranks, follow them, and start them again where some are lost.
+r"""The same run on a Ray cluster: place the ranks, follow them, and start them again if some are lost.
 
-    python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \\
+    python -m verl_ext.fsdp_sft_trainer_ray data.train_dir=DIR model.path=MODEL trainer.nnodes=2 \
         trainer.n_gpus_per_node=8
 
 Every rank is `verl_ext.fsdp_sft_trainer` with the arguments of this command. The cluster is the one of RAY_ADDRESS,
@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -25,37 +24,28 @@ import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayError
 
-from verl_ext.config.check import batch_problems
-from verl_ext.config.checkpoints import saved_folders
+from verl_ext.checkpoint.layout import saved_folders
+from verl_ext.config.check import batch_problem
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import check_keys
 from verl_ext.ray_cluster import ray_cluster
 from verl_ext.trainer.distributed import TRAINING_FAILED, USER_ERROR
-from verl_ext.trainer.ray_ranks import Ends, PlacedRanks, placed_ranks, reason
+from verl_ext.trainer.ray_ranks import Ends, placed_ranks, reason
 from verl_ext.values import plain
 
-_GIVEN_BACK = 15.0  # seconds
+_GIVEN_BACK = 15.0  # seconds in which a cluster of the run's own gets back what ended ranks have held
 _INTERRUPTED = 128 + signal.SIGINT
-_FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # no reason to start again by itself
+_FINAL = (0, USER_ERROR, os.EX_TEMPFAIL, _INTERRUPTED)  # exit codes after which nothing is started again
 
 
 def run(config: DictConfig, arguments: list[str]) -> int:
-    """Run the ranks of a composed config to their end; the exit code. arguments: the command line's, for every rank.
+    """Run the ranks of a composed config to their end; return the exit code.
 
-    Raises ValueError for a mistake that is seen before the ranks start.
+    arguments: the command line's, for every rank. Raises ValueError for a mistake that is seen before the ranks start.
     """
     check_keys(config)
     options, trainer = RayOptions.read(plain(config.ray)), TrainerOptions.read(plain(config.trainer))
-    _check_output(trainer, options)
-    with ray_cluster(max(trainer.n_gpus_per_node, os.cpu_count() or 1)) as is_own:
-        if is_own:  # what is not there now will not come; what ranks of before held is given back within seconds
-            options = replace(options, timeout=min(options.timeout, _GIVEN_BACK))
-        return _attempts(config, options, trainer, arguments)
-
-
-def _check_output(trainer: TrainerOptions, options: RayOptions) -> None:
-    """Refuse an output folder that the run, or what it has written, would not be found in again."""
     if trainer.overwrite and options.max_restarts:
         raise ValueError(
             "trainer.overwrite must be false where a run may be restarted "
@@ -67,72 +57,49 @@ def _check_output(trainer: TrainerOptions, options: RayOptions) -> None:
             "trainer.default_local_dir must be an absolute path, in a folder that all nodes share, where Ray runs the "
             f"job in a copy of the working directory; got {folder}"
         )
-
-
-def _attempts(config: DictConfig, options: RayOptions, trainer: TrainerOptions, arguments: list[str]) -> int:
-    """Run all ranks, again where ranks were lost or failed and a restart is left; the exit code."""
     nodes, per_node = trainer.nnodes, trainer.n_gpus_per_node
-    has_gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
-    on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and has_gpus)
     restarts, why = 0, ""
 
     def suits(count: int) -> bool:
-        fewer = restarts > 0 and count >= options.min_nodes and not batch_problems(config, count * per_node)
+        fewer = restarts > 0 and count >= options.min_nodes and not batch_problem(config, count * per_node)
         return count == nodes or fewer
 
-    while True:
-        try:
-            with placed_ranks(nodes, per_node, suits, on_gpu, options.timeout, _say) as ranks, _signals_to(ranks):
-                if restarts:
-                    which = f"restart {restarts} of {options.max_restarts}"
-                    _say(f"{which}: {why}; going on from {_start_of(trainer)} {ranks}")
-                ranks.start(arguments, _environment(nodes))
-                ends = ranks.follow()
-        except RayError as error:
-            ends = Ends((), (f"Ray could not start the ranks ({reason(error)})",))
-        except ValueError as error:
-            if restarts:
+    def start() -> str:
+        resumes = trainer.resume_from_path or (trainer.resume_mode == "auto" and saved_folders(folder))
+        return "the last checkpoint" if resumes else "the first step, since no checkpoint is saved,"
+
+    with ray_cluster(max(per_node, os.cpu_count() or 1)) as is_own:
+        patience = min(options.timeout, _GIVEN_BACK) if is_own else options.timeout  # nobody joins a cluster of its own
+        has_gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
+        on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and has_gpus)
+        while True:
+            try:
+                with placed_ranks(nodes, per_node, suits, on_gpu, patience, _say) as ranks:
+                    if restarts:
+                        which = f"restart {restarts} of {options.max_restarts}"
+                        _say(f"{which}: {why}; going on from {start()} {ranks}")
+                    # a recipe takes its packs per step from NNODES, on fewer nodes too
+                    ends = ranks.run(arguments, {"NNODES": str(nodes)})
+            except RayError as error:
+                ends = Ends((), (f"Ray could not start the ranks ({reason(error)})",))
+            except ValueError as error:
+                if not restarts:
+                    raise
                 _say(f"error: {why}, and {error}")
                 return TRAINING_FAILED
-            raise
-        code = _exit_code(ends)
-        why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
-        if code in _FINAL or ends.signalled or restarts == options.max_restarts:
-            if ends.lost and not ends.signalled:
-                _say(f"error: {why}; the same command goes on from {_start_of(trainer)}")
-            return code
-        restarts += 1
-
-
-def _start_of(trainer: TrainerOptions) -> str:
-    """Where ranks that are started now go on."""
-    folder = Path(trainer.default_local_dir).expanduser()
-    resumes = trainer.resume_from_path or (trainer.resume_mode == "auto" and saved_folders(folder))
-    return "the last checkpoint" if resumes else "the first step, since no checkpoint is saved,"
-
-
-def _environment(nodes: int) -> dict[str, str]:
-    """Variables of every rank, beside those that torchrun would set."""
-    return {"NNODES": str(nodes)}  # a recipe's packs per step, on fewer nodes too
+            code = _exit_code(ends)
+            why = "; ".join(ends.lost) or f"the ranks ended with code {code}"
+            if code in _FINAL or ends.signalled or restarts == options.max_restarts:
+                if ends.lost and not ends.signalled:
+                    _say(f"error: {why}; the same command goes on from {start()}")
+                return code
+            restarts += 1
 
 
 def _exit_code(ends: Ends) -> int:
-    """Of the ranks' exit codes the one that says most of the run; a lost rank means that training failed."""
+    """Return the ranks' exit code that says most of the run; a lost rank means that training failed."""
     codes = [128 - code if code < 0 else code for code in ends.codes] + [TRAINING_FAILED] * len(ends.lost)
     return min(filter(None, codes), key=lambda code: (code not in (USER_ERROR, _INTERRUPTED), -code), default=0)
-
-
-@contextmanager
-def _signals_to(ranks: PlacedRanks) -> Iterator[None]:
-    """Ctrl-C and SIGTERM reach every rank, which ends as it would under torchrun; the second time they are killed."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, lambda number, _: ranks.signal(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:
@@ -141,7 +108,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _mistakes_in_one_line() -> Iterator[None]:
-    """A mistake ends the command with USER_ERROR; an interruption before there are ranks, with its code."""
+    """End the command with USER_ERROR on a mistake; with 130 on an interruption before there are ranks."""
     try:
         yield
     except ValueError as error:

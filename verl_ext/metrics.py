@@ -1,4 +1,4 @@
-"""The numbers of a step, summed where they arise and reduced over data-parallel ranks once, when they are read.
+"""The numbers of a step: summed by each rank, and reduced over data-parallel ranks once, when they are read.
 
 Category loss is the plain mean of ℓ_t over a category's target tokens of the global step (or of the whole validation
 set), whatever the loss mode and weights: sums in float64, counts whole numbers below 2^53, so exact in the float64 that
@@ -32,7 +32,7 @@ class StepSums:
 
     @classmethod
     def zeros(cls, categories: int, device: torch.device | str) -> "StepSums":
-        """Nothing seen yet; ``categories`` is C."""
+        """Return the sums of no document; ``categories`` is C."""
         slots = categories + 1
         return cls(torch.zeros(len(_SCALARS) + 2 * slots, dtype=torch.float64, device=device), slots)
 
@@ -48,7 +48,7 @@ class StepSums:
 
     @property
     def loss(self) -> float:
-        """Σ a_t·ℓ_t / Z, NaN where Z is 0; reads the device."""
+        """Σ a_t·ℓ_t / Z, NaN if Z is 0; reads the device."""
         weighted, normaliser = self.values[:2].tolist()
         return weighted / normaliser if normaliser else math.nan
 
@@ -59,17 +59,17 @@ class StepSums:
         self.values[len(_SCALARS) + self.slots :] += counts[len(_SCALARS) - 1 :]
 
     def reduced(self, all_reduce: Callable[[torch.Tensor], None]) -> "StepSums":
-        """The sums over all data-parallel ranks, in one reduction."""
+        """Return the sums over all data-parallel ranks, in one reduction."""
         values = self.values.clone()
         all_reduce(values)
         return StepSums(values, self.slots)
 
     def report(self, prefix: str, names: tuple[str, ...]) -> dict[str, float]:
-        """Metrics by name; reads the device once.
+        """Return metrics by name; reads the device once.
 
         A category without a target token here has no mean: its loss is left out, its count is 0. Of a validation set
         ``perplexity`` is exp of the plain mean of ℓ_t over all targets, whatever the loss mode, and each category's
-        of its loss; inf where that is past float64.
+        of its loss; inf if that is past float64.
         """
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, target_tokens, packs = values[: len(_SCALARS)]

@@ -1,17 +1,16 @@
-"""What the nodes of a run must have in common, and a line for each difference.
+"""The facts that the nodes of a run must have in common, and a line for each difference.
 
-Facts are compared as they were gathered, one mapping of texts from each node:
-
-    differences({"node 0 (a)": {"torch": "2.13.0"}, "node 1 (b)": {"torch": "2.12.1"}})
-    torch must be the same on every node; got 2.13.0 on node 0 (a), 2.12.1 on node 1 (b)
+differences({"node 0 (a)": {"torch": "2.13.0"}, "node 1 (b)": {"torch": "2.12.1"}})
+torch must be the same on every node; got 2.13.0 on node 0 (a), 2.12.1 on node 1 (b)
 """
 
-import hashlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from verl_ext.files import fingerprint
 
 PACKAGES = ("verl-ext", "verl", "torch", "transformers", "numpy", "datasets")
 _SAMPLE = 1 << 16  # bytes of a file's begin and end that are compared
@@ -19,7 +18,7 @@ _NAMED = 4  # nodes of a kind that a message names
 
 
 def versions() -> dict[str, str]:
-    """Name -> version of Python and of the packages that decide what a run computes."""
+    """Return the versions of Python and of the packages that decide what a run computes, by name."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -30,30 +29,30 @@ def versions() -> dict[str, str]:
 
 
 def content(path: str, endings: tuple[str, ...] = ("",)) -> str:
-    """What a file or folder holds, for comparison with another copy: number of files, bytes and a digest.
+    """Return the number of files, bytes and a digest of a file or folder, for comparison with another copy.
 
     The digest is of names below `path`, sizes and the first and last 64 KiB of each file; a copy that is cut short,
-    older or of other data has another one. Hidden files and what `datasets` caches beside its files, and files whose
+    older or of other data has another one. Hidden files, those that `datasets` caches beside its own, and files whose
     names have none of the `endings`, do not count.
     """
     if not os.path.exists(path):
         return "nothing"
-    digest, count, total = hashlib.sha256(), 0, 0
-    for file in _files(Path(path), endings):
-        size = file.stat().st_size
-        count, total = count + 1, total + size
-        digest.update(f"{'' if file == Path(path) else file.relative_to(path)}\0{size}\0".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(_SAMPLE))
-            opened.seek(max(0, size - _SAMPLE))
-            digest.update(opened.read(_SAMPLE))
-    return f"{count} file{'s' * (count != 1)} of {total:,} bytes ({digest.hexdigest()[:8]})"
+    sizes: list[int] = []
+
+    def facts() -> Iterator[str | bytes]:
+        for file in [Path(path)] if os.path.isfile(path) else _files(path, endings):
+            sizes.append(file.stat().st_size)
+            yield f"{'' if file == Path(path) else file.relative_to(path)}\0{sizes[-1]}\0"
+            with file.open("rb") as opened:
+                yield opened.read(_SAMPLE)
+                opened.seek(max(0, sizes[-1] - _SAMPLE))
+                yield opened.read(_SAMPLE)
+
+    digest = fingerprint(facts(), digits=8)
+    return f"{len(sizes)} file{'s' * (len(sizes) != 1)} of {sum(sizes):,} bytes ({digest})"
 
 
-def _files(path: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
+def _files(path: str, endings: tuple[str, ...]) -> Iterator[Path]:
     for folder, below, names in os.walk(path):
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(names):
@@ -62,19 +61,16 @@ def _files(path: Path, endings: tuple[str, ...]) -> Iterator[Path]:
 
 
 def differences(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A line for each fact that is not the same on every node; facts: who -> {what: value}."""
+    """Return a line for each fact that is not the same on every node; facts: node -> {fact: value}."""
     lines = []
     for what in dict.fromkeys(what for values in facts.values() for what in values):
         holders: dict[str, list[str]] = {}
-        for who, values in facts.items():
-            holders.setdefault(values.get(what, "nothing"), []).append(who)
+        for node, values in facts.items():
+            holders.setdefault(values.get(what, "nothing"), []).append(node)
         if len(holders) > 1:
-            got = ", ".join(f"{value} on {_listed(names)}" for value, names in holders.items())
-            lines.append(f"{what} must be the same on every node; got {got}")
+            got = []
+            for value, nodes in holders.items():
+                more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+                got.append(f"{value} on {', '.join(nodes[:_NAMED])}{more}")
+            lines.append(f"{what} must be the same on every node; got {', '.join(got)}")
     return lines
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

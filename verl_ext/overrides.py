@@ -1,7 +1,7 @@
 """`key=value` words in Hydra's grammar, with names of any script, and one line on a word that is none.
 
 'sources={数学:math.jsonl}'    Hydra's grammar has ASCII names alone, so each other letter is spelled while Hydra
-sources={_U006570__U005B66_:math.jsonl}                              reads the word, and put back in what it found
+sources={_U006570__U005B66_:math.jsonl}                              reads the word, and put back in the values it found
 """
 
 import re
@@ -19,25 +19,25 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
 
 _SPELLED = re.compile(r"_U([0-9A-F]{6})_")
-_CLOSED_BY = {"[": "]", "{": "}"}
-_OPENED_BY = {"]": "[", "}": "{"}
+_BRACKETS = (("[", "]"), ("{", "}"))
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 _NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # in quotes, which Hydra has for values alone
 
 
 def readable(words: Sequence[str], number: int) -> str:
-    """Word `number` of a command line as Hydra reads it: names spelled, a plain value that its grammar refuses quoted.
+    """Return word `number` of a command line as Hydra reads it.
+
+    Its names are spelled, and a plain value that Hydra's grammar refuses, such as ~/data or /part=1/x, is quoted.
 
     Raises:
         ValueError: it is no override; the line says which bracket, quote or space is to blame.
     """
     word = words[number]
-    _, equals, value = word.partition("=")
-    named = _NAME.sub(lambda name: _spelled(name[1][1:-1], r"[\s\S]"), word)
-    spelled = _spelled(named, r"[^\x00-\x7f]")
+    spelled = _spelled(_NAME.sub(lambda name: _spelled(name[1][1:-1], r"[\s\S]"), word), r"[^\x00-\x7f]")
     candidates = [word, spelled]
-    is_plain = equals and value[:1] not in ("[", "{", "'", '"') and "${" not in value
-    if is_plain and not any(_unclosed(value)):  # such as ~/data or /part=1/x
+    value = word.partition("=")[2]
+    is_balanced = all(value.count(opening) == value.count(closing) for opening, closing in _BRACKETS)
+    if value[:1] not in ("", "[", "{", "'", '"') and "${" not in value and is_balanced:
         escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
         key = spelled.partition("=")[0]
         candidates[1:] = [f"{key}={value}", f"{key}='{escaped}'"]
@@ -48,7 +48,7 @@ def readable(words: Sequence[str], number: int) -> str:
 
 
 def parsed(text: str) -> Override | None:
-    """What Hydra reads in a word that :func:`readable` gave, names still spelled; None where it is no override."""
+    """Return Hydra's reading of a word that :func:`readable` gave, names still spelled; None if it is no override."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException:
@@ -56,7 +56,7 @@ def parsed(text: str) -> Override | None:
 
 
 def restored(value: Any) -> Any:
-    """A text, or the dicts and lists of an override's value, with its own letters again."""
+    """Return a text, or the dicts and lists of an override's value, with its own letters again."""
     if isinstance(value, str):
         return _SPELLED.sub(lambda found: chr(int(found[1], 16)), value)
     if isinstance(value, dict):
@@ -73,7 +73,7 @@ def restore(config: DictConfig) -> None:
 
 
 def repeated_keys(override: str) -> list[str]:
-    """The keys that a dict of a Hydra override has twice, as in sources={a:one.txt,a:two.txt}: Hydra keeps the last."""
+    """Return the keys that a dict of an override has twice, as in sources={a:one,a:two}: Hydra keeps the last alone."""
     repeated: list[str] = []
 
     class DictKeys(HydraOverrideVisitor):
@@ -92,7 +92,7 @@ def _spelled(text: str, letters: str) -> str:
 
 
 def _mistake(words: Sequence[str], number: int) -> str:
-    """What is wrong with a word, as the end of a line; "" where that is not known."""
+    """Return the mistake in a word as the end of a line, "" if it is not known."""
     word = words[number]
     key, equals, value = word.partition("=")
     if not equals:
@@ -103,27 +103,9 @@ def _mistake(words: Sequence[str], number: int) -> str:
     plain = _QUOTED.sub("", value)
     if quotes := [mark for mark in "'\"" if mark in plain]:
         return f": its {quotes[0]} is not closed" if value[:1] in ("[", "{", *quotes) else ""
-    missing, extra = _unclosed(plain)
-    if extra:
-        return f": it has a {extra} without its {_OPENED_BY[extra]}"
-    if not missing:
-        return ": write quotes around a name or a value with brackets, ',', ':' or '='" if value[:1] in "[{" else ""
-    joined = word
-    for after in words[number + 1 :]:  # the shell may have cut the word at a space
-        joined += f" {after}"
-        if _unclosed(_QUOTED.sub("", joined)) == ("", ""):
-            return f": a space outside of quotes ends it, write '{joined}'"
-    return f": it lacks {missing} at its end"
-
-
-def _unclosed(text: str) -> tuple[str, str]:
-    """(the brackets that are missing at the end of a text, the first that it closes without having opened it)."""
-    missing = ""
-    for letter in text:
-        if letter in _CLOSED_BY:
-            missing = _CLOSED_BY[letter] + missing
-        elif letter in _OPENED_BY:
-            if missing[:1] != letter:
-                return missing, letter
-            missing = missing[1:]
-    return missing, ""
+    for opening, closing in _BRACKETS:
+        if plain.count(opening) > plain.count(closing):
+            return f": it lacks a {closing}; if a space ends it, write quotes around all of it"
+        if plain.count(opening) < plain.count(closing):
+            return f": it has a {closing} without its {opening}"
+    return ": write quotes around a name or a value with brackets, ',', ':' or '='" if value[:1] in ("[", "{") else ""

@@ -1,6 +1,6 @@
 """Progress bars over files and over steps, and rows as a text table.
 
-A terminal gets a bar that moves, a log file a line now and then.
+On a terminal a bar moves; a log file gets a line now and then.
 """
 
 import math
@@ -43,14 +43,14 @@ class _LineBar(tqdm):
 
 
 def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
-    """A tqdm bar over `total` units: redrawn often on a terminal, a line now and then in a log; `options`: tqdm's."""
+    """Return a tqdm bar with tqdm's options: redrawn often on a terminal, a line now and then in a log."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc=description, mininterval=0.2, **options)
     return _LineBar(total=total, desc=description, mininterval=10, ncols=_LINE, delay=10, **options)
 
 
 def four_digits(value: float) -> str:
-    """A number with four significant digits: 2.134, 987.0, 12.34k, 1.235M, 1.000e-05, nan."""
+    """Return a number with four significant digits: 2.134, 987.0, 12.34k, 1.235M, 1.000e-05, nan."""
     value = float(f"{value:.4g}")
     for unit in ("", "k", "M", "G"):
         if not 1e4 <= abs(value) < math.inf or unit == "G":
@@ -60,20 +60,25 @@ def four_digits(value: float) -> str:
 
 
 class Done(Protocol):
-    """Records that are done: how many, their tokens, and the bytes of input that they were."""
+    """Records that are done."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """The bytes of input."""
+
     @property
-    def records(self) -> int: ...
+    def records(self) -> int:
+        """The number of records."""
+
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """The number of their tokens."""
 
 
 class Progress:
     """A bar over the bytes of input files, with records, tokens/s and the time left.
 
-    total_bytes: None where it is not known; the bar has no end then.
+    total_bytes: None if it is not known; the bar has no end then.
     """
 
     def __init__(self, total_bytes: int | None, description: str = "tokenize") -> None:
@@ -145,7 +150,7 @@ class StepProgress:
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Print the metrics of a step in one line of at most 80 columns; on a tall terminal its categories below.
 
-        Called where the bar is aside, as :meth:`aside` has it.
+        Call it inside :meth:`aside`.
         """
         kind = next(iter(data)).partition("/")[0]  # train or val
         values = {name.removeprefix(f"{kind}/"): value for name, value in data.items()}
@@ -172,16 +177,17 @@ class StepProgress:
         seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
         return seconds * (self.total_steps - step)
 
-    def pause(self) -> float:
-        """A moment from which :meth:`resume` takes time that is no training (validation, checkpoints)."""
-        return time.perf_counter()
-
-    def resume(self, paused: float) -> None:
-        """Leave the time since `paused` out of the rate."""
-        self._since += time.perf_counter() - paused
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside, which is no training (validation, checkpoints), out of the rate."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - since
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if self.visible:
             tqdm.write(line)
 
@@ -206,7 +212,7 @@ class StepProgress:
 
 
 def _category_lines(values: Mapping[str, float], width: int) -> Iterator[str]:
-    """The losses of the categories among the metrics of a step, in a few lines."""
+    """Yield a few lines with the categories' losses among the metrics of a step."""
     names = [name.removesuffix("_loss") for name in values if name.endswith("_loss")]
     losses = [f"{name} {four_digits(values[f'{name}_loss'])}" for name in names if f"{name}_tokens" in values]
     text = "  ".join(loss.replace(" ", "\0") for loss in losses)  # a name and its loss stay together

@@ -28,11 +28,10 @@ _NEEDED = (
 
 @contextlib.contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
-    """Be connected to a cluster for the block; one that is started here gets `num_cpus` CPUs. Where this process is
-    connected already, that connection is used and kept. The value is whether it was started here: it is this machine,
-    and no node will join it.
+    """Connect to a cluster for the block; yield whether it was started here, on this machine alone.
 
-    Raises `UsageError` where there is no cluster at $RAY_ADDRESS, or none can be started.
+    num_cpus: of a cluster that is started here. A connection that this process has already is used and kept. Raises
+    `UsageError` if there is no cluster at $RAY_ADDRESS, or none can be started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: nothing is sent to its makers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a change that Ray announces to everybody
@@ -43,8 +42,18 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
         return
     address = _checked(os.environ.get("RAY_ADDRESS", ""))
     on_signal = signal.getsignal(signal.SIGTERM)
+    # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    is_own = address in ("", "local")
+    own: dict[str, Any] = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if is_own else {}
     try:
-        is_own = _connect(address, num_cpus)
+        try:
+            ray.init(address or None, **quiet, **own)
+        except ValueError:
+            if address:
+                raise
+            is_own = False
+            ray.init(**quiet)  # one runs on this machine, whose resources are what they are
     except Exception as error:  # of many kinds
         raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}") from error
     try:
@@ -55,34 +64,18 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
         ray.shutdown()
 
 
-def _connect(address: str, num_cpus: int) -> bool:
-    """Whether a cluster was started for it."""
-    import ray
-
-    # What workers print stays in Ray's own log files: an error that matters is returned by the work itself.
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
-    own: dict[str, Any] = (
-        {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE} if address in ("", "local") else {}
-    )
-    try:
-        ray.init(address or None, **quiet, **own)
-        return bool(own)
-    except ValueError:
-        if address:
-            raise
-        ray.init(**quiet)  # one runs on this machine, whose resources are what they are
-        return False
-
-
 def _checked(address: str) -> str:
-    """The address; `local` where none is given and the cluster that `ray start` made on this machine is gone.
+    """Return the address; `local` if none is given and the cluster that `ray start` made on this machine is gone.
 
-    Raises `UsageError` for an address where nothing answers, for which Ray waits for minutes.
+    Raises `UsageError` if no Ray answers, or another service, or a cluster with another token: `ray.init` would ask for
+    a minute or more, and print a line of its C++ for each second.
     """
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
     from ray._private.services import find_bootstrap_address
 
     at = address
-    if address in ("", "auto"):  # what `ray start` has written down stays when its cluster is killed
+    if address in ("", "auto"):  # the address that `ray start` has written down stays when its cluster is killed
         at = find_bootstrap_address(None) or "local"
     if at == "local":
         return address
@@ -91,32 +84,21 @@ def _checked(address: str) -> str:
         raise UsageError(f"{_NEEDED}; got {address}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
+        with init_grpc_channel(at) as channel:  # with TLS and token, as RAY_USE_TLS and RAY_AUTH_MODE say
+            grpc.channel_ready_future(channel).result(ANSWERS_WITHIN)
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=ANSWERS_WITHIN)
     except (OSError, OverflowError) as error:
         if not address:
             return "local"
         raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
-    _check_protocol(at, address)
-    return address
-
-
-def _check_protocol(at: str, address: str) -> None:
-    """Raises `UsageError` where something else than Ray listens, as its dashboard does on port 8265, or where the
-    cluster wants another token: `ray.init` would ask for a minute, and print a line of its C++ for each second."""
-    import grpc
-    from ray._private.grpc_utils import init_grpc_channel
-
-    with init_grpc_channel(at) as channel:  # with TLS and token, as RAY_USE_TLS and RAY_AUTH_MODE say
-        try:
-            grpc.channel_ready_future(channel).result(ANSWERS_WITHIN)
-            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=ANSWERS_WITHIN)
-        except grpc.FutureTimeoutError:
+    except (grpc.FutureTimeoutError, grpc.RpcError) as error:
+        code = error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNIMPLEMENTED
+        if code is grpc.StatusCode.UNIMPLEMENTED:  # by a service of another kind
             raise UsageError(f"{_NEEDED}; got {address or at}, where something else listens") from None
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a service of another kind
-                raise UsageError(f"{_NEEDED}; got {address or at}, where something else listens") from None
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                mode = os.environ.get("RAY_AUTH_MODE", "nothing")
-                raise UsageError(
-                    "RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH give the token of the "
-                    f"cluster at {address or at}; got RAY_AUTH_MODE={mode} and another token or none"
-                ) from None
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            mode = os.environ.get("RAY_AUTH_MODE", "nothing")
+            raise UsageError(
+                "RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH give the token of the "
+                f"cluster at {address or at}; got RAY_AUTH_MODE={mode} and another token or none"
+            ) from None
+    return address

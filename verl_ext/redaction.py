@@ -1,10 +1,6 @@
-"""Secrets are left out of what is printed or written: keys, tokens and passwords in options, URLs and messages.
+"""Mask secrets in what is printed or written: by an option's name, in URLs, known kinds of tokens, the environment's.
 
-    {"wandb_api_key": "1f…"}                       ***       a name that says so
-    https://me:word@host/a.jsonl                   https://***@host/a.jsonl
-    https://host/a?X-Amz-Signature=9f…&v=2         https://host/a?X-Amz-Signature=***&v=2
-    hf_…, sk-…, ghp_…, AKIA…                       ***       what looks like a token of a known service
-    the value of HF_TOKEN, WANDB_API_KEY, …        ***       wherever it stands
+    {"wandb_api_key": "1f…"}, hf_token=1f…, https://me:word@host/, https://host/a?X-Amz-Signature=9f…, hf_…, sk-…
 
 A secret of no known form, under a name that does not show it, is not recognized.
 """
@@ -15,56 +11,38 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-_SAYS_SO = re.compile(r"api_?key|access_?key|private_?key|secret|passw(or)?d|credential|authorization|signature", re.I)
-_TOKEN = re.compile(r"(^|[\W_])(?P<of>[a-z0-9]*)[_-]?token$", re.I)
-_SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "prompt", "stop")
-_USER_INFO = re.compile(r"(?<=://)[^/\s@'\"]+@")
-_ASSIGNED = re.compile(r"(?P<name>[\w.-]+)(?P<sign>\s*[=:](?!//)\s*)(?P<value>[^\s&,;'\"{}\[\]()]+)")
-_FORMS = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
+_NAME = re.compile(
+    "api_?key|access_?key|private_?key|secret|passw(or)?d|credential|authorization|signature|"
+    r"(?<!bos.)(?<!eos.)(?<!pad.)(?<!unk.)(?<!sep.)(?<!cls.)(?<!mask.)(?<!image.)(?<!video.)(?<!audio.)(?<!prompt.)"
+    "(?<!stop.)token$",
+    re.IGNORECASE,
 )
-_SHORTEST = 8  # of a value of the environment that is taken for a secret
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether an option, a variable or a field of a URL's query is named as a secret is."""
-    last = name.rpartition(".")[2]
-    if _SAYS_SO.search(last):
-        return True
-    token = _TOKEN.search(last)
-    return token is not None and token["of"].lower() not in _SPECIAL
+_FORM = re.compile(
+    r"(?<=://)[^/\s@'\"]+(?=@)|\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|eyJ)[A-Za-z0-9_.-]{16,}"
+)
+_ASSIGNED = re.compile(r"([\w.-]+)(\s*[=:](?!//)\s*)(?!(?:null|None|true|false)\b)([^\s&,;'\"{}\[\]()]+)")
 
 
 def redacted(value: Any) -> Any:
-    """Plain values, nested ones too, without the secrets in them; what is no text stays as it is."""
+    """Return plain values, nested ones too, with the secrets in them masked."""
     if isinstance(value, Mapping):
-        return {name: _masked(str(name), each) for name, each in value.items()}
+        return {
+            key: MASK if each and isinstance(each, str) and _says_so(key) else redacted(each)
+            for key, each in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return type(value)([redacted(each) for each in value])
     return redacted_text(value) if isinstance(value, str) else value
 
 
 def redacted_text(text: str) -> str:
-    """A text without the secrets in it."""
-    for secret in _of_the_environment():
-        text = text.replace(secret, MASK)
-    text = _USER_INFO.sub(f"{MASK}@", _FORMS.sub(MASK, text))
-    return _ASSIGNED.sub(lambda found: _assigned(found), text)
+    """Return a text with the secrets in it masked."""
+    named = {value for name, value in os.environ.items() if _says_so(name) and len(value) >= 8}
+    for secret in sorted(named, key=len, reverse=True):
+        text = text if os.path.exists(secret) else text.replace(secret, MASK)  # a file of secrets is none itself
+    text = _FORM.sub(MASK, text)
+    return _ASSIGNED.sub(lambda found: f"{found[1]}{found[2]}{MASK}" if _says_so(found[1]) else found[0], text)
 
 
-def _masked(name: str, value: Any) -> Any:
-    is_text = isinstance(value, str) and value != ""
-    return MASK if is_text and is_secret_name(name) else redacted(value)
-
-
-def _assigned(found: "re.Match[str]") -> str:
-    if found["value"] in ("null", "None", "true", "false") or not is_secret_name(found["name"]):
-        return found[0]
-    return f"{found['name']}{found['sign']}{MASK}"
-
-
-def _of_the_environment() -> list[str]:
-    """Values of variables that are named as secrets are, the longest first; a path to a file of them is none."""
-    values = {value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= _SHORTEST}
-    return sorted((value for value in values if not os.path.exists(value)), key=len, reverse=True)
+def _says_so(name: Any) -> bool:
+    return _NAME.search(str(name).rpartition(".")[2]) is not None

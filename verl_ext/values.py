@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import numbers
 import operator
 import os
 import types
@@ -24,7 +25,14 @@ from typing import Any, ClassVar, TypeVar
 
 MISSING = "???"  # what Hydra has for a value that must be given
 REQUIRED: Any = None  # the default of an option that must be given: null until it is
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
+# The kinds of values that are checked: words for each, and the classes of its values.
+_KINDS: dict[Any, tuple[str, Any]] = {
+    int: ("a whole number", numbers.Integral),  # numpy's too, but not true and false
+    float: ("a number", numbers.Real),
+    bool: ("true or false", bool),
+    str: ("a text", str),
+    list: ("a list", (list, tuple)),
+}
 
 OptionsT = TypeVar("OptionsT", bound="Options")
 
@@ -48,19 +56,21 @@ def option(
     required: bool = False,
     resume: str = "may_change",
 ) -> Any:
-    """A field of an :class:`Options` dataclass.
+    """Return a field of an :class:`Options` dataclass.
 
     Args:
         default: its value when it is not given; a list or dict is copied for every instance.
         meaning: one line for `--help` and the configuration reference.
         choices: the values that are allowed.
-        least, most, above: bounds of a number; null passes where the annotation allows it.
+        least: the lowest number; null passes if the annotation allows it.
+        most: the highest number.
+        above: a number that the value must exceed.
         required: null and an empty value are refused.
         resume: "same" if a resumed run must have the value of its checkpoint, "may_grow" if only an extended stream
             may change it, "may_change" otherwise.
     """
-    facts = {"choices": tuple(choices), "least": least, "most": most, "above": above, "required": required}
-    metadata = {"meaning": meaning, **facts, "resume": resume}
+    bounds = {"least": least, "most": most, "above": above}
+    metadata = {"meaning": meaning, "choices": tuple(choices), **bounds, "required": required, "resume": resume}
     if isinstance(default, (list, dict, type)):
         factory = default if isinstance(default, type) else functools.partial(type(default), default)
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -76,47 +86,48 @@ class Options:
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError with a line for each value that is not allowed."""
-        refuse(list(filter(None, _field_problems(type(self), vars(self)))) or self.problems())
+        """Raise ValueError with a line for each value that is not allowed."""
+        refuse(self._field_problems(vars(self)) or self.problems())
+
+    @classmethod
+    def _field_problems(cls, values: Mapping[str, Any]) -> list[str]:
+        prefix = f"{cls.prefix}." if cls.prefix else ""
+        fields = ((name, field) for name, field in options_of(cls).items() if name in values)
+        return [line for name, field in fields if (line := field.problem(f"{prefix}{name}", values[name]))]
 
     def problems(self) -> Iterable[str | None]:
-        """A line for each mistake that several options make together; asked when each of them is right by itself."""
+        """Return a line for each mistake that several options make together, each of them right by itself."""
         return ()
 
     def changed(self) -> dict[str, Any]:
-        """The options whose values are not the defaults, by name."""
-        return {
-            name: getattr(self, name)
-            for name, field in options_of(type(self)).items()
-            if getattr(self, name) != field.default
-        }
+        """Return the options whose values are not the defaults, by name."""
+        fields = options_of(type(self)).items()
+        return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.default}
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
-        """The options that a mapping such as a config node holds; its other keys are left alone.
+        """Return the options that a mapping such as a config node holds; its other keys are left alone.
 
         given: options by name that win over the mapping's, but for None. "???" and verl's DictConfig are understood.
         Raises ValueError as the constructor does.
         """
-        values = plain(values)
+        values = {**plain(values), **{name: value for name, value in given.items() if value is not None}}
         named: dict[str, Any] = {}
-        lines: list[str] = []
+        below: list[str] = []  # mistakes in the nodes below
         for name, field in options_of(cls).items():
-            value = given.get(name)
-            if value is None:
-                if name not in values:
-                    continue
-                value = None if values[name] == MISSING else values[name]
+            if name not in values:
+                continue
+            value = None if values[name] == MISSING else values[name]
             if isinstance(field.type, type) and issubclass(field.type, Options) and isinstance(value, Mapping):
                 try:
                     value = field.type.read(value)
                 except ValueError as error:
-                    lines += str(error).splitlines()
+                    below += str(error).splitlines()
                     continue
             if value is not None or field.nullable or field.required:
                 named[name] = field.converted(value)
-        if lines:  # what is wrong between several options is not known without the nodes below
-            refuse([*_field_problems(cls, named), *lines])
+        if below:  # mistakes between several options can only be known when each of them is right
+            refuse([*cls._field_problems(named), *below])
         return cls(**named)
 
 
@@ -137,92 +148,88 @@ class Option:
     resume: str = "may_change"
 
     def converted(self, value: Any) -> Any:
-        """The value as its annotation has it: a whole number as a float, a name that reads as a number as a text."""
+        """Return a whole number as a float and a name that reads as a number as a text, if the annotation says so."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if self.type is str and isinstance(value, (int, float)):
-            return show(value)
-        return value
+        return show(value) if self.type is str and isinstance(value, (int, float)) else value
 
     def problem(self, key: str, value: Any) -> str | None:
-        """One line when the value is not allowed."""
+        """Return one line if the value is not allowed."""
         if self.required and value in (None, "", [], {}):
             return f"{key} is required: {self.meaning}; got {show(value)}"
+        kind = typing.get_origin(self.type) or self.type
+        words, classes = _KINDS.get(kind, ("a value", object))
         if value is None:
-            return None if self.nullable or self.default is None else f"{key} must be {self._kind()}; got null"
+            words = f"one of {', '.join(self.choices)}" if self.choices else words
+            return None if self.nullable or self.default is None else f"{key} must be {words}; got null"
         if self.choices:
             return choice_problem(key, value, self.choices)
-        kind = typing.get_origin(self.type) or self.type
-        if kind in _NAMES and not _is_a(value, kind):
-            return f"{key} must be {self._kind()}; got {show(value)}"
-        return self._bounds_problem(key, value) if kind in (int, float) else None
-
-    def _kind(self) -> str:
-        return (
-            f"one of {', '.join(self.choices)}"
-            if self.choices
-            else _NAMES.get(typing.get_origin(self.type) or self.type, "a value")
+        if not isinstance(value, classes) or (kind in (int, float) and isinstance(value, bool)):
+            return f"{key} must be {words}; got {show(value)}"
+        if kind not in (int, float):
+            return None
+        bounds = (
+            ("at least", operator.ge, self.least),
+            ("above", operator.gt, self.above),
+            ("at most", operator.le, self.most),
         )
-
-    def _bounds_problem(self, key: str, value: float) -> str | None:
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most}
-        holds = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
-        for words, bound in bounds.items():
-            if bound is not None and not holds[words](value, bound):
+        for words, holds, bound in bounds:
+            if bound is not None and not holds(value, bound):
                 return f"{key} must be {words} {show(bound)}; got {show(value)}"
         return None if math.isfinite(value) else f"{key} must be finite; got {show(value)}"
 
 
 def options_of(cls: Any) -> dict[str, Option]:
-    """The fields of a dataclass, verl's included, in their order."""
+    """Return the fields of a dataclass, verl's included, in their order."""
     return _options_of(cls)
 
 
-@functools.cache  # below: mypy takes the type of a dataclass for one that cannot be hashed
+@functools.cache  # apart from options_of: mypy takes the type of a dataclass for one that cannot be hashed
 def _options_of(cls: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(cls)
     found = {}
-    for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
+    for field in (field for field in dataclasses.fields(cls) if field.init):
         hint = hints[field.name]
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if is_union else (hint,)
         kinds = [member for member in members if member is not type(None)]
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
+        has_factory = field.default_factory is not dataclasses.MISSING
+        default = field.default_factory() if has_factory else field.default  # type: ignore[misc]
         nullable = type(None) in members or default is None  # verl writes `micro_batch_size_per_gpu: int = None`
         kind = kinds[0] if len(kinds) == 1 else Any
         found[field.name] = Option(field.name, kind, nullable, default, **field.metadata)
     return found
 
 
+def default_values(cls: type[Options]) -> dict[str, Any]:
+    """Return {name: default} of an options dataclass, those of a node below it as a mapping."""
+    fields = options_of(cls).items()
+    return {name: default_values(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
+
+
 def type_problems(cls: type, values: Mapping[str, Any], prefix: str) -> list[str]:
-    """One line for each number or flag below the node `prefix` that is not of the type its dataclass field names."""
-    found: list[str | None] = []
-    for name, field in options_of(cls).items():
-        if field.type in (int, float, bool) and name in values:
-            found.append(field.problem(f"{prefix}.{name}", values[name]))
-    return list(filter(None, found))
+    """Return a line for each number or flag below the node `prefix` that is not of the type of its dataclass field."""
+    fields = {name: field for name, field in options_of(cls).items() if field.type in (int, float, bool)}
+    lines = (field.problem(f"{prefix}.{name}", values[name]) for name, field in fields.items() if name in values)
+    return [line for line in lines if line]
 
 
 def plain(config: Any) -> Any:
-    """A config node as plain dicts and lists, what it refers to resolved; anything else as it is."""
+    """Return a config node as plain dicts and lists, its interpolations resolved; anything else as it is."""
     from omegaconf import OmegaConf  # here: not every program that checks values has configs
 
     return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
 
 
 def refuse(problems: Iterable[str | None]) -> None:
-    """Raises ValueError with a line for each problem that is not None, repeated lines left out."""
+    """Raise ValueError with a line for each problem that is not None, repeated lines left out."""
     lines = list(dict.fromkeys(problem for problem in problems if problem))
     if lines:
         raise ValueError("\n".join(lines))
 
 
 def choice_problem(key: str, value: object, options: Iterable[str]) -> str | None:
-    """One line when value is none of the options: the options, the value received and the nearest; None when it is."""
+    """Return one line with the options, the value received and the nearest if value is none of the options."""
     options = list(options)
     if value in options:
         return None
@@ -233,42 +240,31 @@ def choice_problem(key: str, value: object, options: Iterable[str]) -> str | Non
 
 
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
-    """Raises ValueError with :func:`choice_problem`'s line."""
+    """Raise ValueError with :func:`choice_problem`'s line."""
     refuse([choice_problem(key, value, choices)])
 
 
-def whole_number(key: str, value: object, least: int, most: int | None = None) -> int:
-    """`value` as an int; ValueError that names `key` when it is no whole number, below `least` or above `most`."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"{key} must be a whole number; got {value!r}")
-    if number < least:
-        raise ValueError(f"{key} must be at least {least}; got {number}")
-    if most is not None and number > most:
-        raise ValueError(f"{key} must be at most {most}; got {number}")
-    return number
+def whole_number(key: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return `value` as an int; raise ValueError if it is no whole number, below `least` or above `most`."""
+    refuse([Option(key, int, False, least, least=least, most=most).problem(key, value)])
+    return operator.index(value)
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """The option closest to name by difflib's ratio, None when nothing is close."""
+    """Return the option closest to name by difflib's ratio, None if nothing is close."""
     found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str | None:
-    """The dotted key closest to key: the same last name elsewhere, a like one of the same node, then any like key."""
-    keys = sorted(keys, key=lambda other: (other.count("."), other))  # the shallowest key of a name stands for it
+    """Return the dotted key closest to key.
+
+    That is the same last name elsewhere, or a like one of the same node, or any like key, or a like last name.
+    """
+    keys = sorted(keys, key=lambda other: (other.count("."), other), reverse=True)
     node, _, name = key.rpartition(".")
-    by_name: dict[str, str] = {}
-    siblings: dict[str, str] = {}
-    for other in keys:
-        parent, _, last = other.rpartition(".")
-        by_name.setdefault(last, other)
-        if parent == node:
-            siblings[last] = other
+    by_name = {other.rpartition(".")[2]: other for other in keys}  # the shallowest key of a name stands for it
+    siblings = {other.rpartition(".")[2]: other for other in keys if other.rpartition(".")[0] == node}
     if name in by_name:
         return by_name[name]
     if close := nearest_name(name, siblings):
@@ -280,7 +276,7 @@ def nearest_key(key: str, keys: Iterable[str]) -> str | None:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested mappings; an empty one is a value."""
+    """Yield (dotted key, value) of nested mappings; an empty one is a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -289,7 +285,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def show(value: object) -> str:
-    """A received value as the user would write it."""
+    """Return a received value as the user would write it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -298,43 +294,21 @@ def show(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text on one line that any terminal or file takes: characters that do not print are written as Python does."""
+    """Return text on one line that any terminal or file takes, with Python's escapes for what does not print."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's message as one line."""
+    """Return the first line of an exception's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def file_of(error: OSError) -> str | None:
-    """The file that an error names; a write that fails names none."""
+    """Return the file that an error names; a write that fails names none."""
     return os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
 
 
 def reason_of(error: OSError) -> str:
-    """Why, without number and file: "No space left on device"."""
+    """Return the reason without number and file: "No space left on device"."""
     return error.strerror or first_line(error)
-
-
-def _field_problems(cls: type[Options], values: Mapping[str, Any]) -> Iterable[str | None]:
-    for name, field in options_of(cls).items():
-        if name in values:
-            yield field.problem(f"{cls.prefix}.{name}" if cls.prefix else name, values[name])
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if kind is bool or kind is str:
-        return isinstance(value, kind)
-    if kind is list:
-        return isinstance(value, (list, tuple))
-    if isinstance(value, bool):
-        return False
-    if kind is float and isinstance(value, float):
-        return True
-    try:
-        operator.index(value)  # numpy's whole numbers too
-    except TypeError:
-        return False
-    return True

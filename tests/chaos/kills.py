@@ -26,7 +26,7 @@ from tests.ranks import run_ranks, started_ranks
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, train_alone
-from verl_ext.config.checkpoints import changed_file, saved_folders, step_of, tracked_step, whole_checkpoints
+from verl_ext.checkpoint.layout import changed_file, saved_folders, step_of, tracked_step, whole_checkpoints
 
 _PATIENCE = 120  # seconds that a life may take that nobody ends
 

@@ -13,7 +13,6 @@ UsageError and DataError, and its `main`:
     main = command("index", IndexOptions, run, example="'sources={books:books/}' output_dir=DIR")
 
 A field annotated `dict` or `Any` is open: the keys below it are the user's own, sources.books=books/.
-`maps` says of a dict what it maps to what.
 """
 
 import inspect
@@ -27,14 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_origin
 
-from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.files import REPORT, output_problems
 from verl_ext.overrides import parsed, readable, repeated_keys, restored
 from verl_ext.redaction import redacted_text
-from verl_ext.text.sources import local_path
+from verl_ext.text.sources import FORMATS, local_path
 from verl_ext.text.tokenizer import TRUSTED, ModelOptions, leave_out_torch
 from verl_ext.values import (
     REQUIRED,
@@ -42,10 +40,12 @@ from verl_ext.values import (
     Option,
     Options,
     UsageError,
+    default_values,
     first_line,
     nearest_key,
     option,
     options_of,
+    refuse,
     show,
 )
 
@@ -54,19 +54,15 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 @dataclass(frozen=True)
 class OutputOptions(Options):
-    """The options of every command.
+    """The options of every command that writes a folder."""
 
-    marker: the file that marks an output folder of the command. maps: of a dict option, what is mapped to what.
-    """
-
-    marker: ClassVar[str] = REPORT
-    maps: ClassVar[Mapping[str, str]] = {}
+    marker: ClassVar[str] = REPORT  # the file that marks an output folder of the command
 
     output_dir: str = option(REQUIRED, "folder that is written; it appears only when complete", required=True)
     overwrite: bool = option(False, "true: replace an output_dir that this command wrote, as a whole")
 
     def output_problems(self, kept: str, *paths: str | None) -> list[str]:
-        """A line where output_dir must not be written. `paths` are input that it must not hold, `kept` in words."""
+        """Return a line if output_dir must not be written. `paths` are input that it must not hold, `kept` in words."""
         return output_problems(self.output_dir, self.overwrite, self.marker, paths, kept)
 
 
@@ -74,9 +70,9 @@ class OutputOptions(Options):
 class SourceOptions(OutputOptions):
     """The options of a command that reads named sources with a tokenizer."""
 
-    maps: ClassVar[Mapping[str, str]] = {"sources": "a source to its files"}
-
-    sources: dict[str, Any] = option({}, "name: file, folder, glob, URL, Hub dataset or list of them", required=True)
+    sources: dict[str, Any] = option(
+        {}, f"name: file, folder, glob, URL, Hub dataset or list of them; {FORMATS}", required=True
+    )
     num_workers: int | None = option(
         None, "worker processes; null: by CPUs and input size. The output does not depend on it", least=1
     )
@@ -87,7 +83,7 @@ class SourceOptions(OutputOptions):
         return {name: as_list(value) for name, value in self.sources.items()}
 
     def source_problems(self, model: ModelOptions) -> list[str]:
-        """A line for each source that names no files, and where output_dir must not be written."""
+        """Return a line for each source that names no files, and if output_dir must not be written."""
         problems = [
             f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
             for name, value in self.sources.items()
@@ -98,12 +94,12 @@ class SourceOptions(OutputOptions):
 
 
 def as_list(value: Any) -> Any:
-    """A text as a list of it; anything else as it is."""
+    """Return a text as a list of it; anything else as it is."""
     return [value] if isinstance(value, str) else value
 
 
 def is_names(value: Any) -> bool:
-    """Whether a value is a text, or a list of at least one, none of them empty."""
+    """Return whether a value is a text, or a list of at least one, none of them empty."""
     names = as_list(value)
     return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name for name in names)
 
@@ -117,15 +113,22 @@ def command(
 ) -> Callable[[Sequence[str]], int]:
     """Return a command's `main`, which does `run(options)`, prints what that returns, and returns the exit code.
 
-    read: what makes of the words what `run` takes; None: `read_options`. The codes are 0: done, or --help;
-    1: DataError or OSError; 2: UsageError or no arguments; 130: Ctrl-C or SIGTERM.
+    The codes are 0 for a finished command and --help, 1 for DataError and OSError, 2 for UsageError and no arguments,
+    130 for Ctrl-C and SIGTERM.
+
+    Args:
+        name: its name after `verl-ext`.
+        options_class: its options, for --help and for reading the words.
+        run: the command itself.
+        example: the words of the usage line.
+        read: makes the argument of `run` from the words, instead of :func:`read_options`.
     """
 
     def main(arguments: Sequence[str]) -> int:
         if not arguments or {"-h", "--help"} & set(arguments):
             print(help_text(name, options_class, example))
             return 0 if arguments else 2
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up as Ctrl-C does.
         try:
             options = read(arguments) if read else read_options(options_class, arguments)
             if isinstance(model := getattr(options, "model", None), ModelOptions):
@@ -146,40 +149,35 @@ def command(
 
 
 def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> OptionsT:
-    """The options that `key=value` words in Hydra's grammar give, over the defaults of the class.
+    """Return the options that `key=value` words in Hydra's grammar give, over the defaults of the class.
 
     Raises UsageError, in one line, for every mistake.
     """
     known = known_options(options_class)
-    config = OmegaConf.create(_defaults(options_class))
+    config = OmegaConf.create(default_values(options_class))
     try:
         for number in range(len(arguments)):
-            override = _parsed(arguments, number)
-            key, value = restored(override.key_or_group), restored(override.value())
-            if override.is_delete():
-                _delete(config, key)
-                continue
+            key, value = _key_and_value(arguments, number)
             given = {key: value}
             if key in known and _is_node(known[key]) and isinstance(value, dict):
                 given = {f"{key}.{name}": below for name, below in value.items()}
             for name, below in given.items():
-                _check_value(name, below, known, getattr(options_class, "maps", {}))
+                refuse([_problem(name, below, known)])
                 OmegaConf.update(config, name, below, merge=True, force_add=True)
         values: Any = OmegaConf.to_container(config, resolve=True)
+        for name, value in values.items():
+            if isinstance(value, dict):  # sources={2024:a.jsonl} has a number as its key
+                values[name] = {key if isinstance(key, str) else show(key): below for key, below in value.items()}
+        return options_class.read(values)
     except OmegaConfBaseException as error:
         where = getattr(error, "full_key", None)
         raise UsageError(f"{where}: {first_line(error)}" if where else first_line(error)) from error
-    for name, value in values.items():
-        if isinstance(value, dict):  # sources={2024:a.jsonl} has a number as its key
-            values[name] = {key if isinstance(key, str) else show(key): below for key, below in value.items()}
-    try:
-        return options_class.read(values)
     except ValueError as error:
         raise UsageError("; ".join(str(error).splitlines())) from error
 
 
 def known_options(options_class: type[Options], prefix: str = "") -> dict[str, Option]:
-    """{dotted key: what the dataclass says of it}, nodes before what is below them."""
+    """Return {dotted key: its field of the dataclass}, nodes before the keys below them."""
     known = {}
     for name, field in options_of(options_class).items():
         known[f"{prefix}{name}"] = field
@@ -189,7 +187,7 @@ def known_options(options_class: type[Options], prefix: str = "") -> dict[str, O
 
 
 def help_text(name: str, options_class: type[Options], example: str) -> str:
-    """Usage, what the command makes, and a line for every option with its default and meaning."""
+    """Return the usage, the docstring of the options, and a line for every option with its default and meaning."""
     rows = []
     for key, field in known_options(options_class).items():
         if _is_node(field):
@@ -215,64 +213,44 @@ def _is_node(field: Option) -> bool:
     return isinstance(field.type, type) and issubclass(field.type, Options)
 
 
-def _is_open(field: Option) -> bool:
-    return field.type is Any or _is_dict(field)
-
-
 def _is_dict(field: Option) -> bool:
     return (get_origin(field.type) or field.type) is dict
 
 
-def _defaults(options_class: type[Options]) -> dict[str, Any]:
-    fields = options_of(options_class).values()
-    return {field.name: _defaults(field.type) if _is_node(field) else field.default for field in fields}
-
-
-def _parsed(words: Sequence[str], number: int) -> Override:
-    try:
-        text = readable(words, number)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+def _key_and_value(words: Sequence[str], number: int) -> tuple[str, Any]:
+    """Return what word `number` sets to what; ValueError if it is no plain key=value."""
+    text = readable(words, number)
     override = parsed(text)
     assert override is not None, "it is readable"
     key = restored(override.key_or_group)
-    if override.package:
-        raise UsageError(f"unknown key {key}@{override.package}")
+    if override.package or override.is_delete():
+        raise ValueError(f"unknown key {words[number].partition('=')[0]}")
     if override.is_sweep_override():
-        _, _, values = words[number].partition("=")
-        raise UsageError(f"{key} takes one value; got {values}: write {key}=[{values}] for a list")
+        values = words[number].partition("=")[2]
+        raise ValueError(f"{key} takes one value; got {values}: write {key}=[{values}] for a list")
     if repeated := repeated_keys(text):
         names = ", ".join(repeated)
-        raise UsageError(f"{key} must have each name once, several values of it as a list; got {names} more than once")
-    return override
+        raise ValueError(f"{key} must have each name once, several values of it as a list; got {names} more than once")
+    return key, restored(override.value())
 
 
-def _check_value(key: str, value: Any, known: Mapping[str, Option], maps: Mapping[str, str]) -> None:
-    """Raises UsageError for an unknown key, and for one that OmegaConf would merge or the class ignore in silence."""
+def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
+    """Return a line for an unknown key, and for a value that OmegaConf would merge or the class ignore in silence."""
     field = known.get(key)
     if field is None:
-        if any(_is_open(known[node]) for node in known if key.startswith(f"{node}.")):
-            return
+        parents = (known[node] for node in known if key.startswith(f"{node}."))
+        if any(parent.type is Any or _is_dict(parent) for parent in parents):
+            return None
         nearest = nearest_key(key, known)
-        hint = f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}"
-        raise UsageError(f"unknown key {key}; {hint}")
+        return f"unknown key {key}; " + (f"nearest: {nearest}" if nearest else f"known keys: {', '.join(known)}")
     if _is_node(field):
         keys = ", ".join(other for other in known if other.startswith(f"{key}."))
-        raise UsageError(f"{key} must be given by its keys, {keys}; got {show(value)}")
+        return f"{key} must be given by its keys, {keys}; got {show(value)}"
     if _is_dict(field) and not isinstance(value, dict):
         given = f"[{','.join(map(show, value))}]" if isinstance(value, list) else show(value)
         pair = given  # the shell makes sources=a:x of sources={a:x,b:y} without quotes
         if not re.fullmatch(r"[^:/\\[]+:(?!//)[^:]+", given):
             first = value[0] if isinstance(value, list) and value else value
             pair = f"{Path(show(first)).name.partition('.')[0] or 'name'}:{given}"
-        raise UsageError(f"{key} must map {maps.get(key, 'names to values')}, e.g. '{key}={{{pair}}}'; got {given}")
-    if value is None and (problem := field.problem(key, None)):
-        raise UsageError(problem)
-
-
-def _delete(config: DictConfig, key: str) -> None:
-    node, _, name = key.rpartition(".")
-    parent = OmegaConf.select(config, node) if node else config
-    if not OmegaConf.is_dict(parent) or name not in parent:
-        raise UsageError(f"~{key} must name a key that was given")
-    del parent[name]
+        return f"{key} must map names to values, e.g. '{key}={{{pair}}}'; got {given}"
+    return field.problem(key, None) if value is None else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import as_text, reported_options, tables, total
-from verl_ext.data.megatron.text_index import write_text_indices
+from verl_ext.data.megatron.text_index import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.text.documents import CHAT_COUNTS, Counts
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
@@ -27,9 +27,9 @@ NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 class IndexOptions(TextOptions, SourceOptions):
     """Text tokenized once into Megatron's indexed form: OUTPUT_DIR/SOURCE.bin and .idx, and report.json.
 
-    Sources are txt, jsonl, json, csv, tsv (also as .gz, .bz2, .xz, .zst), parquet or Arrow folders. A .txt file is one
-    document; a long one is read and tokenized in pieces, with the tokens that it has whole. A folder's .txt files count
-    where it holds no other format."""
+    A .txt file is one document; a long one is read and tokenized in pieces, with the tokens that it has whole. A
+    folder's .txt files count where it holds no other format.
+    """
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
     add_bos: bool = option(False, "one BOS token before each document")
@@ -38,7 +38,7 @@ class IndexOptions(TextOptions, SourceOptions):
     )
 
     def problems(self) -> Iterator[str | None]:
-        """A line for every mistake that can be seen without opening a source."""
+        """Yield a line for every mistake that can be seen without opening a source."""
         for name in self.sources:
             if not name or name.startswith(".") or set(name) & set("/\\\0"):
                 yield f"sources.{name} must be a file's name, that of {name}.bin and {name}.idx"
@@ -53,27 +53,21 @@ class IndexOptions(TextOptions, SourceOptions):
 
 
 def run(options: IndexOptions) -> str:
-    """Write an index for each source and report.json into output_dir; return the closing tables.
+    """Write an index of each source, and report.json; return the closing tables.
 
     Raises `UsageError` and `DataError`, each one line.
     """
     files = find_source_files(options.patterns)
-    # Also made here: a tokenizer that lacks a token is refused before any process is started.
-    tokenizer = load_text_tokenizer(options.model, options, options.add_bos)
+    make = partial(load_text_tokenizer, options.model, options, options.add_bos)
+    tokenizer = make()  # also here: a tokenizer that lacks a token is refused before any process is started
     num_bytes = total_bytes(files)
     useful = available_cpus() if num_bytes is None else min(available_cpus(), 1 + num_bytes // WORKER_BYTES)
     tokenized = None  # by this process
     if (num_workers := options.num_workers or useful) > 1:
-        tokenized = partial(
-            ordered_results,
-            partial(load_text_tokenizer, options.model, options, options.add_bos),
-            TextTokenizer.tokenize,
-            num_workers=num_workers,
-            name="tokenize",
-            preload=[tokenizer_module()],
-        )
+        how: Any = {"num_workers": num_workers, "name": "tokenize", "preload": [tokenizer_module()]}
+        tokenized = partial(ordered_results, make, TextTokenizer.tokenize, **how)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
-        counts = write_text_indices(
+        counts = write_text_indexes(
             files,
             tokenizer,
             {f"sources.{name}": folder.path / name for name in options.sources},
@@ -88,12 +82,12 @@ def run(options: IndexOptions) -> str:
 
 
 def load_text_tokenizer(model: ModelOptions, options: TextOptions, add_bos: bool = False) -> TextTokenizer:
-    """The state of a worker."""
+    """Return a worker's tokenizer of texts."""
     return TextTokenizer(load_tokenizer(model), options, add_bos)
 
 
 def _report(options: IndexOptions, tokenizer: TextTokenizer, counts: Mapping[str, Counts]) -> dict[str, Any]:
-    """The content of report.json; it names no time, so that equal runs give equal files."""
+    """Return the content of report.json; it names no time, so that equal runs give equal files."""
     in_all = _counted(total(counts))
     del in_all["examples"]
     return {

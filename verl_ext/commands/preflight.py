@@ -1,54 +1,52 @@
 """The command `verl-ext preflight`: all nodes of a run check together what torchrun needs to start on them.
 
-    node 0 listens on master_addr:master_port, where torchrun will           every other node
-        greeting                                                       ──►
-                                                                       ◄──   report: versions, clock, address of gloo
-        roster: the addresses of all                                   ──►
-                                                                       ◄──   which of them it could not reach
-        verdict: a line for each problem, or none                      ──►   all end with the same lines and code
+They meet in a TCPStore of torch at master_addr:master_port, where torchrun will listen:
 
-One line of JSON each. A node that comes back while the run goes on (a restarted pod under c10d) finds torchrun's store
-in place of the greeting, and in it the rendezvous of the run; there is nothing to compare with, and it starts.
+    report/RANK   versions, the address that gloo will use, problems that the node sees by itself
+    result/RANK   the node's clock when all reports were there, and the nodes that it cannot reach
+    ended         a line that ends the check: a node does not come, or two nodes have one rank
+
+All nodes read the same values, and end with the same lines and exit code.
+
+A node that comes back while the run goes on (a restarted pod under c10d) finds torchrun's store instead, and in it the
+rendezvous of the run; there is nothing to compare with, and it starts.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
-import subprocess
-import sys
+import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from verl_ext.commands.command_line import command
 from verl_ext.launcher import end_with_launcher
 from verl_ext.nodes import differences, versions
 from verl_ext.values import REQUIRED, Options, UsageError, option, reason_of
 
-_GREETING = {"program": "verl-ext preflight"}
-_PATIENCE = 10  # seconds for one line from a node that has connected
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_GREETING = "verl-ext preflight"  # the key that tells its store from another
+_PATIENCE = 10  # seconds for an answer of a node that is there
 _STRANGER = 30  # seconds for which something may listen in the place of node 0, as the end of the run before does
-_RUN_HAS_BEGUN = """
-import datetime, sys, torch.distributed as dist
-host, port, run = sys.argv[1:]
-patience = datetime.timedelta(seconds=10)
-store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=patience)
-sys.exit(not store.check([f"torch.rendezvous.{run}"]))
-"""  # in a process of its own: it waits for ever for a listener that never answers
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
 class PreflightOptions(Options):
-    """Checks, on all nodes of a run together, what torchrun needs: launch/node.sh starts it where NNODES is above 1.
+    """Check on all nodes of a run together that torchrun can start; launch/node.sh does so if NNODES is above 1.
 
     The port of node 0 is free, every node reaches every other, interfaces that are named exist, Python and packages are
-    the same, clocks agree. The trainer compares options, data and model of all nodes itself."""
+    the same, clocks agree. The trainer compares options, data and model of all nodes itself.
+    """
 
     nnodes: int = option(REQUIRED, "nodes of the run", least=1, required=True)
     node_rank: int = option(0, "number of this node, from 0", least=0)
@@ -63,212 +61,177 @@ class PreflightOptions(Options):
     clock_seconds: float = option(5, "most seconds between clocks; c10d drops nodes that seem 15 s late", above=0)
 
     def problems(self) -> Iterator[str | None]:
+        """Yield a line if there is no such node."""
         if self.node_rank >= self.nnodes:
             yield f"node_rank must be 0 to {self.nnodes - 1} with nnodes={self.nnodes}; got {self.node_rank}"
 
 
 def run(options: PreflightOptions) -> str:
-    """Check together with the other nodes; the line that says so. Raises `UsageError` with what is wrong, on all."""
+    """Check together with the other nodes; return the line that says so. Raises UsageError, with one text on all."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch, imported below, warns of what a line says anyway
     end_with_launcher()
+    where = f"{options.master_addr}:{options.master_port}"
+    token = uuid.uuid4().hex
     if options.node_rank == 0:
-        problems, said = _lead(options)
+        store, local = _store_of_node_0(options, token), _resolved(options.master_addr) or options.master_addr
     else:
-        problems, said = _follow(options)
+        found, local = _store_to_join(options)
+        if found is None:
+            joins = f"is held by the run {options.rdzv_id}, which this node joins"
+            return f"preflight: {where} {joins}; nothing was compared"
+        store = found
+    try:
+        problems = _problems(store, options, local, token)
+    except RuntimeError:  # torch's DistError: the store is gone or does not answer
+        problems = [f"{_name(options)} lost node 0 ({where}) during the check"]
     if problems:
         raise UsageError("\nerror: ".join(problems))
-    return f"preflight: {said}"
+    return f"preflight: {options.nnodes} nodes reach each other; versions and clocks agree"
 
 
-def _lead(options: PreflightOptions) -> tuple[list[str], str]:
-    """Node 0's part: (problems, what is right)."""
-    where = ("", options.master_port)
+def _store_of_node_0(options: PreflightOptions, token: str) -> "TCPStore":
+    """Return a store that this node keeps, with the token as its greeting; or that of another node 0 at its port."""
+    from torch.distributed import TCPStore  # here: importing torch takes seconds
+
     try:
-        if socket.has_dualstack_ipv6():
-            server = socket.create_server(where, family=socket.AF_INET6, backlog=options.nnodes, dualstack_ipv6=True)
-        else:
-            server = socket.create_server(where, backlog=options.nnodes)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        server = socket.create_server(("", options.master_port), family=family, dualstack_ipv6=dual)
     except OSError as error:
-        if line := _other_node_0(options):
-            return _report_to(line, options)
+        if other := _store_at(options):
+            return other
         who = f"{options.master_port} ({os.strerror(error.errno or 0)}) on {_name(options)}"
-        return [f"MASTER_PORT must be a free port of node 0; got {who}: another run may have it"], ""
-    with server, contextlib.ExitStack() as open_lines:
-        address = _resolved(options.master_addr) or options.master_addr
-        own, listener = _own_report(options, address)
-        open_lines.enter_context(listener)
-        reports, lines, problems = {0: own}, {}, list[str]()
-        end = time.monotonic() + options.timeout
-        while len(reports) < options.nnodes and (left := end - time.monotonic()) > 0:
-            server.settimeout(min(left, 1.0))
-            try:
-                line = open_lines.enter_context(_Line(server.accept()[0]))
-            except TimeoutError:
-                if not _is_of_this_host(address) and (line := _other_node_0(options)):
-                    return _report_to(line, options)
-                continue
-            report = _welcomed(line)
-            if report is None:
-                continue  # no node: a probe of the port
-            rank = report["rank"]
-            if rank in reports:
-                on = f"{reports[rank]['who']} and {report['who']}"
-                problems.append(f"NODE_RANK must differ from node to node; got {rank} on {on}")
-                line.put({"problems": problems, "said": ""})
-                break
-            reports[rank], lines[rank] = report, line
-        if not problems and (missing := sorted(set(range(options.nnodes)) - set(reports))):
-            problems.append(
-                f"all {options.nnodes} nodes must report to {options.master_addr}:{options.master_port} within "
-                f"{options.timeout} s; got nothing from node {', '.join(map(str, missing))}"
-            )
-        if not problems:
-            problems += differences({report["who"]: report["same"] for report in reports.values()})
-            problems += _clock_problems(reports, options.clock_seconds)
-            problems += [problem for report in reports.values() for problem in report["problems"]]
-            roster = {report["who"]: report["address"] for report in reports.values() if report["address"]}
-            for line in lines.values():
-                line.put({"roster": roster})
-            problems += _unreachable(own["who"], roster)
-            for rank, line in lines.items():
-                answer = line.get(options.timeout)
-                problems += [f"{reports[rank]['who']} ended during the check"] if answer is None else answer
-        said = f"{options.nnodes} nodes reach each other; versions and clocks agree"
-        for line in lines.values():
-            line.put({"problems": problems, "said": said})
-    return problems, said
+        raise UsageError(f"MASTER_PORT must be a free port of node 0; got {who}: another run may have it") from None
+    patience = timedelta(seconds=_PATIENCE)
+    listener = server.detach()
+    store = TCPStore("localhost", options.master_port, None, True, patience, False, master_listen_fd=listener)
+    store.set(_GREETING, token)
+    return store
 
 
-def _follow(options: PreflightOptions) -> tuple[list[str], str]:
-    """The part of every other node: (problems, what is right), as node 0 says."""
-    began = time.monotonic()
-    stranger_since: float | None = None
+def _store_to_join(options: PreflightOptions) -> "tuple[TCPStore | None, str]":
+    """Return node 0's store, None if the run of `rdzv_id` has begun, and the own address that reaches node 0."""
+    began, stranger_since = time.monotonic(), 0.0
     where = f"{options.master_addr}:{options.master_port}"
     must = f"MASTER_ADDR:MASTER_PORT must be node 0, reachable from {_name(options)}; got {where}"
     while True:
         try:
-            if line := _greeted(options, _PATIENCE):
-                return _report_to(line, options)
-            if _run_has_begun(options):
-                return [], f"{where} is held by the run {options.rdzv_id}, which this node joins; nothing was compared"
+            with socket.create_connection((options.master_addr, options.master_port), timeout=_PATIENCE) as probe:
+                local = probe.getsockname()[0]
+            if store := _store_at(options):
+                return store, local
+            if options.rdzv_id and _store_at(options, f"torch.rendezvous.{options.rdzv_id}"):
+                return None, local
             stranger_since = stranger_since or time.monotonic()
             if time.monotonic() - stranger_since > min(_STRANGER, options.timeout):
-                return [f"{must}, where another program or run listens"], ""
+                raise UsageError(f"{must}, where another program or run listens")
         except OSError as error:
-            stranger_since = None
+            stranger_since = 0.0
             if time.monotonic() - began > options.timeout:
-                return [f"{must} ({reason_of(error)}, for {options.timeout} s)"], ""
+                raise UsageError(f"{must} ({reason_of(error)}, for {options.timeout} s)") from None
         time.sleep(min(1.0, options.timeout / 10))
 
 
-def _greeted(options: PreflightOptions, seconds: float) -> "_Line | None":
-    """A connection to node 0, whose greeting is read; None where no greeting comes in time. Raises OSError."""
-    line = _Line(socket.create_connection((options.master_addr, options.master_port), timeout=seconds))
-    if line.get(seconds) == _GREETING:
-        return line
-    line.close()
-    return None
+def _store_at(options: PreflightOptions, key: str = _GREETING) -> "TCPStore | None":
+    """Return the store at MASTER_ADDR:MASTER_PORT; None if there is none, or none with this key."""
+    from torch.distributed import TCPStore
+
+    found: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError):
+            patience = timedelta(seconds=_PATIENCE)
+            store = TCPStore(options.master_addr, options.master_port, None, False, patience, False)
+            store.wait([key], timedelta(seconds=1))
+            found.append(store)
+
+    thread = threading.Thread(target=connect, daemon=True)  # it waits for ever for a listener that never answers
+    thread.start()
+    thread.join(min(_PATIENCE, 4))
+    return found[0] if found else None
 
 
-def _other_node_0(options: PreflightOptions) -> "_Line | None":
-    """A connection from a node 0 to the one that listens at MASTER_ADDR, if that is another."""
-    with contextlib.suppress(OSError):
-        return _greeted(options, 1.0)
-    return None
+def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: str) -> list[str]:
+    """Exchange reports and results with the other nodes; return a line for each problem.
 
-
-def _run_has_begun(options: PreflightOptions) -> bool:
-    """Ask the port of node 0 for a torchrun store that has this run's rendezvous."""
-    if options.rdzv_id is None:
-        return False
-    command = [sys.executable, "-c", _RUN_HAS_BEGUN, options.master_addr, str(options.master_port), options.rdzv_id]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
-    return False
-
-
-def _report_to(line: "_Line", options: PreflightOptions) -> tuple[list[str], str]:
-    """Report to the node 0 that has greeted, try what it asks for, and return its verdict."""
-    with line:
-        report, listener = _own_report(options, line.local_address)
-        with listener:
-            line.put({**report, "clock": time.time()})
-            answer = line.get(options.timeout + _PATIENCE)
-            if answer and "roster" in answer:
-                line.put(_unreachable(report["who"], answer["roster"]))
-                answer = line.get(options.timeout + _PATIENCE)
-    if answer is None:
-        where = f"{options.master_addr}:{options.master_port}"
-        return [f"{_name(options)} lost node 0 ({where}) during the check"], ""
-    return answer["problems"], answer["said"]
-
-
-class _Line:
-    """A connection over which values go as lines of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._file = connection.makefile("rwb")
-        self.local_address = connection.getsockname()[0]
-
-    def __enter__(self) -> "_Line":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._connection.close()
-
-    def put(self, value: Any) -> None:
-        """Send a value; to a node that is gone, nothing: what it does not answer is reported."""
-        with contextlib.suppress(OSError):
-            self._file.write(json.dumps(value).encode() + b"\n")
-            self._file.flush()
-
-    def get(self, seconds: float = _PATIENCE) -> Any:
-        """The next value; None where none comes in time, or something that is none."""
-        self._connection.settimeout(seconds)
-        try:
-            return json.loads(self._file.readline(1 << 20))
-        except (OSError, ValueError):
-            return None
-
-
-def _welcomed(line: _Line) -> dict[str, Any] | None:
-    """What a node that has connected reports, with how far its clock is ahead; None where it is no node."""
-    line.put(_GREETING)
-    report = line.get()
-    if not isinstance(report, dict) or "rank" not in report:
-        return None
-    return {**report, "ahead": report["clock"] - time.time()}  # it was sent as soon as it was read
-
-
-def _own_report(options: PreflightOptions, reached_by: str) -> tuple[dict[str, Any], socket.socket]:
-    """This node's report to node 0, and the listening socket that the other nodes try to reach.
-
-    reached_by: the address over which node 0 and this node reach each other.
+    local: the address by which node 0 and this node reach each other. token: the greeting of a store of this node.
     """
-    address, problems = _gloo_address(options, reached_by)
+    rank, who = options.node_rank, _name(options)
+    patience = _PATIENCE * (2 + options.nnodes // 16)  # for the connections to all other nodes
+    keeps_store = store.get(_GREETING).decode() == token
+    store.add("here", 1)
+    address, problems = _gloo_address(options, local)
     family = socket.AF_INET6 if address and ":" in address else socket.AF_INET
-    listener = socket.create_server(("", 0), family=family, backlog=options.nnodes)
-    same = {**versions(), "NNODES": str(options.nnodes), "NPROC_PER_NODE": str(options.processes)}
-    report = {
-        "rank": options.node_rank,
-        "who": _name(options),
-        "same": same,
-        "address": [address, listener.getsockname()[1]] if address else None,
-        "problems": problems,
-    }
-    return report, listener
+    with socket.create_server(("", 0), family=family, backlog=options.nnodes) as listener:
+        same = {**versions(), "NNODES": str(options.nnodes), "NPROC_PER_NODE": str(options.processes)}
+        at = [address, listener.getsockname()[1]]
+        if store.add(f"nodes/{rank}", 1) > 1:
+            _tell_twins(options, store)
+        else:
+            store.set(f"report/{rank}", json.dumps({"who": who, "same": same, "at": at, "problems": problems}))
+        if keeps_store and not _is_of_this_host(local):  # MASTER_ADDR may be another host, with a node 0 of its own
+            threading.Thread(target=_find_twin, args=(options, store, token), daemon=True).start()
+        ranks = range(options.nnodes)
+        reports = _gathered(store, "report", ranks, options.timeout + patience * (not keeps_store))
+        clock = time.time()  # every node reads it at the same moment
+        if keeps_store and (missing := [str(rank) for rank in ranks if rank not in reports]):
+            where = f"{options.master_addr}:{options.master_port} within {options.timeout} s"
+            late = f"all {options.nnodes} nodes must report to {where}; got nothing from node {', '.join(missing)}"
+            store.compare_set("ended", "", late)
+        names = {rank: report["who"] for rank, report in reports.items()}
+        problems = differences({names[rank]: report["same"] for rank, report in reports.items()})
+        problems += [problem for report in reports.values() for problem in report["problems"]]
+        roster = {names[rank]: report["at"] for rank, report in reports.items() if report["at"][0]}
+        store.set(f"result/{rank}", json.dumps([clock, _unreachable(who, roster)]))
+        results = _gathered(store, "result", ranks, patience)
+    for other, (read, unreached) in results.items():
+        if abs(ahead := read - results.get(0, [read])[0]) > options.clock_seconds:
+            problems.append(
+                f"the clock of {names[other]} must agree with node 0's within clock_seconds="
+                f"{options.clock_seconds:g}; got {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} it"
+            )
+        problems += unreached
+    problems += [f"{names[other]} ended during the check" for other in ranks if other not in results and other in names]
+    problems = [store.get("ended").decode()] if store.check(["ended"]) else problems
+    end = time.monotonic() + _PATIENCE
+    store.add("here", -1)
+    while keeps_store and store.add("here", 0) > 0 and time.monotonic() < end:  # the store ends with this process
+        time.sleep(0.1)
+    return problems
 
 
-def _gloo_address(options: PreflightOptions, reached_by: str) -> tuple[str | None, list[str]]:
-    """(the address that gloo will use, problems): that of its interface, else of this host's name."""
-    interfaces = [name for _, name in socket.if_nameindex()]
+def _gathered(store: "TCPStore", kind: str, ranks: range, seconds: float) -> dict[int, Any]:
+    """Return the values of these nodes by rank, without those of late nodes; none once the check has ended."""
+    end, keys = time.monotonic() + seconds, [f"{kind}/{rank}" for rank in ranks]
+    while not store.check(keys) and not store.check(["ended"]) and time.monotonic() < end:
+        time.sleep(0.1)
+    if store.check(["ended"]):
+        return {}
+    return {rank: json.loads(store.get(key)) for rank, key in zip(ranks, keys, strict=True) if store.check([key])}
+
+
+def _tell_twins(options: PreflightOptions, *stores: "TCPStore") -> None:
+    """Tell the nodes that meet in these stores that another node has this node's rank, that of the first store."""
+    first = json.loads(stores[0].get(f"report/{options.node_rank}"))["who"]
+    for store in stores:
+        got = f"{options.node_rank} on {first} and {_name(options)}"
+        store.set("ended", f"NODE_RANK must differ from node to node; got {got}")
+
+
+def _find_twin(options: PreflightOptions, own: "TCPStore", token: str) -> None:
+    """Wait for another node 0 that listens at MASTER_ADDR, and tell both."""
+    while True:
+        other = _store_at(options)
+        if other and other.get(_GREETING).decode() != token:
+            return _tell_twins(options, other, own)
+        time.sleep(1)
+
+
+def _gloo_address(options: PreflightOptions, local: str) -> tuple[str | None, list[str]]:
+    """Return the address that gloo will use, that of its interface or of the host's name, and problems instead."""
+    interfaces = psutil.net_if_addrs()
     problems = []
-    for variable in _INTERFACE_VARIABLES:
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL's may be prefixes, =exact names and ^those to leave out
         for named in os.environ.get(variable, "").lstrip("=^").split(","):
             if named and not any(interface.startswith(named) for interface in interfaces):
@@ -277,74 +240,44 @@ def _gloo_address(options: PreflightOptions, reached_by: str) -> tuple[str | Non
     if problems:
         return None, problems
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return _interface_address(name.split(",")[0]) or reached_by, []
+        of_interface = interfaces.get(name.split(",")[0], [])
+        return next((each.address for each in of_interface if each.family == socket.AF_INET), local), []
     if options.local_addr:
         return options.local_addr, []
-    hostname = socket.gethostname()
-    address = _resolved(hostname)
-    if address and (not _is_loopback(address) or _is_loopback(reached_by)):
+    address = _resolved(socket.gethostname())
+    loopback = ("127.", "::1")
+    if address and (not address.startswith(loopback) or local.startswith(loopback)):
         return address, []
-    there = f"interfaces: {', '.join(interfaces)}; it reaches node 0 from {reached_by}"
     return None, [
         f"GLOO_SOCKET_IFNAME must name the interface of {_name(options)} that other nodes reach, since its host name "
-        f"resolves to {address or 'nothing'}; got nothing ({there})"
+        f"resolves to {address or 'nothing'}; got nothing (interfaces: {', '.join(interfaces)}; it reaches node 0 from "
+        f"{local})"
     ]
 
 
 def _resolved(name: str) -> str | None:
-    """The first address of a host name, None where it has none."""
-    with contextlib.suppress(OSError):
+    """Return the first address of a host name, None if it has none."""
+    with suppress(OSError):
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     return None
 
 
 def _is_of_this_host(address: str) -> bool:
-    """Tell whether an address belongs to an interface of this host."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as any_socket:
-        any_socket.bind((address, 0))
-        return True
-    return False
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface, None where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:  # SIOCGIFADDR
-            answer = fcntl.ioctl(any_socket.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+    return any(address == each.address for of_interface in psutil.net_if_addrs().values() for each in of_interface)
 
 
 def _unreachable(who: str, roster: dict[str, list[Any]]) -> list[str]:
-    """A line for each node of the roster {who: [address, port]} that this one cannot connect to."""
+    """Return a line for each node of the roster {who: [address, port]} that this one cannot connect to."""
 
     def problem(other: str) -> str | None:
-        address, port = roster[other]
         try:
-            socket.create_connection((address, port), timeout=_PATIENCE).close()
+            socket.create_connection(tuple(roster[other]), timeout=_PATIENCE).close()
         except OSError as error:
-            return f"{who} must reach {other} at {address}, on any port; got {reason_of(error)}"
+            return f"{who} must reach {other} at {roster[other][0]}, on any port; got {reason_of(error)}"
         return None
 
     with ThreadPoolExecutor(16) as pool:
         return list(filter(None, pool.map(problem, (other for other in roster if other != who))))
-
-
-def _clock_problems(reports: dict[int, dict[str, Any]], allowed: float) -> Iterator[str]:
-    for _, report in sorted(reports.items()):
-        ahead = report.get("ahead", 0.0)
-        if abs(ahead) > allowed:
-            how = "ahead of" if ahead > 0 else "behind"
-            yield (
-                f"the clock of {report['who']} must agree with node 0's within clock_seconds={allowed:g}; got "
-                f"{abs(ahead):.1f} s {how} it"
-            )
 
 
 def _name(options: PreflightOptions) -> str:

@@ -1,7 +1,7 @@
 """report.json and the closing tables of the tokenize and index commands: what was written, and all that was not."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,57 +38,26 @@ class Report:
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
 
     def add(self, documents: Documents) -> None:
-        """Count a chunk; where records give their category, number those of its documents.
+        """Count a chunk; if records give their category, number those of its documents.
 
         Raises `DataError` for more than MAX_CATEGORIES of them.
         """
         name = list(self.sources)[documents.category_id - 1]
-        self._add(name, documents.counts, documents.preview, documents.category_counts)
-        if (names := documents.category_names) is not None:
-            documents.category_ids = np.array(self._numbered(names), dtype=np.int32)
-
-    def stored(self, name: str) -> dict[str, Any]:
-        """What was counted of a source, the only one that was read, for JSON and `add_stored`."""
-        own = {category: vars(counts) for category, counts in self.categories.items()}
-        return {
-            "source": name,
-            "read": self.read[name],
-            "counts": vars(self.sources[name]),
-            "categories": own if self.options.category_field else {},
-            "numbers": self.numbers,
-            "preview": self.previews[name],
-        }
-
-    def add_stored(self, stored: Mapping[str, Any]) -> list[int] | None:
-        """Count what another report of the same options has counted; its numbers' numbers here, where they differ.
-
-        Raises `DataError` as `add` does.
-        """
-        name = stored["source"]
-        self.read[name] += stored["read"]
-        of_categories = {category: Counts.restored(counts) for category, counts in stored["categories"].items()}
-        self._add(name, Counts.restored(stored["counts"]), stored["preview"], of_categories)
-        numbers = [0, *self._numbered(stored["numbers"])]
-        return None if numbers == [*range(len(numbers))] else numbers
-
-    def _add(
-        self, name: str, counts: Counts, preview: Sequence[list[Run]], of_categories: Mapping[str, Counts]
-    ) -> None:
-        self.sources[name].add(counts)
-        self.previews[name] += preview[: self._preview - len(self.previews[name])]
-        for category, own in of_categories.items():
+        self.sources[name].add(documents.counts)
+        self.previews[name] += documents.preview[: self._preview - len(self.previews[name])]
+        for category, own in documents.category_counts.items():
             self.categories.setdefault(category, Counts()).add(own)
         if len(self.categories) > MAX_CATEGORIES and self.options.category_field:
             raise DataError(
                 f"category_field={self.options.category_field} must give at most {MAX_CATEGORIES:,} categories;"
                 f" got more, such as {', '.join(list(self.categories)[-3:])}"
             )
-
-    def _numbered(self, categories: Iterable[str]) -> list[int]:
-        return [self.numbers.setdefault(category, len(self.numbers) + 1) for category in categories]
+        if (names := documents.category_names) is not None:
+            numbers = [self.numbers.setdefault(category, len(self.numbers) + 1) for category in names]
+            documents.category_ids = np.array(numbers, dtype=np.int32)
 
     def check(self, sources: Mapping[str, Any]) -> None:
-        """Raises `DataError` for a source without a record, naming its files, or where no record could be used."""
+        """Raise `DataError` for a source without a record, naming its files, or if no record could be used."""
         for name, counts in self.sources.items():
             if not counts.records and (read := self.read[name]):
                 raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
@@ -99,10 +68,11 @@ class Report:
 
     @property
     def total(self) -> Counts:
+        """The counts of all sources."""
         return total(self.sources)
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of report.json; it names no time, so that equal runs give equal files."""
+        """Return the content of report.json; it names no time, so that equal runs give equal files."""
         in_all = self.total.as_dict()
         del in_all["examples"]
         return {
@@ -114,7 +84,7 @@ class Report:
         }
 
     def _source(self, name: str, counts: Counts) -> dict[str, Any]:
-        """What report.json has of a source beside its category's counts, or with counts where records give that."""
+        """Return a source's entry of report.json, with its counts if categories are not the sources."""
         found: dict[str, Any] = {"records_read": self.read[name], "records_sampled": counts.records}
         if self.options.category_field:
             found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
@@ -126,7 +96,7 @@ class Report:
         write_json(folder / CATEGORIES, {str(number): name for name, number in self.numbers.items()})
 
     def table(self) -> str:
-        """The closing tables, then a line for everything else that a source's records were found to have."""
+        """Return the closing tables, and a line for each other thing found in a source's records."""
         cut = [row for name, counts in self.categories.items() for row in _cut_rows(name, counts)]
         notes = [f"{name}: {note}" for name, counts in self.sources.items() for note in self._notes(name, counts)]
         summary, *problems = tables("category", self.categories, targets=True)
@@ -160,13 +130,14 @@ class Report:
 
 
 def _most(counts: Mapping[str, int], unit: str = "") -> str:
-    """`a (3 turns), b (1 turns)`: the most frequent."""
+    """Return the most frequent names: `a (3 turns), b (1 turns)`."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
     listed = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)
     return listed + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
 
 
 def total(counts: Mapping[str, Counts]) -> Counts:
+    """Return the sum of all counts."""
     found = Counts()
     for each in counts.values():
         found.add(each)
@@ -174,6 +145,7 @@ def total(counts: Mapping[str, Counts]) -> Counts:
 
 
 def reported_options(options: Options) -> dict[str, Any]:
+    """Return the options that decide tokens and counts, secrets masked."""
     given = asdict(options)  # type: ignore[call-overload]
     return redacted({key: value for key, value in given.items() if key not in NOT_REPORTED})
 
@@ -221,7 +193,10 @@ def _summary(what: str, name: str, counts: Counts, targets: bool) -> Row:
 
 
 def _cut_rows(name: str, counts: Counts) -> Iterator[Row]:
-    """A row for each thing that was done to documents over max_tokens: tokens are those removed (of `split`, cut)."""
+    """Yield a row for each way in which documents over max_tokens were shortened.
+
+    Its tokens are those removed; of `split`, those of the documents that were cut.
+    """
     over = counts.over_length
     before = counts.tokens + over["dropped_tokens"] + over["truncated_tokens"]
     for done in ("dropped", "truncated", "split"):

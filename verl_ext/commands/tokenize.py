@@ -9,44 +9,41 @@ whatever the number of workers and the other sources, and a larger sample holds 
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from socket import gethostname
+from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import Report
 from verl_ext.files import OutputFolder
-from verl_ext.progress import Progress
+from verl_ext.nodes import differences, versions
+from verl_ext.ray_cluster import ray_cluster
 from verl_ext.text.chat import ChatEncoder, ChatOptions
 from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
-from verl_ext.text.documents import previews_text
+from verl_ext.text.documents import Documents, previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.tokenized import write_documents
 from verl_ext.text.tokenizer import tokenizer_module
-from verl_ext.text.workers import available_cpus, ordered_results
-from verl_ext.values import option
+from verl_ext.text.workers import available_cpus, ordered_results, ray_results
+from verl_ext.values import DataError, option
 
 BITS = 128
+RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the command a millisecond or two
 
 
 @dataclass(frozen=True)
 class TokenizeOptions(ChatOptions, SourceOptions):
     """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
 
-    Sources are jsonl, json, csv, tsv, txt (also as .gz, .bz2, .xz, .zst), parquet or Arrow folders, of this machine,
-    behind a URL or on the Hub; the fields of a record say which shape it has (verl_ext/text/records.py lists them).
-    A source's name is the category of its records.
+    The fields of a record say which shape it has (verl_ext/text/records.py lists them). A source's name is the category
+    of its records.
     """
-
-    maps: ClassVar[Mapping[str, str]] = {
-        "sources": "a category to files",
-        "apply_chat_template_kwargs": "an argument to its value",
-        "columns": "a field to a column",
-    }
 
     backend: str = option(
         "local",
@@ -60,7 +57,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     preview: int = option(2, "documents of each source that are shown at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
-        """A line for each mistake that can be seen without opening a source."""
+        """Yield a line for each mistake that can be seen without opening a source."""
         yield from self.source_problems(self.model)
         yield from super().problems()
         parts = {"sample": self.sample}
@@ -81,22 +78,18 @@ def run(options: TokenizeOptions) -> str:
 
 
 def summary(report: Report) -> str:
-    """The closing tables and previews of a report, for a terminal."""
+    """Return the closing tables and previews of a report, for a terminal."""
     from rich.console import Console  # not for a command with a mistake in it
 
     parts = [report.table(), previews_text(report.previews, Console())]
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
-def tokenize(options: TokenizeOptions, chunk_size: ChunkSize = CHUNK, shard_bytes: int = SHARD_BYTES) -> Report:
+def tokenize(options: TokenizeOptions, chunk_size: ChunkSize | None = None, shard_bytes: int = SHARD_BYTES) -> Report:
     """Tokenize the sources into a dataset at `output_dir`; return what was counted.
 
     Raises `UsageError` and `DataError`, each one line.
     """
-    if options.backend == "ray":
-        from verl_ext.commands.tokenize_ray import tokenize_on_ray  # here, because importing Ray takes seconds
-
-        return tokenize_on_ray(options, chunk_size, shard_bytes)
     files = find_source_files(options.patterns)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         report = write_dataset(folder.path, files, options, chunk_size, shard_bytes)
@@ -108,88 +101,106 @@ def write_dataset(
     folder: Path,
     files: Sequence[SourceFile],
     options: TokenizeOptions,
-    chunk_size: ChunkSize = CHUNK,
+    chunk_size: ChunkSize | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
     """Write the dataset of these files, with its categories and report, into an empty folder.
 
     Returns what was counted. Raises `UsageError` and `DataError`, each one line.
     """
+    if chunk_size is None:
+        chunk_size = RAY_CHUNK if options.backend == "ray" else CHUNK
     num_bytes = total_bytes(files)
-    num_workers = options.num_workers or available_cpus()
-    if num_bytes is not None:
-        num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
     report = Report(options, list(options.sources), options.preview)
-    results = ordered_results(
-        partial(ChatEncoder, options, list(options.sources), options.preview),
-        ChatEncoder.encode,
-        _sampled_chunks(files, options, report.read, chunk_size),
-        num_workers,
-        name="tokenize",
-        preload=[tokenizer_module()],
-    )
+    chunks = _sampled_chunks(files, options, report.read, chunk_size)
+    make_encoder = partial(ChatEncoder, options, list(options.sources), options.preview)
+    if options.backend == "ray":
+        results = _on_ray(options, make_encoder, chunks)
+    else:
+        num_workers = options.num_workers or available_cpus()
+        if num_bytes is not None:
+            num_workers = min(num_workers, max(math.ceil(num_bytes / chunk_size.bytes), 1))
+        preload = [tokenizer_module()]
+        results = ordered_results(
+            make_encoder, ChatEncoder.encode, chunks, num_workers, name="tokenize", preload=preload
+        )
     writer = DatasetWriter(folder, shard_bytes)
-    try:
-        with Progress(num_bytes) as progress:
-            for documents in results:
-                report.add(documents)
-                writer.add(documents)
-                progress.add(documents)
-        report.check(options.sources)
-        report.write(folder)
-        writer.close()
-    finally:
-        writer.abandon()
+
+    def add(documents: Documents) -> Documents:
+        report.add(documents)
+        writer.add(documents)
+        return documents
+
+    write_documents(results, add, writer, num_bytes)
+    report.check(options.sources)
+    report.write(folder)
     return report
+
+
+def _on_ray(options: TokenizeOptions, make: Callable[[], ChatEncoder], chunks: Iterator[Chunk]) -> Iterator[Documents]:
+    """Yield the documents of the chunks, in order, by tasks of a Ray cluster."""
+    make_same = partial(_same_encoder, make, make().fingerprint(), versions(), gethostname())
+    with ray_cluster(options.num_workers or available_cpus()):
+        yield from ray_results(
+            make_same,
+            ChatEncoder.encode,
+            chunks,
+            options.num_workers,
+            name="tokenize",
+            preload=[tokenizer_module()],
+        )
+
+
+def _same_encoder(
+    make: Callable[[], ChatEncoder], fingerprint: str, driver_versions: Mapping[str, str], driver: str
+) -> ChatEncoder:
+    """Return the encoder of a Ray worker. Raises `DataError` for packages or a tokenizer that are not the driver's."""
+    if lines := differences({driver: driver_versions, f"{gethostname()}, a worker": versions()}):
+        raise DataError("; ".join(lines))
+    encoder = make()
+    if encoder.fingerprint() != fingerprint:
+        model = encoder.options.model
+        got = f"got {model.tokenizer}, which is another on {gethostname()} than on {driver}"
+        raise DataError(f"{model.tokenizer_key} must be the same tokenizer and template on every node; {got}")
+    return encoder
 
 
 def _sampled_chunks(
     files: Sequence[SourceFile], options: TokenizeOptions, read: Counter[str], size: ChunkSize
 ) -> Iterator[Chunk]:
-    """The chunks of the files, each less the records that are not drawn; `read` counts all of them by source."""
+    """Yield the chunks of the files, each less the records that are not drawn; `read` counts all of them by source."""
     for number, name in enumerate(options.sources, start=1):
         own = [file for file in files if file.category_id == number]
-        in_files = (sum(len(chunk.records) for chunk in read_chunks(file, size)) for file in own)
-        limit = sample_limit(options, name, in_files)
+        limit = _sample_limit(options, name, own)
         for place, file in enumerate(own):
-            yield from sampled(file, place, limit, options, read, size)
+            numbers = _numbers(options.seed, name, place)
+            for chunk in read_chunks(file, size):
+                read[name] += len(chunk.records)
+                if limit is not None:
+                    chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
+                yield chunk
 
 
-def sample_limit(options: TokenizeOptions, name: str, in_files: Iterable[int]) -> int | None:
-    """What the number of a source's record must be below; None: every record is drawn.
+def _sample_limit(options: TokenizeOptions, name: str, files: Sequence[SourceFile]) -> int | None:
+    """Return the bound below which the number of a source's record must be; None draws every record.
 
-    in_files: the records of each of its files, asked for where `sample` is a number of records.
+    The files are read to count their records if `sample` is a number of records.
     """
     part = options.sample.get(name) if isinstance(options.sample, Mapping) else options.sample
     if part is None:
         return None
     if isinstance(part, float):
         return round(part * (1 << BITS))
+    in_files = (sum(len(chunk.records) for chunk in read_chunks(file)) for file in files)
     drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(in_files))
     lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
     return lowest[-1] + 1 if lowest else 0
 
 
-def sampled(
-    file: SourceFile, place: int, limit: int | None, options: TokenizeOptions, read: Counter[str], size: ChunkSize
-) -> Iterator[Chunk]:
-    """The chunks of a file, or of a part of one, less the records that are not drawn; `read` counts all of them.
-
-    place: of the file among those of its source; limit: `sample_limit`'s.
-    """
-    name = list(options.sources)[file.category_id - 1]
-    numbers = _numbers(options.seed, name, place, file.part.records if file.part else 0)
-    for chunk in read_chunks(file, size):
-        read[name] += len(chunk.records)
-        if limit is not None:
-            chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
-        yield chunk
-
-
-def _numbers(seed: int, name: str, place: int, first: int = 0) -> Iterator[int]:
-    """The numbers that a file's records draw, in order, from record `first` on."""
+def _numbers(seed: int, name: str, place: int) -> Iterator[int]:
+    """Yield the numbers that a file's records draw, in order."""
     start = blake2b(f"{seed}\0{name}\0{place}".encode(errors="surrogateescape"), digest_size=BITS // 8)
-    for record in count(first):
+    for record in count():
         drawn = start.copy()
         drawn.update(record.to_bytes(8, "little"))
         yield int.from_bytes(drawn.digest(), "little")

@@ -22,21 +22,21 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import command, known_options, read_options
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
-from verl_ext.commands.torchrun import run_torchrun
-from verl_ext.files import cached_folder, damage, default_root
+from verl_ext.files import cached_folder, default_root, is_complete
+from verl_ext.launcher import run_torchrun
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
 from verl_ext.text.tokenized import FORMAT, digest, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
 from verl_ext.values import DataError, Options, UsageError, option
 
-# What is tokenized, by the trainer's key of the folder that it becomes.
+# The trainer's key of a tokenized folder: the key of the sources that it is made of.
 NODES = {"data.train_dir": "data.sources", "data.val_dir": "data.val_sources"}
 
 
 @dataclass(frozen=True)
 class SourceKeys(Options):
-    """What is tokenized, and where the result is kept."""
+    """The sources to tokenize, and the folder that keeps the result."""
 
     prefix: ClassVar[str] = "data"
 
@@ -54,14 +54,12 @@ class TrainOptions(Options):
     tokenized again. Ctrl-C or SIGTERM: the ranks save, and the same command goes on.
     """
 
-    maps: ClassVar[dict[str, str]] = dict.fromkeys(NODES.values(), "a category to files")
-
     data: SourceKeys = option(SourceKeys, "what is tokenized")
-    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 where it has none", least=1)
+    nproc: int | None = option(None, "ranks; null: the GPUs of this machine, or 1 if it has none", least=1)
 
 
 def run(words: Sequence[str]) -> str:
-    """Tokenize what is not tokenized yet, and train; SystemExit where training ends with another code than 0."""
+    """Tokenize what is not tokenized yet, and train; raise SystemExit if training ends with another code than 0."""
     own, encoding = _those_of(words, ["nproc"]), []
     if _those_of(words, NODES.values()):  # else data.cache_dir is that of a dataset that reads text itself
         own += _those_of(words, [*NODES.values(), "data.cache_dir"])
@@ -110,11 +108,11 @@ class Texts:
             leave_out_torch(options.model)
             self._encoder = ChatEncoder(options, list(options.sources), options.preview)
             self.folder = root / self._fingerprint()
-        self.are_tokenized = damage(self.folder) is None
+        self.are_tokenized = is_complete(self.folder)
 
     @property
     def categories(self) -> list[str]:
-        """Their names; none where they are the records' own, not known before all are read."""
+        """Their names; none if each record names its own, which is not known before all are read."""
         return [] if self._options.category_field else list(self._options.sources)
 
     @property
@@ -167,15 +165,9 @@ def _num_gpus() -> int:
 def check_overrides(ranks: int, categories: Sequence[str], overrides: Sequence[str]) -> None:
     """Raise UsageError for what the trainer refuses without reading data; `check` finds that in another process."""
     print("checking the trainer's options", file=sys.stderr, flush=True)
-    line = [
-        sys.executable,
-        "-c",
-        f"from {__name__} import check; check()",
-        str(ranks),
-        json.dumps(categories),
-        *overrides,
-    ]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, start_new_session=True)  # Ctrl-C is for this process
+    line = [sys.executable, "-c", f"from {__name__} import check; check()", str(ranks), json.dumps(categories)]
+    # A session of its own: Ctrl-C is for this process.
+    done = subprocess.run([*line, *overrides], stdout=subprocess.PIPE, text=True, start_new_session=True)
     if done.returncode:
         raise UsageError(done.stdout.strip()) if done.returncode == 2 else SystemExit(done.returncode)
 
@@ -189,11 +181,11 @@ def check() -> None:
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # verl imports it, for seconds, if it is there
     logging.disable(logging.WARNING)
     from verl_ext.attention import gpu_capability
+    from verl_ext.checkpoint.resume import check_output
     from verl_ext.config.check import check_categories, check_run
     from verl_ext.config.compose import compose_run, prepare_overrides
-    from verl_ext.config.output import check_output
-    from verl_ext.config.resolve import resolve_device
-    from verl_ext.config.run import dataset_class
+    from verl_ext.config.resolve import resolve_run
+    from verl_ext.config.run import Machine, dataset_class
     from verl_ext.data.sft import SFTOptions
     from verl_ext.trainer.distributed import accelerator
 
@@ -205,13 +197,13 @@ def check() -> None:
         config, _ = compose_run(overrides)
         if (reads := dataset_class(config).Options.reads) != SFTOptions.reads:
             raise ValueError(f"data.sources must be none with a dataset that reads {reads}: data.train_dir names them")
-        resolve_device(config, accelerator())
-        if config.trainer.device == "cuda" and ranks > _num_gpus():
+        typed = resolve_run(config, Machine(ranks, accelerator(), gpu_capability()))
+        if typed.trainer.device == "cuda" and ranks > _num_gpus():
             raise ValueError(f"nproc must be at most the number of GPUs, {_num_gpus()}; got {ranks}")
-        check_run(config, ranks, accelerator(), capability=gpu_capability())
+        check_run(typed)
         check_output(config, ranks)
         if categories:
-            check_categories(config.loss, categories)
+            check_categories(typed.loss, categories)
     except (ValueError, OSError) as error:
         print(error, file=output)
         raise SystemExit(2) from None

@@ -33,7 +33,7 @@ _VALUED_FLAGS = (
 
 
 def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(overrides as Hydra takes them, notices to be printed once) from a command line's arguments.
+    """Return (overrides as Hydra takes them, notices to be printed once) of a command line's arguments.
 
     Arguments that begin with `-` pass untouched. Raises ValueError, a line for each: an override that cannot be parsed,
     an unknown key (with the nearest), an unknown choice of a config group (with the choices).
@@ -76,7 +76,7 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _data_choice(items: Sequence[Item], folders: Sequence[Path]) -> str:
-    """The choice of group `data`: the command line's, else its recipe's, else the default."""
+    """Return the choice of group `data`: the command line's, else its recipe's, else the default."""
     given = {item.key: item.value for item in items if item.value and not item.prefix.startswith("~")}
     if "data" in given:
         return given["data"]
@@ -87,7 +87,7 @@ def _data_choice(items: Sequence[Item], folders: Sequence[Path]) -> str:
 
 
 def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[str]:
-    """Choices that a recipe makes of the user's own plain files, which Hydra alone would take without the defaults."""
+    """List choices of a recipe among the user's own plain files, which Hydra would take without the defaults."""
     given = {item.key: item.value for item in items if not item.prefix.startswith("~")}
     found = []
     for group in sorted({*schema.groups()} - given.keys()) if folders and given.get("recipe") else ():
@@ -98,7 +98,7 @@ def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[st
 
 
 def _config_folders(flags: Sequence[str]) -> list[Path]:
-    """The folders that Hydra's --config-dir adds, with recipes and group choices of the user's own."""
+    """List the folders that Hydra's --config-dir adds, with recipes and group choices of the user's own."""
     written = [tuple(flag.split("=", 1)) for flag in flags if "=" in flag] + list(pairwise(flags))
     return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
 
@@ -114,12 +114,12 @@ def _item(word: str) -> Item:
 
 
 def _repeated(item: Item) -> list[str]:
-    """Names that a mapping has twice, of which Hydra would keep the last."""
+    """List names that a mapping has twice, of which Hydra would keep the last."""
     return repeated_keys(str(item)) if item.value and "{" in item.value else []
 
 
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
-    """The override as Hydra takes it (None: it is left out), and a notice when a needless plus was dropped."""
+    """Return the override as Hydra takes it (None: leave it out), and a notice of a needless plus."""
     override = None if item.value is None else parsed(str(item))
     value = override.value() if override else None
     group = item.key.partition("@")[0]
@@ -142,7 +142,7 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """The composed config of conf/sft.yaml under overrides, as on the command line of the trainer.
+    """Compose conf/sft.yaml under overrides, as on the command line of the trainer.
 
     Mandatory values may still be missing (`data.train_dir`, `model.path`): check_run reports them, all at once. Raises
     ValueError: one line for each override or YAML key that does not exist or cannot be read.
@@ -151,7 +151,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """(config, notices): as compose, and a line for each translation, which rank 0 prints once."""
+    """Return (config, notices): as compose, and a line for each translation, which rank 0 prints once."""
     prepared, notices = prepare_overrides(overrides)
     flags = [word for word in prepared if word.startswith("-")]
     if flags:

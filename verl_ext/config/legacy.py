@@ -1,12 +1,11 @@
-"""Names of verl ≤ 0.6's fsdp_sft_trainer and what they are called today.
+"""Names of verl ≤ 0.6's fsdp_sft_trainer, and the names of today.
 
 That trainer and its sft_trainer.yaml are gone since verl 0.7; scripts written for it still start here, and each
 translation is printed once. What cannot be translated is refused: nothing that was asked for is ignored.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 RENAMED = {
     "model.partial_pretrain": "model.path",
@@ -21,7 +20,7 @@ RENAMED = {
     "trainer.resume_path": "trainer.resume_from_path",
 }
 RENAMED_NODES = {"model.fsdp_config": "engine", "trainer.checkpoint": "checkpoint"}
-# What its sft_trainer.yaml had where today's defaults train otherwise: (key, value, key that takes its place).
+# Defaults of its sft_trainer.yaml that today's differ from: (key, value, key that takes its place).
 DEFAULTS = (
     ("optim.lr", "1e-5", None),
     ("optim.betas", "[0.9,0.95]", None),
@@ -33,65 +32,57 @@ DEFAULTS = (
 
 @dataclass(frozen=True)
 class Superseded:
-    """A key whose work is done otherwise now: no value of it can be translated.
+    """A key that has no other name today, since its work is done otherwise.
 
-    by: the key that does it: where that one is given too, this one is left out. neutral: values that ask for nothing,
-    or for what is so anyway.
+    by: the key that does it: if that one is given too, this one is left out. neutral: values that ask for nothing, or
+    for today's behaviour. read_as: today's override for values that have one.
     """
 
     why: str
     by: str | None = None
     neutral: tuple[str, ...] = ()
+    read_as: Mapping[str, str] = field(default_factory=dict)
 
 
-_TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`, and data.train_dir names the folder"
-_raw = partial(Superseded, _TOKENIZED, "data.train_dir")
+_TOKENIZED = "the data is tokenized beforehand by `verl-ext tokenize`, and {} names the folder"
+# Read in the first place by verl's own dataset, from raw files.
+_RAW = (
+    "prompt_key response_key prompt_dict_keys response_dict_keys system_prompt_key multiturn chat_template train_files "
+    "messages_key tools_key enable_thinking_key enable_thinking_default apply_chat_template_kwargs "
+    "ignore_input_ids_mismatch"
+)
+_BUDGET = "data.max_tokens is the budget of a pack"
 _BY_COST = "packs are cut to data.max_tokens, and data.balance shares those of like cost among ranks"
 _TEST_FREQ = "trainer.test_freq says when to validate: a number of steps or after_each_epoch"
+_OVER_LENGTH = "data.over_length says what happens to documents longer than data.max_tokens"
+_OFFLOAD = "engine.offload_policy offloads parameters, gradients and optimizer together"
 SUPERSEDED = {
-    "data.prompt_key": _raw(),
-    "data.response_key": _raw(),
-    "data.prompt_dict_keys": _raw(),
-    "data.response_dict_keys": _raw(),
-    "data.system_prompt_key": _raw(),
-    "data.multiturn.enable": _raw(neutral=("false",)),
-    "data.multiturn": _raw(),
-    "data.chat_template": _raw(),
-    "data.train_files": _raw(),
-    "data.val_files": Superseded(_TOKENIZED.replace("train_dir", "val_dir"), "data.val_dir"),
-    "data.messages_key": _raw(),
-    "data.tools_key": _raw(),
-    "data.enable_thinking_key": _raw(),
-    "data.enable_thinking_default": _raw(neutral=("none",)),
-    "data.apply_chat_template_kwargs": _raw(neutral=("{}",)),
-    "data.ignore_input_ids_mismatch": _raw(neutral=("false",)),
-    "data.max_length": Superseded(
-        "data.max_tokens is the budget of a pack, and data.train_batch_size counts packs", "data.max_tokens"
-    ),
-    "data.max_token_len_per_gpu": Superseded("data.max_tokens is the budget of a pack", "data.max_tokens"),
+    **{
+        f"data.{name}": Superseded(_TOKENIZED.format("data.train_dir"), "data.train_dir", ("false", "none", "{}"))
+        for name in _RAW.split()
+    },
+    "data.val_files": Superseded(_TOKENIZED.format("data.val_dir"), "data.val_dir"),
+    "data.max_length": Superseded(f"{_BUDGET}, and data.train_batch_size counts packs", "data.max_tokens"),
+    "data.max_token_len_per_gpu": Superseded(_BUDGET, "data.max_tokens"),
     "data.truncation": Superseded(
-        "data.over_length says what happens to documents longer than data.max_tokens", "data.over_length"
+        _OVER_LENGTH,
+        "data.over_length",
+        read_as={"error": "data.over_length=error", "right": "data.over_length=truncate"},
     ),
     "data.balance_dp_token": Superseded(_BY_COST, "data.balance", ("true", "false")),
     "data.use_dynamic_bsz": Superseded(_BY_COST, "data.balance", ("true", "false")),
     "data.use_shm": Superseded("tokenized folders are read where they are, memory-mapped", neutral=("false",)),
-    "model.fsdp_config.offload_params": Superseded(
-        "engine.offload_policy offloads parameters, gradients and optimizer together",
-        "engine.offload_policy",
-        ("false",),
-    ),
+    "model.fsdp_config.offload_params": Superseded(_OFFLOAD, "engine.offload_policy", ("false",)),
     "trainer.val_freq": Superseded(_TEST_FREQ, "trainer.test_freq"),
     "trainer.validate_before_training": Superseded(_TEST_FREQ, neutral=("false",)),
 }
-# key: {value: what is said today}
-_OF_VALUES = {"data.truncation": {"error": "data.over_length=error", "right": "data.over_length=truncate"}}
 
 
 @dataclass(frozen=True)
 class Item:
     """One override of the command line: `<prefix><key>=<value>`, prefix "", "+", "++" or "~".
 
-    value: as Hydra gets it; written: as it stands in a shell script, where it comes from one.
+    value: as Hydra gets it; written: as it stands in a shell script, if it comes from one.
     """
 
     prefix: str
@@ -105,7 +96,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Translation:
-    """Overrides with today's names, a notice for each that is written otherwise, a line for each that cannot be."""
+    """The overrides with today's names, a notice for each change, and a line for each that has no translation."""
 
     items: list[Item]
     notices: list[str]
@@ -113,7 +104,7 @@ class Translation:
 
 
 def renamed(key: str) -> str | None:
-    """Today's name of a key of verl ≤ 0.6, None when it is none."""
+    """Return today's name of a key of verl ≤ 0.6, None if it is no such key."""
     if key in SUPERSEDED:
         return None
     if key in RENAMED:
@@ -125,13 +116,13 @@ def renamed(key: str) -> str | None:
 
 
 def superseded(key: str) -> Superseded | None:
-    """What took the place of a key of verl ≤ 0.6 that has no other name today, None when nothing did."""
+    """Return the entry of a key of verl ≤ 0.6 that has no other name today, None if it is no such key."""
     nodes = (key[:end] for end in range(len(key), 0, -1) if end == len(key) or key[end] == ".")
     return next((SUPERSEDED[node] for node in nodes if node in SUPERSEDED), None)
 
 
 def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translation:
-    """Overrides with today's names. Today's name wins where both are given.
+    """Return overrides with today's names; today's name wins if both are given.
 
     own_class: data.custom_cls names a class of the user's, which may read any key. packed: the data group makes packs,
     in which even data.max_length has no meaning.
@@ -163,11 +154,11 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
 
 
 def _supersede(item: Item, entry: Superseded, given: set[str], found: Translation) -> None:
-    """Say what became of an override whose key has no other name today, or that it cannot be had."""
+    """Add the translation of an override whose key has no other name today, a notice that it is left out, or a line."""
     said, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
     if entry.by in given:
         found.notices.append(f"{item.key} is left out: {entry.by} is given, and {entry.why}")
-    elif today := _OF_VALUES.get(item.key, {}).get(value):
+    elif today := entry.read_as.get(value):
         key, _, new_value = today.partition("=")
         found.notices.append(f"{said} is read as {today}")
         found.items.append(Item(item.prefix, key, new_value))

@@ -1,4 +1,4 @@
-"""The kinds of model: the class that `_target_` of conf/model/NAME.yaml names declares what such a model needs.
+"""The kinds of model: the class that `_target_` of conf/model/NAME.yaml names declares the needs of such a model.
 
 verl builds its model node as a dataclass; ours are subclasses, whose class methods the checks and the trainer ask.
 """
@@ -8,22 +8,43 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.workers.config import HFModelConfig
 
-from verl_ext.attention import BACKENDS, PACKED_ATTENTION
+from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config import support
+from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import ModelOptions, check_weights
 from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
 from verl_ext.plugin import CHUNKED, PACKED
-from verl_ext.values import Options, choice_problem, nearest_name, plain, show
+from verl_ext.values import Options, choice_problem, nearest_name, option, plain, refuse, show
+
+if TYPE_CHECKING:
+    from verl_ext.config.run import RunConfig
 
 _OVERRIDE = "model.override_config"
 _ATTENTION = "attn_implementation"  # below override_config, verl's own: it is no field of a model's config
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts of a run's model before its weights are read.
+
+    Attributes:
+        hf_config: the Hugging Face config that it runs with.
+        backend: the kernel of its attention.
+        head: how the output embedding is computed.
+        notices: of what is allowed and may not be intended.
+    """
+
+    hf_config: Any
+    backend: str
+    head: str
+    notices: list[str]
 
 
 @dataclass
@@ -31,12 +52,12 @@ class PackedModel(HFModelConfig, ModelOptions):
     """Any causal language model of Hugging Face's, with attention inside the documents of a pack.
 
     Its fields are verl's and those of ModelOptions.
-    `override_config` reaches `hf_config` through :func:`override`. What a kind of model declares:
+    `override_config` reaches `hf_config` through :func:`override`. A kind of model declares:
 
-    engine_vendor: names its engine in `verl_ext.plugin`.
+    engine_vendor: the name of its engine in `verl_ext.plugin`.
     needs_positions: a document may not be longer than the model's positions.
     config_options: options of the model's own config, each class filling the node that its prefix names; null there
-    means what the folder at `model.path` has.
+    means the value that the folder at `model.path` has.
     memory_not_predicted: why a plan says nothing of the memory of a step.
     """
 
@@ -77,72 +98,45 @@ class PackedModel(HFModelConfig, ModelOptions):
         return [f"{key}={asked} is read as attention.backend=flash_attn, which keeps the documents of a pack apart"]
 
     @classmethod
-    def config_problems(cls, config: DictConfig) -> Iterable[str | None]:
-        """A line for each option that this kind of model cannot have."""
-        yield from support.activation_problems(config)
+    def config_problems(cls, config: "RunConfig") -> Iterable[str | None]:
+        """Give a line for each option that this kind of model cannot have, whatever its architecture."""
+        return ()
 
     @classmethod
-    def adapted(cls, config: DictConfig, hf_config: Any) -> tuple[Any, list[str]]:
-        """(the config that the model runs with, problems) for the one that `model.path` holds; None with problems."""
-        unsupported = support.model_support_problems(hf_config)
-        problems = support.head_problems(config, hf_config) + unsupported + support.lora_problems(config, hf_config)
-        problems += support.block_problems(config, hf_config) + support.tile_problems(config, hf_config)
-        return None if unsupported else hf_config, problems
+    def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
+        """Check the model that `model.path` holds; ValueError with a line for each mistake."""
+        if problems := support.model_support_problems(hf_config):
+            refuse(problems)
+        model = support.Architecture(hf_config)
+        problems = list(support.option_problems(config, model))
+        backend = config.attention.backend
+        try:
+            backend = support.chosen_backend(config, model)[0]
+        except ValueError as error:
+            problems.append(str(error))
+        refuse(problems)
+        head = support.head_in_use(config, model)
+        return ModelFacts(hf_config, backend, head, list(support.model_notices(config, model, head)))
 
     @classmethod
-    def check_weights(cls, config: DictConfig, hf_config: Any) -> list[str]:
+    def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:
         """Compare the weights in `model.path` with the model of ``hf_config``, by headers; gives notices.
 
-        Those of remote code and quantized ones are left to transformers, and remote paths to verl. Raises ValueError
-        where they differ, OSError where the Hub does not answer.
+        Those of remote code and quantized ones are left to transformers. Raises ValueError if they differ, OSError if
+        the Hub does not answer.
         """
-        path, override = os.path.expanduser(config.model.path), plain(config.model.override_config)
+        path, override = config.model_folder, dict(config.model_options.override_config)
         model_class = support.model_class(hf_config)
-        if model_class is None or "://" in path or getattr(hf_config, "quantization_config", None):
+        if model_class is None or getattr(hf_config, "quantization_config", None):
             return []
         if config.trainer.plan_only and not os.path.isdir(path):
             return []  # a plan fetches nothing
         override.pop(_ATTENTION, None)
-        return check_weights(model_class, hf_config, path, config.model.allow_weight_mismatch, override)
-
-    @classmethod
-    def attention_problems(
-        cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
-    ) -> list[str]:
-        """Why the kernel that `attention.backend` names cannot run; hf_config: None where it could not be read."""
-        if config.attention.backend not in BACKENDS:
-            return []  # auto, or reported with the attention node
-        try:
-            cls.attention_backend(config, hf_config, device, capability)
-        except ValueError as error:
-            return [str(error)]
-        return []
-
-    @classmethod
-    def attention_backend(
-        cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
-    ) -> str:
-        """The kernel that `attention.backend` stands for on a device."""
-        return support.chosen_backend(config, hf_config, device, capability)[0]
-
-    @classmethod
-    def head_in_use(cls, config: DictConfig, hf_config: Any) -> str:
-        """How the output embedding is computed: what `loss.head` asks for, or the next best."""
-        return support.head_in_use(config, hf_config)
-
-    @classmethod
-    def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
-        """Warnings about what is allowed and may not be intended."""
-        quadratic = []
-        if device == "cuda":
-            quadratic = support.quadratic_memory_notices(config, hf_config, capability)
-            quadratic += support.kernel_notices(config, hf_config, capability)
-        heads = support.padding_notices(config, hf_config) + support.output_notices(config, hf_config)
-        return quadratic + support.router_notices(hf_config) + heads + support.tile_notices(config, hf_config)
+        return check_weights(model_class, hf_config, path, config.model_options.allow_weight_mismatch, override)
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
-        """The settings that the weights of its memory belong to; None without one."""
+        """Return the settings that the weights of its memory belong to; None without one."""
         return None
 
 
@@ -150,7 +144,7 @@ class PackedModel(HFModelConfig, ModelOptions):
 class QwenTitansModel(PackedModel):
     """A Qwen with long-term memory that reads its rows chunk by chunk: `hf_config` becomes a QwenTitansConfig."""
 
-    train: str = "all"
+    train: str = option("all", "memory: the base's weights stay as they are", resume="same")
     memory_checkpoint: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
@@ -166,7 +160,7 @@ class QwenTitansModel(PackedModel):
 
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
-        """Inside a chunk, where one row is one document, transformers' own kernels serve; in place."""
+        """Choose one of transformers' own kernels, in place: inside a chunk one row is one document."""
         key, backend = f"{_OVERRIDE}.{_ATTENTION}", config.attention.backend
         asked = OmegaConf.select(config, key)
         chosen = _CHUNK_ATTENTION.get(backend, backend)  # the checks report an unknown one
@@ -180,56 +174,38 @@ class QwenTitansModel(PackedModel):
         return []
 
     @classmethod
-    def config_problems(cls, config: DictConfig) -> Iterable[str | None]:
-        yield from super().config_problems(config)
-        yield choice_problem("model.train", config.model.train, ("all", "memory"))
+    def config_problems(cls, config: "RunConfig") -> Iterable[str | None]:
+        """Refuse options that the memory cannot have."""
+        yield choice_problem("model.train", config.model_options.train, ("all", "memory"))
         yield choice_problem("attention.backend", config.attention.backend, _CHUNK_ATTENTION)
-        for key, (allowed, why) in _ONLY_WITH_MEMORY.items():
-            value = OmegaConf.select(config, key, default=allowed)
-            if value != allowed:
-                yield f"{key} must be {show(allowed)} with model=qwen_titans: {why}; got {show(value)}"
+        yield from fixed_value_problems(config.values, _ONLY_WITH_MEMORY, " with model=qwen_titans")
 
     @classmethod
-    def adapted(cls, config: DictConfig, hf_config: Any) -> tuple[Any, list[str]]:
-        try:
-            titans = titans_config(hf_config, config.model.memory)
-        except ValueError as error:
-            return None, str(error).splitlines()
+    def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
+        """Wrap the Qwen that `model.path` holds in the configured memory."""
+        titans = titans_config(hf_config, config.model_options.memory)
         problems = []
-        tokens, chunk = config.data.max_tokens, titans.chunk_size
-        if isinstance(tokens, int) and tokens % chunk:
+        tokens, chunk = config.max_tokens, titans.chunk_size
+        if tokens % chunk:
             up = -(-tokens // chunk) * chunk
             problems.append(
                 "data.max_tokens (data.max_length of data=babilong) must be a multiple of model.memory.chunk_size="
                 f"{chunk}; got {tokens} (nearest above: {up})"
             )
-        if config.model.train == "memory" and not titans.memory_options.layers:
+        if config.model_options.train == "memory" and not titans.memory_options.layers:
             problems.append(
                 "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
             )
-        problems += _memory_problems(config.model.memory_checkpoint, titans)
-        return None if problems else titans, problems
-
-    @classmethod
-    def attention_backend(
-        cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
-    ) -> str:
-        return "sdpa"  # transformers' own attention
-
-    @classmethod
-    def head_in_use(cls, config: DictConfig, hf_config: Any) -> str:
-        return "targets"
-
-    @classmethod
-    def notices(cls, config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None) -> list[str]:
-        return []
+        refuse([*problems, *_memory_problems(config.model_options.memory_checkpoint, titans)])
+        return ModelFacts(titans, backend="sdpa", head="targets", notices=[])  # transformers' own attention
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
+        """Return the options of the memory that its weights depend on."""
         return {name: value for name, value in hf_config.memory.items() if name != "bptt_chunks"}
 
 
-# attention.backend: what transformers calls it inside a chunk
+# attention.backend: the name that transformers has for it inside a chunk
 _CHUNK_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}
 _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may have, why)
     "engine.ulysses_sequence_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
@@ -243,18 +219,18 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
 }
 
 
-def model_kind(config: DictConfig) -> type[PackedModel]:
-    """The class of a composed config's model node; verl's own node is that of a packed model."""
+def model_kind(config: Any) -> type[PackedModel]:
+    """Return the class of a configuration's model node; verl's own node is that of a packed model."""
     from hydra.utils import get_class
 
-    named = get_class(config.model["_target_"])
+    named = get_class(config["model"]["_target_"])
     return named if issubclass(named, PackedModel) else PackedModel
 
 
 def override(hf_config: Any, values: Mapping[str, Any]) -> None:
     """Set the values of `model.override_config` on a model's config, in place.
 
-    verl sets each as an attribute, where `rope_theta` and misspelt keys change nothing. Here a dict goes over the one
+    verl sets each as an attribute, so that `rope_theta` and misspelt keys change nothing. Here a dict goes over the one
     that is there, `rope_theta` into the rotary parameters, whose other entries stay the model's own.
 
     Raises:
@@ -300,12 +276,12 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The last line of an error of transformers' config classes, which has the reason."""
+    """Return the last line of an error of transformers' config classes, which has the reason."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig:
-    """The config with memory around a Qwen's, or an exported one with what `memory` sets.
+    """Return the config with memory around a Qwen's, or an exported one with the values that `memory` sets.
 
     Raises:
         ValueError: the base is no Qwen2 or Qwen3, or an option is not allowed; `model.memory.<name>` is named.
@@ -322,7 +298,7 @@ def _set_attention(config: DictConfig, implementation: str) -> None:
 
 
 def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
-    """Whether `model.memory_checkpoint` fits: by the settings beside it, else tried on a model without storage."""
+    """List why `model.memory_checkpoint` does not fit: by the settings beside it, else on a model without storage."""
     if path is None:
         return []
     settings, memory = Path(path).with_suffix(".json"), titans.memory or {}

@@ -1,4 +1,4 @@
-"""What a composed config leaves open, set in place: attention, dataset class, paths, device, precision, kernels.
+"""From a composed config to a typed one: attention, dataset class, paths, device, precision and kernels are settled.
 
 Each function returns notices of what it changed against the user's words, and raises ValueError for unsupported values.
 """
@@ -9,13 +9,14 @@ import os
 import shutil
 import subprocess
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_ext.attention import unusable
 from verl_ext.config.model import model_kind
-from verl_ext.config.run import PlanOptions, dataset_class, sequence_parallel_size
+from verl_ext.config.run import Machine, PlanOptions, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.overrides import restore
 from verl_ext.values import choice_problem, first_line, plain, refuse, show
@@ -37,10 +38,42 @@ PATHS = (
 )
 
 
-def resolve_config(config: DictConfig) -> list[str]:
-    """Sets what does not depend on the machine: `~` and empty paths, the attention, the dataset class. In place.
+def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
+    """Settle the open values of a composed configuration, in place, and type it.
 
-    So are the letters of names that Hydra's grammar lacks.
+    The machine is the one that is planned for if there is one. Raises ValueError with a line for each value that is
+    not allowed.
+    """
+    planned = plan_options(composed)
+    if planned.world_size is not None:
+        machine = replace(machine, world_size=planned.world_size)
+    if planned.gpu_memory is not None:
+        machine = replace(machine, accelerator="cuda", capability=None)
+    notices = resolve_config(composed) + resolve_device(composed, machine.accelerator)
+    notices += resolve_plan(composed, planned)
+    config = RunConfig.from_composed(composed, machine)
+    batches, accumulation = config.trainer.log_every_batches, 1
+    if batches is not None:
+        data = config.data
+        accumulation = max(
+            data.train_batch_size // (max(config.data_parallel_size, 1) * data.micro_batch_size_per_gpu), 1
+        )
+        log_freq = math.ceil(batches / accumulation)
+        config = replace(config, trainer=replace(config.trainer, log_freq=log_freq))
+        notices.append(
+            f"trainer.log_every_batches={batches} is read as trainer.log_freq={log_freq}: "
+            f"a step is {accumulation} batches of a rank"
+        )
+    unread = [f"ray.{name}" for name in config.ray.changed()]
+    if unread and "TORCHELASTIC_RUN_ID" in os.environ:
+        notices.append(f"{', '.join(unread)}: without effect here: torchrun has MAX_RESTARTS of its own")
+    return replace(config, notices=tuple(notices))
+
+
+def resolve_config(config: DictConfig) -> list[str]:
+    """Settle `~` and empty paths, the attention and the dataset class, in place, whatever the machine.
+
+    Letters of names that Hydra's grammar lacks are put back too.
     """
     restore(config)
     for key in PATHS:
@@ -59,29 +92,8 @@ def resolve_config(config: DictConfig) -> list[str]:
     return notices
 
 
-def resolve_logging(config: DictConfig, world_size: int) -> list[str]:
-    """Turns trainer.log_every_batches, in micro-batches of a rank, into trainer.log_freq in steps, in place."""
-    batches, data = config.trainer.log_every_batches, config.data
-    sizes = (
-        batches,
-        data.train_batch_size,
-        data.micro_batch_size_per_gpu,
-        config.engine.ulysses_sequence_parallel_size,
-        config.parallel.context_parallel_size,
-    )
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return []  # null, or reported by the checks
-    ranks = max(world_size // sequence_parallel_size(config), 1)
-    accumulation = max(data.train_batch_size // (ranks * data.micro_batch_size_per_gpu), 1)
-    config.trainer.log_freq = math.ceil(batches / accumulation)
-    return [
-        f"trainer.log_every_batches={batches} is read as trainer.log_freq={config.trainer.log_freq}: "
-        f"a step is {accumulation} batches of a rank"
-    ]
-
-
 def resolve_dataset(config: DictConfig) -> list[str]:
-    """Lets verl_ext.data.SFTDataSet stand in for a custom_cls.path of that class that does not exist, in place."""
+    """Let verl_ext.data.SFTDataSet stand in for a custom_cls.path of that class that does not exist, in place."""
     custom = config.data.custom_cls
     path = custom.path
     if not path or custom.name != SFTDataSet.__name__ or path.startswith("pkg://") or os.path.exists(path):
@@ -91,10 +103,10 @@ def resolve_dataset(config: DictConfig) -> list[str]:
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
-    """Sets trainer.device, engine.mixed_precision and loss.head_block_mib where null, and model.use_liger, in place.
+    """Set trainer.device, engine.mixed_precision and loss.head_block_mib if they are null, and model.use_liger.
 
-    accelerator is what is visible: "cuda", "npu" (refused by check_run) or None. auto becomes it, or cpu without one.
-    fp32 throughout on CPU; bf16 parameters with fp32 reductions on accelerators.
+    In place. auto becomes the visible accelerator ("npu" is refused), or cpu without one. fp32 throughout on CPU; bf16
+    parameters with fp32 reductions on accelerators.
     """
     notices: list[str] = []
     refuse([choice_problem("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))])
@@ -104,6 +116,8 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
                 f"trainer.device=auto must find the GPU that this machine shows; got '{why}' from torch "
                 f"{torch.__version__}; trainer.device=cpu (parallel=cpu) trains on the CPU"
             )
+        if accelerator == "npu":
+            raise ValueError("NPUs are not supported: trainer.device must be cuda or cpu; got auto and a visible NPU")
         config.trainer.device = accelerator or "cpu"
     on_cpu = config.trainer.device == "cpu"
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
@@ -118,7 +132,7 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
 
 
 def idle_gpu() -> str | None:
-    """Why torch cannot use the NVIDIA GPU that this machine shows; None where it shows none."""
+    """Return why torch cannot use the NVIDIA GPU that this machine shows; None if it shows none."""
     smi, shown = shutil.which("nvidia-smi"), bool(glob.glob("/dev/nvidia[0-9]*"))
     if not shown and smi:
         with suppress(OSError, subprocess.SubprocessError):
@@ -136,7 +150,7 @@ def idle_gpu() -> str | None:
 
 
 def plan_options(config: DictConfig) -> PlanOptions:
-    """The node `plan` of a composed config; ValueError where a value is not allowed, or nothing is planned."""
+    """Read the node `plan` of a composed config; ValueError if a value is not allowed, or nothing is planned."""
     options = PlanOptions.read(plain(config.plan))
     for name, value in options.changed().items():
         if config.trainer.plan_only is not True:
@@ -149,7 +163,7 @@ def plan_options(config: DictConfig) -> PlanOptions:
 
 
 def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:
-    """Sets what a plan for GPUs cannot have here, in place: Liger's kernels, a package for attention. Gives notices."""
+    """Turn off, in place, Liger's kernels and attention packages that a plan for GPUs cannot have here."""
     if options.gpu_memory is None:
         return []
     notices = []

@@ -1,25 +1,32 @@
-"""The configuration of a run as typed options: what the rooms beside and above `config` use of it.
+"""The configuration of a run as typed options, which every room beside and above `config` reads.
 
-    composed DictConfig ──checked, resolved──► RunConfig ──► datasets, trainer, verl's worker
+    composed DictConfig ──resolved──► RunConfig ──► checks, datasets, trainer, verl's worker
 
-No DictConfig leaves this package, but for what verl builds its own dataclasses from.
+It is typed once: below `RunConfig.from_composed` there is no DictConfig, but for what verl makes of `values`.
 """
 
+import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from verl.trainer.config import CheckpointConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
+from verl_ext.config.upstream import upstream_problems
+from verl_ext.config.weights import ModelOptions
 from verl_ext.custom import custom_object
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.losses import LossOptions
-from verl_ext.values import Options, choice_problem, option, plain, show
+from verl_ext.values import Options, choice_problem, option, plain, refuse, show
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
@@ -43,7 +50,7 @@ class TrainerOptions(Options):
     logger: Any = option(["console"], "console, file, wandb, swanlab, tensorboard or another tracker of verl's")
     total_epochs: int = option(1, "passes over the training data", least=1)
     total_training_steps: int | None = option(None, "steps of the run; null: those of total_epochs", least=1)
-    seed: int = option(1, "seed of dropout and of new adapters", least=0)
+    seed: int = option(1, "seed of dropout and of new adapters", least=0, resume="same")
     save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     max_ckpt_to_keep: int | None = option(None, "how many checkpoints to keep; null: all", least=1)
@@ -82,6 +89,7 @@ class TrainerOptions(Options):
     )
 
     def problems(self) -> Iterable[str | None]:
+        """Check frequencies, the profiler's interval and the loggers."""
         for name in ("save_freq", "test_freq"):
             value = getattr(self, name)
             if value != AFTER_EACH_EPOCH and (isinstance(value, bool) or not isinstance(value, int)):
@@ -103,12 +111,13 @@ class TrainerOptions(Options):
 
     @property
     def loggers(self) -> list[str]:
+        """The names in `logger`."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
 
 @dataclass(frozen=True)
 class RayOptions(Options):
-    """Of `verl_ext.fsdp_sft_trainer_ray`, for what happens when ranks or nodes are missing."""
+    """The options of `verl_ext.fsdp_sft_trainer_ray` for ranks or nodes that are missing."""
 
     prefix: ClassVar[str] = "ray"
 
@@ -119,7 +128,7 @@ class RayOptions(Options):
 
 @dataclass(frozen=True)
 class PlanOptions(Options):
-    """What `trainer.plan_only=true` plans for: the ranks and GPUs of the machine that will run it."""
+    """The machine that `trainer.plan_only=true` plans for: its ranks, its GPUs and their memory."""
 
     prefix: ClassVar[str] = "plan"
 
@@ -134,6 +143,7 @@ class PlanOptions(Options):
     reserve: Any = option("5GiB", "of gpu_memory, kept for what is not predicted: CUDA's context, NCCL, fragmentation")
 
     def problems(self) -> Iterable[str | None]:
+        """Check that sizes are sizes, and fit one another."""
         for name in ("gpu_memory", "host_memory", "reserve"):
             value = getattr(self, name)
             size = num_bytes(value)
@@ -147,7 +157,7 @@ class PlanOptions(Options):
 
 
 def num_bytes(size: object) -> int | None:
-    """Bytes of "80GiB", "80 GB" or a whole number; None where it is no size."""
+    """Return the bytes of "80GiB", "80 GB" or a whole number; None if it is no size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
     if isinstance(size, bool) or found is None or found[2] not in _UNITS:
         return None
@@ -155,13 +165,33 @@ def num_bytes(size: object) -> int | None:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """The machine that a run is for.
+
+    Attributes:
+        world_size: ranks.
+        accelerator: "cuda", "npu" or None; the one that is visible to a rank.
+        capability: compute capability of the GPU, None if it is not known.
+    """
+
+    world_size: int = 1
+    accelerator: str | None = None
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A run's options, each node typed.
 
     Attributes:
-        data: what every dataset family has; dataset: the options of `dataset_class`.
+        data: the options that every dataset family has.
+        dataset: the options of `dataset_class`.
         model: the class of the model node, which declares what this kind of model needs.
+        model_options: the keys of that node, by name; verl's class of it would load the model's config and tokenizer.
+        engine, optim, checkpoint: verl's own dataclasses.
+        machine: that the run is for.
         values: the whole configuration as plain dicts and lists, for trackers and for what verl alone reads.
+        notices: of what was changed against the user's words.
     """
 
     data: DataOptions
@@ -172,41 +202,74 @@ class RunConfig:
     parallel: ParallelOptions
     trainer: TrainerOptions
     plan: PlanOptions
+    ray: RayOptions
     model: type[PackedModel]
+    model_options: Any
+    engine: FSDPEngineConfig
+    optim: FSDPOptimizerConfig
+    checkpoint: CheckpointConfig
+    machine: Machine
     values: Mapping[str, Any]
+    notices: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: DictConfig) -> "RunConfig":
-        """Raises ValueError, a line for each value that is not allowed."""
-        values = plain(config)
-        family = dataset_class(config)
-        return cls(
-            data=DataOptions.read(values["data"]),
-            dataset=family.Options.read(values["data"]),
-            dataset_class=family,
-            loss=LossOptions.read(values["loss"]),
-            attention=AttentionOptions.read(values["attention"]),
-            parallel=ParallelOptions.read(values["parallel"]),
-            trainer=TrainerOptions.read(values["trainer"]),
-            plan=PlanOptions.read(values["plan"]),
-            model=model_kind(config),
-            values=values,
-        )
+    def from_composed(cls, composed: Any, machine: Machine | None = None) -> "RunConfig":
+        """Read every node, of a DictConfig or of its values; ValueError has a line for each value that is wrong."""
+        values = plain(composed)
+        problems: list[str | None] = [*upstream_problems(values)]
+        nodes: dict[str, Any] = {}
+
+        def read(name: str, options: Callable[[], Any]) -> None:
+            try:
+                nodes[name] = options()
+            except ValueError as error:
+                problems.extend(str(error).splitlines())
+
+        for options in (DataOptions, LossOptions, AttentionOptions, ParallelOptions, TrainerOptions, PlanOptions):
+            read(options.prefix, functools.partial(options.read, values[options.prefix]))
+        read("ray", lambda: RayOptions.read(values["ray"]))
+        read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelOptions.read(values["model"]))))
+        read("dataset_class", lambda: dataset_class(values))
+        if "dataset_class" in nodes:
+            read("dataset", lambda: nodes["dataset_class"].Options.read(values["data"]))
+        refuse(problems)
+        for name in ("engine", "optim", "checkpoint"):
+            nodes[name] = omega_conf_to_dataclass(OmegaConf.create(values[name]))
+        return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
 
     @property
     def model_folder(self) -> str:
         """The path of the model, without `~`."""
-        return os.path.expanduser(str(self.values["model"]["path"]))
+        return os.path.expanduser(str(self.model_options.path))
+
+    @property
+    def param_dtype(self) -> str:
+        """What the parameters of a forward pass are: fp32, bf16 or fp16."""
+        return (self.engine.mixed_precision or {}).get("param_dtype", "bf16")
+
+    @property
+    def max_tokens(self) -> int:
+        """The budget of a pack, whatever the dataset family."""
+        return self.values["data"]["max_tokens"]
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share one pack."""
+        return self.engine.ulysses_sequence_parallel_size * self.parallel.context_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks that share a pack, that have packs of their own."""
+        return self.machine.world_size // self.sequence_parallel_size
 
 
 def sequence_parallel_size(values: Any) -> int:
-    """Ranks that share one pack, verl's sequence-parallel size; values: a configuration with its nodes."""
+    """Ranks that share one pack, verl's sequence-parallel size, of a configuration as nested mappings."""
     return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
 
 
 def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
-    """What verl's TrainingWorker is made from; total_steps: length of the learning-rate schedule."""
-    from verl.utils.config import omega_conf_to_dataclass
+    """Return the config of verl's TrainingWorker; total_steps: length of the learning-rate schedule."""
     from verl.workers.engine_workers import TrainingWorkerConfig
 
     node = OmegaConf.create(dict(values))
@@ -228,20 +291,20 @@ def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
     )
 
 
-def dataset_class(config: DictConfig) -> type[PackDataset]:
-    """`SFTDataSet`, or the `PackDataset` that `data.custom_cls.path` and `data.custom_cls.name` name.
+def dataset_class(config: Any) -> type[PackDataset]:
+    """Return `SFTDataSet`, or the `PackDataset` that `data.custom_cls.path` and `data.custom_cls.name` name.
 
     Raises:
         ValueError: there is no such class, or it is no `PackDataset`, whose packs and categories the trainer asks for.
     """
-    custom = config.data.custom_cls
-    if not (custom.get("path") or custom.get("name")):
+    custom = config["data"]["custom_cls"]
+    path, name = custom.get("path"), custom.get("name")
+    if not (path or name):
         return SFTDataSet
-    named = custom_object("data.custom_cls", custom.get("path"), custom.get("name"))
+    named = custom_object("data.custom_cls", path, name)
     if not (isinstance(named, type) and issubclass(named, PackDataset)):
         raise ValueError(
-            "data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got "
-            f"{custom.name} of {custom.path}"
+            f"data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got {name} of {path}"
         )
     return named
 

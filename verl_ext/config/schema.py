@@ -1,4 +1,4 @@
-"""What Hydra composes: the dotted keys that a config may have and the defaults of our options dataclasses.
+"""The dotted keys that a config may have, and the defaults of our options dataclasses as Hydra composes them.
 
     verl's sft_trainer_engine  ∪  fields of each node's `_target_` dataclass  ∪  fields of our options dataclasses
 
@@ -32,7 +32,7 @@ from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.losses import LossOptions
 from verl_ext.overrides import restored
-from verl_ext.values import Options, leaves, nearest_key, nearest_name, options_of, show
+from verl_ext.values import default_values, leaves, nearest_key, nearest_name, options_of, show
 
 CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
@@ -66,9 +66,9 @@ _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profi
 
 
 def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
-    """The config `primary` of a package of configs under Hydra overrides.
+    """Return the config `primary` of a package of configs under Hydra overrides.
 
-    Raises ValueError in one line for whatever Hydra or OmegaConf refuses, interpolations that lead nowhere included.
+    Raises ValueError, in one line, for anything that Hydra or OmegaConf refuses, interpolations that lead nowhere too.
     """
     try:
         with _without_hydra(), initialize_config_module(module, version_base=None):
@@ -80,7 +80,7 @@ def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def check_interpolations(config: DictConfig) -> None:
-    """Raises ValueError, in one line, when a value refers to a key that does not exist."""
+    """Raise ValueError, in one line, if a value refers to a key that does not exist."""
     try:
         OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
@@ -89,7 +89,7 @@ def check_interpolations(config: DictConfig) -> None:
 
 @contextmanager
 def _without_hydra() -> Iterator[None]:
-    """Hydra keeps one global state; a running application's is set aside and put back."""
+    """Set Hydra's one global state, a running application's, aside and put it back."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -109,14 +109,14 @@ def _one_line(error: Exception) -> str:
 
 @functools.cache
 def dataset_families() -> dict[str, type[PackDataset]]:
-    """Choice of the group `data` -> its dataset class, as conf/data/CHOICE.yaml names it."""
+    """Return {choice of the group `data`: its dataset class}, as conf/data/CHOICE.yaml names it."""
     nodes = {choice: _choice("data", choice).get("custom_cls") or {} for choice in options("data")}
     return {choice: dataset_class(OmegaConf.create({"data": {"custom_cls": node}})) for choice, node in nodes.items()}
 
 
 @functools.cache
 def model_kinds() -> dict[str, type[PackedModel]]:
-    """Choice of the group `model` -> the class that `_target_` of conf/model/CHOICE.yaml names, where it names one."""
+    """Return {choice of the group `model`: its class}, for those whose conf/model/CHOICE.yaml has a `_target_`."""
     targets = {choice: _choice("model", choice).get("_target_") for choice in options("model")}
     return {choice: get_class(target) for choice, target in targets.items() if target}
 
@@ -127,22 +127,14 @@ def _choice(group: str, choice: str) -> Any:
 
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name below `/options` -> (the node that it fills, {key: default}) of each dataclass that conf/ composes from."""
-    always = (
-        ModelOptions,
-        AttentionOptions,
-        LossOptions,
-        ParallelOptions,
-        PlanOptions,
-        RayOptions,
-        TrainerOptions,
-    )
-    nodes = {cls.prefix: (cls.prefix, _defaults(cls)) for cls in always}
+    """Return {name below `/options`: (the node that it fills, {key: default})} of every options dataclass of conf/."""
+    always = (ModelOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, RayOptions, TrainerOptions)
+    nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default
             nodes[cls.prefix.replace(".", "/")] = (cls.prefix, dict.fromkeys(options_of(cls)))
     for choice, family in dataset_families().items():
-        nodes[f"data/{choice}"] = ("data", {**_defaults(DataOptions), **_defaults(family.Options)})
+        nodes[f"data/{choice}"] = ("data", {**default_values(DataOptions), **default_values(family.Options)})
     return nodes
 
 
@@ -153,14 +145,9 @@ def register() -> None:
         ConfigStore.instance().store(group=group, name=leaf, node=node)
 
 
-def _defaults(cls: type[Options]) -> dict[str, Any]:
-    fields = options_of(cls).items()
-    return {name: _defaults(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
-
-
 @functools.cache
 def known_keys() -> frozenset[str]:
-    """Every dotted key, nodes and leaves, without what lies below free-form nodes."""
+    """Return every dotted key, nodes and leaves, but for those below free-form nodes."""
     keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
     keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key, _ in leaves(node)}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
@@ -169,26 +156,26 @@ def known_keys() -> frozenset[str]:
 
 
 def is_free_form(key: str) -> bool:
-    """Whether key is a free-form node or lies below one."""
-    return any(key == node or key.startswith(node + ".") for node in FREE_FORM)
+    """Return whether key is a free-form node or lies below one."""
+    return any(f"{key}.".startswith(f"{node}.") for node in FREE_FORM)
 
 
 def is_known(key: str) -> bool:
-    """Whether the schema has this dotted key, or lets anything be below its node."""
+    """Return whether the schema has this dotted key, or lets anything be below its node."""
     return is_free_form(key) or key in known_keys()
 
 
-def foreign_option_problems(config: DictConfig) -> Iterator[str]:
-    """A line for each option that only dataset families or kinds of model read which were not chosen."""
-    if not names_own_class(config.data.custom_cls.name):
+def foreign_option_problems(config: Any) -> Iterator[str]:
+    """Yield a line for each option that only dataset families or kinds of model read which were not chosen."""
+    if not names_own_class(config["data"]["custom_cls"]["name"]):
         chosen = dataset_class(config)
         families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
-        yield from _foreign(config.data, "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
+        yield from _foreign(config["data"], "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
     kinds = {choice: set(options_of(kind)) for choice, kind in model_kinds().items()}
-    yield from _foreign(config.model, "model", kinds, set(options_of(get_class(config.model["_target_"]))))
+    yield from _foreign(config["model"], "model", kinds, set(options_of(get_class(config["model"]["_target_"]))))
 
 
-def _foreign(node: DictConfig, prefix: str, readers: dict[str, set[str]], read: set[str]) -> Iterator[str]:
+def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str]) -> Iterator[str]:
     for key in sorted(set().union(*readers.values()) - read - set(_upstream()[prefix])):  # verl's have values anyway
         groups = [f"{prefix}={choice}" for choice, keys in readers.items() if key in keys]
         if node.get(key) is not None:
@@ -196,12 +183,12 @@ def _foreign(node: DictConfig, prefix: str, readers: dict[str, set[str]], read: 
 
 
 def names_own_class(name: Any) -> bool:
-    """Whether `data.custom_cls.name` means a dataset class of the user's, which may read keys that ours do not."""
+    """Return whether `data.custom_cls.name` is a dataset class of the user's, which may read keys of its own."""
     return name not in (None, "", "null", *(family.__name__ for family in dataset_families().values()))
 
 
 def unknown_key(key: str) -> str:
-    """The one line for a key that the schema lacks."""
+    """Return the one line for a key that the schema lacks."""
     close = legacy.renamed(key)
     if close is None:
         close = nearest_key(key, [*known_keys(), *groups(), *legacy.RENAMED])
@@ -210,10 +197,10 @@ def unknown_key(key: str) -> str:
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raises ValueError with a line for each key of a composed config that the schema lacks (a typo in YAML).
+    """Raise ValueError with a line for each key of a composed config that the schema lacks (a typo in YAML).
 
-    So is a value that refers to a key that does not exist. Keys below data belong to the user's own dataset
-    class where data.custom_cls names one.
+    A value that refers to a key that does not exist is refused too. If data.custom_cls names a dataset class of the
+    user's, keys below data are its own.
     """
     own_class = names_own_class(OmegaConf.select(config, "data.custom_cls.name"))
     unknown = [key for key in value_keys(config) if not is_known(key) and not (own_class and key.startswith("data."))]
@@ -223,35 +210,30 @@ def check_keys(config: DictConfig) -> None:
 
 
 def value_keys(config: DictConfig) -> list[str]:
-    """Dotted keys of the values below a config; lists and empty dicts are values."""
+    """Return the dotted keys of the values below a config; lists and empty dicts are values."""
     values: Any = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
     return [key for key, _ in leaves(values)]
 
 
 def groups() -> tuple[str, ...]:
-    """The config groups that a command line or a recipe may choose from."""
+    """Return the config groups that a command line or a recipe may choose from."""
     ours = (entry.name for entry in files(CONF).iterdir() if entry.is_dir() and not entry.name.startswith("_"))
     return tuple(sorted({*ours, *_UPSTREAM_GROUPS}))
 
 
 def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """The choices of a group; a recipe is named by its folder, or folder and file. folders: a user's config folders."""
-    entries = {entry.name: entry for root in _roots(group, folders) if root.is_dir() for entry in root.iterdir()}
-    if group == "recipe":
-        return sorted(choice for entry in entries.values() if entry.is_dir() for choice in _recipes(entry))
-    own = sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+    """Return the choices of a group, those of the user's config folders too.
+
+    A recipe is called NAME for the config.yaml of its folder, NAME/STAGE for another yaml file of it.
+    """
+    pattern = "*/*.yaml" if group == "recipe" else "*.yaml"
+    found = {file.relative_to(root) for root in _roots(group, folders) for file in root.glob(pattern)}
+    own = sorted(path.with_suffix("").as_posix().removesuffix("/config") for path in found)
     return [*_UPSTREAM_GROUPS.get(group, ()), *own]
 
 
-def _recipes(folder: Any) -> Iterator[str]:
-    """What a recipe's folder is chosen by: NAME for its config.yaml, NAME/STAGE for another yaml file of it."""
-    for file in folder.iterdir():
-        if file.name.endswith(".yaml"):
-            yield folder.name if file.name == "config.yaml" else f"{folder.name}/{file.name.removesuffix('.yaml')}"
-
-
 def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
-    """What Hydra calls a choice: `NAME/config` for a recipe, and see :func:`_on_defaults`.
+    """Return Hydra's name of a choice: `NAME/config` for a recipe, and see :func:`_on_defaults`.
 
     Raises ValueError, which lists the choices, for one that there is not.
     """
@@ -266,17 +248,19 @@ def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
 
 
 def _on_defaults(group: str, path: str, folders: Sequence[Path]) -> str:
-    """The choice `path` where it is ours or has a defaults list; of a user's plain file, a choice made of the group's
-    default and its differences. Those of a recipe and of `parallel` are of the whole config, with a header or without.
+    """Return the choice `path` itself, or one made of the group's default and a user's plain file of differences.
+
+    Files of ours and files with a defaults list are taken as they are. Those of a recipe and of `parallel` have keys of
+    the whole config, with a header or without.
     """
-    files_of_it = [folder / group / f"{path}.yaml" for folder in folders]
-    text = next((file.read_text(encoding="utf-8") for file in files_of_it if file.is_file()), None)
-    is_ours = files(CONF).joinpath(group, f"{path}.yaml").is_file() or path in _UPSTREAM_GROUPS.get(group, ())
-    if text is None or is_ours:
+    name = f"{path}.yaml"
+    own = next((folder / group / name for folder in folders if (folder / group / name).is_file()), None)
+    if own is None or files(CONF).joinpath(group, name).is_file() or path in _UPSTREAM_GROUPS.get(group, ()):
         return path
-    base = [] if re.search(r"^defaults\s*:", text, re.MULTILINE) else [default_choices()[group]]
-    is_global = group in _GLOBAL_GROUPS and not re.search(r"^#\s*@package", text, re.MULTILINE)
-    entries = [*filter(None, base), f"{path}@_global_" if is_global else path]
+    text = own.read_text(encoding="utf-8")
+    base = None if re.search(r"^defaults\s*:", text, re.MULTILINE) else default_choices()[group]
+    lacks_header = group in _GLOBAL_GROUPS and not re.search(r"^#\s*@package", text, re.MULTILINE)
+    entries = [*filter(None, [base]), f"{path}@_global_" if lacks_header else path]
     if entries == [path]:
         return path
     name = f"{path.replace('/', '.')}.on_defaults"
@@ -287,7 +271,7 @@ def _on_defaults(group: str, path: str, folders: Sequence[Path]) -> str:
 
 @functools.cache
 def default_choices() -> dict[str, str | None]:
-    """What each group has where nothing is chosen, as conf/ says."""
+    """Return the choice of each group if none is made, as conf/ says."""
     chosen: dict[str, str | None] = {group: choices[0] for group, choices in _UPSTREAM_GROUPS.items()}
     for name in ("base.yaml", "sft.yaml"):
         entries = OmegaConf.create(files(CONF).joinpath(name).read_text(encoding="utf-8")).defaults
@@ -297,7 +281,7 @@ def default_choices() -> dict[str, str | None]:
 
 
 def recipe_choice(recipe: str, group: str, folders: Sequence[Path] = ()) -> str | None:
-    """What a recipe, or the recipe that it begins with, chooses of another group; None when both leave it alone."""
+    """Return the choice of another group by a recipe, or by the one that it begins with; None if there is none."""
     chosen = None
     names = (recipe, f"{recipe}/config")
     for file in (root.joinpath(f"{name}.yaml") for root in _roots("recipe", folders) for name in names):
@@ -323,7 +307,7 @@ def _with_nodes(keys: Iterable[str]) -> set[str]:
 
 
 def _target_fields(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of the fields of every dataclass that a node below is built as."""
+    """Yield the dotted keys of the fields of every dataclass that a node below is built as."""
     for name in map(str, node):
         child = node._get_node(name)  # unresolved: profiler nodes interpolate keys that only RL configs have
         if not isinstance(child, DictConfig) or is_free_form(f"{prefix}{name}"):

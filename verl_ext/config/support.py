@@ -1,25 +1,26 @@
-"""What a model's architecture allows: packs, sequence parallelism, attention kernels, positions.
+"""The architecture of a model: whether it allows packs, sequence parallelism, kernels and positions.
 
-Read from its config.json and classes, before weights are loaded. `hf_config` is a Hugging Face
-config throughout.
+Read from its config.json and classes, before weights are loaded.
 """
 
 import copy
 import inspect
 import os
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
-from verl_ext.engines.activations import NEEDS_CHECKPOINTS
 from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.values import nearest_name
+
+if TYPE_CHECKING:
+    from verl_ext.config.run import RunConfig
 
 SP = "engine.ulysses_sequence_parallel_size"
 CP = "parallel.context_parallel_size"
@@ -34,8 +35,64 @@ _ELSEWHERE = {  # what these compute outside query, key and value, where a packe
 }
 
 
+class Architecture:
+    """A causal language model as its Hugging Face config and its classes describe it.
+
+    Attributes:
+        hf_config: the config.
+        text: the part of it that describes the language model.
+    """
+
+    def __init__(self, hf_config: Any) -> None:
+        self.hf_config, self.text = hf_config, hf_config.get_text_config()
+
+    @property
+    def name(self) -> str:
+        """The name of the config's class."""
+        return type(self.hf_config).__name__
+
+    @cached_property
+    def cls(self) -> Any:
+        """The class that transformers has for it; None if it has none, or remote code does."""
+        return model_class(self.hf_config)
+
+    @cached_property
+    def module(self) -> Any:
+        """The model without storage; None without a class."""
+        if self.cls is None:
+            return None
+        with torch.device("meta"):
+            return self.cls(copy.deepcopy(self.hf_config))
+
+    @property
+    def heads(self) -> tuple[int, int] | None:
+        """(query heads, key/value heads); None if the config names none."""
+        heads = getattr(self.text, "num_attention_heads", None)
+        return (heads, getattr(self.text, "num_key_value_heads", None) or heads) if heads else None
+
+    @property
+    def head_size(self) -> int:
+        """Of queries and keys; latent attention has it in two parts."""
+        if rotated := getattr(self.text, "qk_rope_head_dim", None):
+            return self.text.qk_nope_head_dim + rotated
+        return getattr(self.text, "head_dim", None) or self.text.hidden_size // self.text.num_attention_heads
+
+
+def model_class(hf_config: Any) -> Any:
+    """Return the class that transformers has for a config; None if it has none, or remote code does."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if getattr(hf_config, "auto_map", None):
+        return None
+    try:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    except KeyError:
+        return None
+    return cls[0] if isinstance(cls, tuple) else cls
+
+
 def model_support_problems(hf_config: Any) -> list[str]:
-    """Reasons why packs would leak between documents in this architecture, or be computed wrongly.
+    """List reasons why packs would leak between documents in this architecture, or be computed wrongly.
 
     Models whose attention transformers does not dispatch would ignore the packed attention; recurrent, convolutional
     and chunked layers carry a state across documents; logit soft-capping and attention sinks are not computed by it.
@@ -43,16 +100,16 @@ def model_support_problems(hf_config: Any) -> list[str]:
     """
     if getattr(hf_config, "model_type", None) == "qwen_titans":
         return ["model.path holds a Qwen with long-term memory, which needs model=qwen_titans; got another model group"]
-    problems = list(_packing_problems(hf_config))
-    cls, text = model_class(hf_config), hf_config.get_text_config()
-    if cls is not None and hasattr(text, "is_decoder") and not problems:
-        problems += _encoder_problems(cls, hf_config)
+    model = Architecture(hf_config)
+    problems = list(_packing_problems(model))
+    if model.cls is not None and hasattr(model.text, "is_decoder") and not problems:
+        problems += _encoder_problems(model)
     return problems
 
 
-def _packing_problems(hf_config: Any) -> Iterator[str]:
-    text, cls = hf_config.get_text_config(), model_class(hf_config)
-    name = f"model.path: {type(hf_config).__name__}"
+def _packing_problems(model: Architecture) -> Iterator[str]:
+    hf_config, text, cls = model.hf_config, model.text, model.cls
+    name = f"model.path: {model.name}"
     if cls is None and not getattr(hf_config, "auto_map", None):
         yield f"{name} must be a causal language model that transformers has; it has none for this config"
     if modal := [kind for kind in ("vision_config", "audio_config") if getattr(hf_config, kind, None) is not None]:
@@ -68,7 +125,7 @@ def _packing_problems(hf_config: Any) -> Iterator[str]:
         yield f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
     if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
         yield (
-            f"model.override_config.output_router_logits must be false for {type(hf_config).__name__}, of which "
+            f"model.override_config.output_router_logits must be false for {model.name}, of which "
             "transformers computes no router loss that can be taken over packs; got true"
         )
     if cls is not None and "shared_kv_states" in inspect.signature(cls.forward).parameters:
@@ -77,128 +134,43 @@ def _packing_problems(hf_config: Any) -> Iterator[str]:
         yield f"{name} must have causal attention; got use_bidirectional_attention={both}"
 
 
-def _encoder_problems(cls: type, hf_config: Any) -> list[str]:
-    """What keeps an encoder's architecture (BERT's and its kin) from being trained on packs: read from its modules."""
-    name = f"model.path: {type(hf_config).__name__}"
-    with torch.device("meta"):
-        modules = dict(cls(copy.deepcopy(hf_config)).named_modules())
+def _encoder_problems(model: Architecture) -> list[str]:
+    """Read from its modules why an encoder's architecture (BERT's and its kin) cannot be trained on packs."""
+    name, modules = f"model.path: {model.name}", dict(model.module.named_modules())
     if any(getattr(module, "is_causal", None) is False for module in modules.values()):
-        return [f"{name} must have causal attention; got is_decoder={str(hf_config.is_decoder).lower()}"]
+        return [f"{name} must have causal attention; got is_decoder={str(model.hf_config.is_decoder).lower()}"]
     embeddings = [module for path, module in modules.items() if path.endswith(".position_embeddings")]
     if any(getattr(embedding, "padding_idx", None) is not None for embedding in embeddings):
-        return [f"{name} must count positions from 0, as packs do; {cls.__name__} counts from pad_token_id + 1"]
+        return [f"{name} must count positions from 0, as packs do; {model.cls.__name__} counts from pad_token_id + 1"]
     return []
 
 
-def block_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Whether a fused head's block of logits holds a row of the model's vocabulary."""
-    given, vocabulary = config.loss.head_block_mib, hf_config.get_text_config().vocab_size
-    least = -(-row_bytes(vocabulary, torch.bfloat16) // 2**20)
-    if not isinstance(given, int) or not 0 < given < least:
-        return []
-    return [f"loss.head_block_mib must be at least {least}, a row of the model's {vocabulary} logits; got {given}"]
+def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
+    """Give a line for each option that this architecture cannot have."""
+    block, row = config.loss.head_block_mib, -(-row_bytes(model.text.vocab_size, torch.bfloat16) // 2**20)
+    if block is not None and block < row:
+        rows = f"a row of the model's {model.text.vocab_size} logits"
+        yield f"loss.head_block_mib must be at least {row}, {rows}; got {block}"
+    ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
+    if heads is not None and ulysses > heads[0]:
+        most = f"the model's {heads[0]} attention heads"
+        yield f"{SP} must be at most {most}; got {ulysses}; {CP} lets more ranks share a pack"
+    if config.model_options.tile_tokens is not None and model.module is not None and not any(tileable(model.module)):
+        yield untileable(f"a {model.name}", config.model_options.tile_tokens)
+    yield from lora_problems(config, model)
 
 
-def head_in_use(config: DictConfig, hf_config: Any) -> str:
-    """The head that `loss.head` asks for, or the next best that the model allows."""
-    cls, asked = model_class(hf_config), config.loss.head
-    if cls is None or asked not in HEADS:
-        return asked
-    with torch.device("meta"):
-        return max(asked, supported_head(cls(copy.deepcopy(hf_config))), key=HEADS.index)
-
-
-def output_notices(config: DictConfig, hf_config: Any) -> list[str]:
-    """Say that a model's head needs more memory than `loss.head` asks for."""
-    asked, use, cls = config.loss.head, head_in_use(config, hf_config), model_class(hf_config)
-    if use == asked or cls is None:
-        return []
-    return [f"loss.head={asked} is {use} here: {cls.__name__} has no linear head whose logits it gives as they are"]
-
-
-def activation_problems(config: DictConfig) -> Iterator[str]:
-    """What the activation options need of other options."""
-    model = config.model
-    if model.activation_offload is True and model.enable_gradient_checkpointing is False:
-        yield NEEDS_CHECKPOINTS
-    if model.tile_tokens is not None and config.engine.strategy == "fsdp":
-        yield "model.tile_tokens needs engine.strategy=fsdp2, which keeps parameters apart; got fsdp"
-
-
-def tile_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Whether a model has layers or modules that `model.tile_tokens` can tile."""
-    found = _tileable(config, hf_config)
-    if found is None or any(found):
-        return []
-    return [untileable(f"a {type(hf_config).__name__}", config.model.tile_tokens)]
-
-
-def tile_notices(config: DictConfig, hf_config: Any) -> list[str]:
-    """Says how many layers `model.tile_tokens` does not tile as a whole."""
-    found, layers = _tileable(config, hf_config), hf_config.get_text_config().num_hidden_layers
-    if found is None or not any(found) or len(found[0]) >= layers:
-        return []
-    return [
-        f"model.tile_tokens={config.model.tile_tokens} is of {len(found[0])} of {layers} layers: of the others, "
-        "mixtures of experts say, their norms and plain MLPs alone are tiled"
-    ]
-
-
-def _tileable(config: DictConfig, hf_config: Any) -> tuple[list[Any], list[Any]] | None:
-    """The layers and modules that can be tiled, None where that is not asked for or not known yet."""
-    cls = model_class(hf_config)
-    if config.model.tile_tokens is None or cls is None:
-        return None
-    with torch.device("meta"):
-        return tileable(cls(copy.deepcopy(hf_config)))
-
-
-def router_notices(hf_config: Any) -> list[str]:
-    """Says that a mixture of experts trains without its router loss, which published configs leave off."""
-    text = hf_config.get_text_config()
-    if asks_for_router_loss(hf_config) or not has_router_loss(model_class(hf_config), text):
-        return []
-    return [
-        f"{type(hf_config).__name__} is trained without a router loss; model.override_config.output_router_logits=true "
-        f"adds it with router_aux_loss_coef={text.router_aux_loss_coef}"
-    ]
-
-
-def head_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Whether every sequence-parallel rank can have a head."""
-    sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
-    if not isinstance(sp, int) or heads is None or sp <= heads[0]:
-        return []
-    return [f"{SP} must be at most the model's {heads[0]} attention heads; got {sp}; {CP} lets more ranks share a pack"]
-
-
-def padding_notices(config: DictConfig, hf_config: Any) -> list[str]:
-    """Says what the zero heads cost where the sequence-parallel size does not divide the heads."""
-    sp, heads = config.engine.ulysses_sequence_parallel_size, _heads(hf_config)
-    zero = HeadPadding.from_heads(*heads, sp).zero_heads if heads else 0
-    if not heads or not zero:
-        return []
-    return [
-        f"{SP}={sp} does not divide the model's {heads[0]} attention heads of {heads[1]} key/value heads: {zero} zero "
-        f"heads are added, {zero / heads[0]:.0%} more attention"
-    ]
-
-
-def _heads(hf_config: Any) -> tuple[int, int] | None:
-    """(query heads, key/value heads), None where a config names none."""
-    text = hf_config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    return (heads, getattr(text, "num_key_value_heads", None) or heads) if heads else None
-
-
-def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
-    """Adapters of modules that the model lacks, or that cannot be trained or exported.
+def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
+    """List adapters of modules that the model lacks, or that cannot be trained or exported.
 
     Those are the input embeddings, and a head that shares their weights.
     """
-    model, adapter = config.model, config.model.lora_adapter_path
-    cls, tied = model_class(hf_config), hf_config.get_text_config().tie_word_embeddings
-    if not model.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
+    options, adapter, tied = (
+        config.model_options,
+        config.model_options.lora_adapter_path,
+        model.text.tie_word_embeddings,
+    )
+    if not options.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
         return []  # path_problems reports it; or a hub name
     from peft import LoraConfig  # here: takes seconds, and only such a run needs it
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
@@ -206,19 +178,17 @@ def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
     if adapter:
         key, lora = "model.lora_adapter_path: target_modules", LoraConfig.from_pretrained(adapter)
     else:
-        plain: Any = OmegaConf.to_container(model, resolve=True)
         key = "model.target_modules"
-        lora = LoraConfig(target_modules=plain["target_modules"], exclude_modules=plain["exclude_modules"])
+        lora = LoraConfig(target_modules=options.target_modules, exclude_modules=options.exclude_modules)
     given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
-    if cls is not None and given and given != "all-linear":
-        with torch.device("meta"):
-            modules = [name for name, _ in cls(copy.deepcopy(hf_config)).named_modules()]
+    if model.cls is not None and given and given != "all-linear":
+        modules = [name for name, _ in model.module.named_modules()]
         for target in [given] if isinstance(given, str) else given:
             alone = LoraConfig(target_modules=given if isinstance(given, str) else [target])
             if not any(targets_module(alone, name) for name in modules):
                 nearest = nearest_name(target, {name.rpartition(".")[2] for name in modules})
                 hint = f" (nearest: {nearest})" if nearest else ""
-                return [f"{key} must name modules of a {cls.__name__}; got {target}{hint}"]
+                return [f"{key} must name modules of a {model.cls.__name__}; got {target}{hint}"]
     refused = ["lm_head", "model.embed_tokens"] if tied else ["model.embed_tokens"]
     named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
     if not named or not (tied or config.engine.strategy == "fsdp2"):
@@ -227,8 +197,71 @@ def lora_problems(config: DictConfig, hf_config: Any) -> list[str]:
     return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
 
 
+def head_in_use(config: "RunConfig", model: Architecture) -> str:
+    """Return the head that `loss.head` asks for, or the next best that the model allows."""
+    asked = config.loss.head
+    return asked if model.module is None else max(asked, supported_head(model.module), key=HEADS.index)
+
+
+def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterator[str]:
+    """Warn of settings that are allowed and may not be intended; `head` is the one in use."""
+    if config.trainer.device == "cuda":
+        yield from _kernel_notices(config, model)
+    if not asks_for_router_loss(model.hf_config) and has_router_loss(model.cls, model.text):
+        yield (
+            f"{model.name} is trained without a router loss; model.override_config.output_router_logits=true "
+            f"adds it with router_aux_loss_coef={model.text.router_aux_loss_coef}"
+        )
+    ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
+    if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
+        yield (
+            f"{SP}={ulysses} does not divide the model's {heads[0]} attention heads of {heads[1]} key/value heads: "
+            f"{zero} zero heads are added, {zero / heads[0]:.0%} more attention"
+        )
+    if head != config.loss.head:
+        why = f"{model.cls.__name__} has no linear head whose logits it gives as they are"
+        yield f"loss.head={config.loss.head} is {head} here: {why}"
+    if config.model_options.tile_tokens is not None and model.module is not None:
+        tiled, layers = len(tileable(model.module)[0]), model.text.num_hidden_layers
+        if tiled < layers:
+            yield (
+                f"model.tile_tokens={config.model_options.tile_tokens} is of {tiled} of {layers} layers: of the "
+                "others, mixtures of experts say, their norms and plain MLPs alone are tiled"
+            )
+
+
+def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
+    """Warn of a kernel that is slower than need be, or whose memory may grow with the square of a document.
+
+    Without its flash kernel torch's sdpa computes grouped heads with all scores ``[l, l]`` of a document in memory; of
+    a window, those of a block.
+    """
+    backend, limit = chosen_backend(config, model)
+    asked, capability = config.attention.backend, config.machine.capability
+    layers, window = windowed_layers(model.text)
+    has_window = window is not None and window < config.max_tokens and layers == model.text.num_hidden_layers
+    if backend == "sdpa" and limit and not has_window:
+        yield (
+            f"attention.backend={asked} uses sdpa, whose memory may grow here with the square of a "
+            f"document's length: flash attention needs {limit}"
+        )
+    if not limit and asked == "auto":
+        yield from fallback_notices(backend, attention_dropout(model.hf_config), capability, model.head_size)
+
+
+def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
+    """Return (the attention backend that runs, the requirement that flash attention misses or None).
+
+    Raises ValueError if the backend that is asked for cannot run.
+    """
+    dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
+    limit = flash_limit(dtype, model.head_size, capability)
+    dropout, device = attention_dropout(model.hf_config), config.trainer.device
+    return choose_backend(config.attention.backend, device, limit, dropout, capability, model.head_size), limit
+
+
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
-    """Raises ValueError when a document reaches positions that the model does not have.
+    """Raise ValueError if a document reaches positions that the model does not have.
 
     Positions restart with every document, so a pack may be longer than the model's positions; a document, of at most
     min(longest_document, max_tokens) tokens, may not.
@@ -244,7 +277,7 @@ def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> N
 
 
 def model_positions(hf_config: Any) -> int | None:
-    """The positions that a model was made for, its RoPE scaling included; None when its config names none.
+    """Return the positions that a model was made for, its RoPE scaling included; None if its config names none.
 
     Some configs (Llama 3) give max_position_embeddings with the scaling included, others (YaRN for Qwen) without: the
     larger reading is taken.
@@ -261,48 +294,8 @@ def model_positions(hf_config: Any) -> int | None:
     return int(positions)
 
 
-def chosen_backend(
-    config: DictConfig, hf_config: Any, device: str, capability: tuple[int, int] | None
-) -> tuple[str, str | None]:
-    """(the attention backend that runs, what flash attention lacks here or None).
-
-    hf_config: None where it could not be read; capability: of the GPU, None where it is not known. Raises ValueError
-    where the backend that is asked for cannot run.
-    """
-    dtype = _DTYPES.get(OmegaConf.select(config, "engine.mixed_precision.param_dtype"), torch.bfloat16)
-    head_size = 128 if hf_config is None else _head_size(hf_config.get_text_config())
-    dropout = 0.0 if hf_config is None else attention_dropout(hf_config)
-    limit = flash_limit(dtype, head_size, capability)
-    return choose_backend(config.attention.backend, device, limit, dropout, capability, head_size), limit
-
-
-def kernel_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
-    """Say that ``auto`` uses a slower kernel on a GPU, because an installed package cannot be used."""
-    backend, limit = chosen_backend(config, hf_config, "cuda", capability)
-    if limit or config.attention.backend != "auto":
-        return []
-    return fallback_notices(backend, attention_dropout(hf_config), capability, _head_size(hf_config.get_text_config()))
-
-
-def quadratic_memory_notices(config: DictConfig, hf_config: Any, capability: tuple[int, int] | None) -> list[str]:
-    """Where sdpa on a GPU may hold scores of ``[l, l]`` for a document of l tokens.
-
-    Without its flash kernel torch computes grouped heads with all scores in memory; of a window, those of a block.
-    """
-    backend, limit = chosen_backend(config, hf_config, "cuda", capability)
-    text = hf_config.get_text_config()
-    layers, window = windowed_layers(text)
-    has_window = window is not None and window < config.data.max_tokens and layers == text.num_hidden_layers
-    if backend != "sdpa" or not limit or has_window:
-        return []
-    return [
-        f"attention.backend={config.attention.backend} uses sdpa, whose memory may grow here with the square of a "
-        f"document's length: flash attention needs {limit}"
-    ]
-
-
 def attention_dropout(hf_config: Any) -> float:
-    """Dropout of attention weights in training, which model configs have under several names."""
+    """Return the dropout of attention weights in training, which model configs have under several names."""
     text = hf_config.get_text_config()
     given = [getattr(text, name, None) for name in _DROPOUT]
     given.append(getattr(getattr(text, "attn_config", None), "attn_pdrop", None))  # DBRX
@@ -310,27 +303,8 @@ def attention_dropout(hf_config: Any) -> float:
 
 
 def windowed_layers(text: Any) -> tuple[int, int | None]:
-    """(layers with sliding-window attention, its width in tokens) of a Hugging Face text config."""
+    """Return (layers with sliding-window attention, its width in tokens) of a Hugging Face text config."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers  # Mistral: every layer
     layers = sum(kind == "sliding_attention" for kind in kinds)
     return (layers, int(window)) if window and layers else (0, None)
-
-
-def _head_size(text: Any) -> int:
-    """Of queries and keys; latent attention has it in two parts."""
-    if rotated := getattr(text, "qk_rope_head_dim", None):
-        return text.qk_nope_head_dim + rotated
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
-def model_class(hf_config: Any) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if getattr(hf_config, "auto_map", None):
-        return None
-    try:
-        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    except KeyError:
-        return None
-    return cls[0] if isinstance(cls, tuple) else cls

@@ -1,4 +1,4 @@
-"""The weights that `model.path` holds, compared with the model of its config before any is read."""
+"""The weights in `model.path`, compared with the model of its config before any is read."""
 
 import os
 import re
@@ -33,7 +33,7 @@ class ModelOptions(ActivationOptions):
 
 
 def weight_problems(folder: str) -> list[str]:
-    """One line when ``folder`` (model.path) holds no weights, or a safetensors file that was cut short."""
+    """Give one line if ``folder`` (model.path) holds no weights, or a safetensors file that was cut short."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(glob(os.path.join(folder, "*.safetensors")))
@@ -51,7 +51,7 @@ def weight_problems(folder: str) -> list[str]:
 
 
 def _index_problem(folder: Path) -> str | None:
-    """One line when an index of shards is none, or names files of other folders."""
+    """Give one line if an index of shards cannot be read, or names files of other folders."""
     for index in sorted(folder.glob("*.index.json")):
         try:
             names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -73,7 +73,11 @@ def check_weights(
     missing, as the memory that a plain Qwen lacks, must be there all or none.
 
     Args:
-        allowed: `model.allow_weight_mismatch`; override: `model.override_config`, for the message.
+        model_class: the class that transformers has for the config.
+        hf_config: the config.
+        path: the folder, or the name on the Hub.
+        allowed: `model.allow_weight_mismatch`.
+        override: `model.override_config`, for the message.
 
     Returns a line for each kind of difference that is allowed. Raises ValueError with a line for each that is not, and
     OSError when the Hub does not answer.
@@ -119,7 +123,7 @@ def check_weights(
 
 
 def _headers(path: str) -> dict[str, Any]:
-    """Name -> tensor without storage, of the files that transformers would read; fetched where they are not cached."""
+    """Read name -> tensor without storage of the files that transformers would read, fetched if need be."""
     from transformers.modeling_utils import load_state_dict
 
     state: dict[str, Any] = {}
@@ -148,7 +152,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @contextmanager
 def held_back(name: str) -> Iterator[list[str]]:
-    """Hold back what a module of transformers logs; gives the messages."""
+    """Hold back the messages that a module of transformers logs; yields their list."""
     messages: list[str] = []
     logger = getLogger(f"transformers.{name}")
 

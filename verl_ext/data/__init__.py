@@ -28,7 +28,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a class when it is asked for (PEP 562): `verl-ext index` writes Megatron's files without torch."""
+    """Load a class when it is asked for (PEP 562): `verl-ext index` writes Megatron's files without torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"verl_ext.{_MODULES[name]}"), name)

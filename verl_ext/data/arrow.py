@@ -28,7 +28,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
 
 
 def open_folder(folder: str, key: str) -> Any:
-    """The `datasets.Dataset` in `folder`, memory-mapped, with the four mandatory columns and at least one row.
+    """Open the `datasets.Dataset` in `folder`, memory-mapped, with the mandatory columns and at least one row.
 
     Raises:
         ValueError: no folder, no single dataset in it, a column missing, no document. `key` is named in the message.
@@ -61,7 +61,7 @@ def open_folder(folder: str, key: str) -> Any:
 
 
 def _check_whole(path: Path, shard: Shard) -> None:
-    """ValueError for a shard that is cut short: Arrow takes one that ends between two batches for a whole one."""
+    """Raise ValueError for a shard that is cut short: Arrow takes one that ends between batches for a whole one."""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - len(_END)))
@@ -73,7 +73,7 @@ def _check_whole(path: Path, shard: Shard) -> None:
 
 
 def _folder_problem(path: Path) -> str | None:
-    """What `path` must be, and is not."""
+    """Return the requirement that `path` does not meet, None if it meets all."""
     wanted = "a folder written by `verl-ext tokenize` or by datasets' save_to_disk"
     if not path.is_dir():
         return f"{wanted}; {path} {'is a file' if path.exists() else 'does not exist'}"
@@ -105,8 +105,11 @@ class ListColumn:
     def __init__(
         self, chunks: list[pa.Array], name: str, kinds: tuple[str, ...], key: str, lookups: Sequence[Lookup] = ()
     ) -> None:
-        """`kinds`: what the values may be, of `integer`, `boolean`, `floating`. `lookups`: what the values of each
-        chunk are read as, None: as they are. ValueError names `key`."""
+        """Check the type and the borders of the chunks; ValueError names `key`.
+
+        kinds: what the values may be, of `integer`, `boolean`, `floating`. lookups: how the values of each chunk are
+        read, None: as they are.
+        """
         self._chunks = [chunk for chunk in chunks if len(chunk)]
         given = lookups or [None] * len(chunks)
         self._lookups = [lookup for chunk, lookup in zip(chunks, given, strict=True) if len(chunk)]
@@ -129,11 +132,11 @@ class ListColumn:
         return int(self.first_row[-1])
 
     def row_lengths(self) -> NDArray[np.integer]:
-        """integer[N]: values in each row."""
+        """Return integer[N]: values in each row."""
         return np.concatenate([np.diff(_offsets(chunk)) for chunk in self._chunks])
 
     def block(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Rows first..last-1, all in one chunk: (offsets int64[last-first+1] from 0, values[offsets[-1]])."""
+        """Return rows first..last-1, all in one chunk: (offsets int64[last-first+1] from 0, values)."""
         number = int(np.searchsorted(self.first_row, first, side="right")) - 1
         offsets, values = self._view(number)
         row = first - int(self.first_row[number])
@@ -144,7 +147,7 @@ class ListColumn:
         return ends, values[begin : begin + int(ends[-1])]
 
     def pieces(self, row: NDArray[np.int64], start: NDArray[np.int64], length: NDArray[np.int64]) -> list[Piece]:
-        """Where tokens start..start+length of each row lie."""
+        """Locate tokens start..start+length of each row."""
         chunk = np.searchsorted(self.first_row, row, side="right") - 1
         within = row - self.first_row[chunk]
         found = []
@@ -164,8 +167,10 @@ class ListColumn:
         np.concatenate(parts, out=out, casting="same_kind")
 
     def _view(self, number: int) -> tuple[NDArray[Any], Any]:
-        """(offsets, values) of a chunk, values from the first of its first row on; slices of values are numpy arrays,
-        views but where the values are bit-packed or looked up."""
+        """Return (offsets, values) of a chunk, values from the first of its first row on.
+
+        Slices of values are numpy arrays: views unless the values are bit-packed or looked up.
+        """
         view = self._views[number]
         if view is None:
             chunk = self._chunks[number]
@@ -206,7 +211,7 @@ VALUE_KINDS = {
 
 
 def fitting(first: int, lengths: NDArray[np.integer], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, from `first` on, of these lengths; each has at most `max_tokens` tokens or one row."""
+    """Yield ranges of rows, from `first` on, of these lengths; each has at most `max_tokens` tokens or one row."""
     offsets, row = offsets_of(lengths), 0
     while row < len(lengths):
         until = max(int(np.searchsorted(offsets, offsets[row] + max_tokens, side="right")) - 1, row + 1)
@@ -227,9 +232,9 @@ class DocumentColumns(NamedTuple):
 class TokenizedData:
     """The columns of one or several tokenized folders, one after the other; pickles as the folders' paths.
 
-    `columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, when the folders have it,
-    loss_weight. Categories of one name have one number in all folders (see categories.py); values that could be of two
-    categories are a ValueError where they are read.
+    `columns[name]` is a ListColumn of N rows for input_ids, loss_mask, category_ids and, if the folders have it,
+    loss_weight. Categories of one name have one number in all folders (see categories.py); reading a value that could
+    be of two categories raises ValueError.
     """
 
     def __init__(self, folders: Sequence[str], key: str = "data.train_dir", check: bool = True) -> None:
@@ -273,13 +278,13 @@ class TokenizedData:
         found = []
         for folder in map(Path, self.folders):
             recorded = (folder / STATE).stat().st_mtime_ns
-            for name, size, checksum in read_state(folder).shards:
-                found.append(DataFile(str(folder / name), size, checksum, recorded))
+            for name, _, checksum in read_state(folder).shards:
+                found.append(DataFile(str(folder / name), checksum, recorded))
         return tuple(found)
 
     @cached_property
     def lengths(self) -> NDArray[np.integer]:
-        """int32[N], int64 where one needs it: the `length` column."""
+        """int32[N], int64 if one needs it: the `length` column."""
         chunks = self._chunks("length")
         for chunk in chunks:
             if not pa.types.is_integer(chunk.type):
@@ -293,7 +298,7 @@ class TokenizedData:
 
     @cached_property
     def document_columns(self) -> DocumentColumns | None:
-        """Numbers of each document, which folders of verl-ext have as columns; None where no folder is one."""
+        """Numbers of each document, which folders of verl-ext have as columns; None if no folder is one."""
         ours = [has_document_columns(Path(folder)) for folder in self.folders]
         if not any(ours):
             return None
@@ -307,7 +312,7 @@ class TokenizedData:
         return DocumentColumns(*columns)
 
     def block(self, first: int, last: int) -> dict[str, NDArray[Any]]:
-        """Rows first..last-1, all in one chunk, one after the other by column."""
+        """Return rows first..last-1, all in one chunk, one after the other by column."""
         return {name: column.block(first, last)[1] for name, column in self.columns.items()}
 
     def gather(
@@ -319,16 +324,18 @@ class TokenizedData:
             self.columns[name].gather(pieces, values)
 
     def text(self, name: str, row: int) -> str:
-        """A row of a column of texts, of the first folder."""
+        """Return a row of a column of texts, of the first folder."""
         return self._tables[0].column(name)[row].as_py()
 
     def first_rows(self) -> NDArray[np.int64]:
-        """int64[F+1]: the first row of every folder, and the number of rows."""
+        """Return int64[F+1]: the first row of every folder, and the number of rows."""
         return np.cumsum([0, *(table.num_rows for table in self._tables)], dtype=np.int64)
 
     def blocks(self, first: int, last: int, max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Ranges of rows that cover first..last-1 in order; each lies in one chunk of every column and has at most
-        `max_tokens` tokens or one row."""
+        """Yield ranges that cover rows first..last-1 in order, each of at most `max_tokens` tokens or one row.
+
+        A range lies in one chunk of every column.
+        """
         edges = np.concatenate([[first, last], *(column.first_row for column in self.columns.values())])
         edges = np.unique(edges[(edges >= first) & (edges <= last)])
         for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):

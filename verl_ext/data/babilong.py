@@ -1,13 +1,13 @@
-"""BABILongDataset: question answering over long contexts, every row one sample of exactly max_length tokens.
+r"""BABILongDataset: question answering over long contexts, every row one sample of exactly max_length tokens.
 
-    input \\n\\nQuestion: question\\nAnswer:     target         R = answer_reserve_tokens
+    input \n\nQuestion: question\nAnswer:     target         R = answer_reserve_tokens
     <bos> c0 c1 c2 c3 c4 q0 q1 q2            a0 [eos]       fits: at most max_length - R tokens before a0
     <bos> c0 c1 c2       q0 q1 q2            a0 [eos]       truncate=context: the last tokens of the input are gone
     <bos> c0 c1 c2 c3 c4                     a0 [eos]       truncate=right: the question is what is gone
 
 Only the answer's tokens (and the EOS after them, where it is asked for) are targets. The prompt is tokenized whole and
 then cut in tokens, so that a cut one has exactly max_length - R of them, whatever merges over the seam. A token that
-holds the end of the input and the first line break (".\\n\\n") belongs to the question's side. Special tokens that the
+holds the end of the input and the first line break (".\n\n") belongs to the question's side. Special tokens that the
 tokenizer puts at either end stay.
 """
 
@@ -22,9 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.dataset import DatasetOptions, missing_paths
-from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
+from verl_ext.data.sft import SFTOptions
+from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.json_records import BadRecord
@@ -34,14 +36,13 @@ from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.text.tokenized import number_categories
 from verl_ext.values import Options, option, plain
 
-TRUNCATE = ("context", "right")
 FIELDS = ("input", "question", "target")
 LINE_BREAKS = 2  # tokens that the two line breaks before "Question:" may be
 
 
 @dataclass(frozen=True)
 class SampleOptions(Options):
-    """How a record becomes the tokens of a sample."""
+    """The options by which a record becomes the tokens of a sample."""
 
     prefix: ClassVar[str] = "data"
 
@@ -52,12 +53,13 @@ class SampleOptions(Options):
     truncate: str = option(
         "context",
         "what is cut from a longer prompt: context (the end of input) or right (the prompt's end)",
-        choices=TRUNCATE,
+        choices=("context", "right"),
     )
     append_eos: bool = option(
         False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa5 needs it"
     )
 
+    @override
     def problems(self) -> Iterable[str | None]:
         length, reserve = self.max_length, self.answer_reserve_tokens
         if length <= reserve:
@@ -66,7 +68,7 @@ class SampleOptions(Options):
 
 @dataclass(frozen=True)
 class BABILongOptions(TextSetOptions, SampleOptions):
-    """How BABILong's records become rows."""
+    """The options by which BABILong's records become rows."""
 
     reads: ClassVar[str] = "BABILong's JSON files"
 
@@ -79,6 +81,7 @@ class BABILongOptions(TextSetOptions, SampleOptions):
     pad_mode: str = option("right", "fixed: every row has max_length tokens", choices=("right",))
     mixture: Any = option(None, "must be null: a row is one sample")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         yield from SampleOptions.problems(self)
         if self.max_tokens not in (None, self.max_length):
@@ -86,10 +89,12 @@ class BABILongOptions(TextSetOptions, SampleOptions):
         if self.mixture is not None:
             yield "data.mixture must be null for BABILong, whose rows are one sample each; got a mixture"
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return missing_paths(key, paths, os.path.exists, "file or folder")
 
     @property
+    @override
     def packing(self) -> SFTOptions:
         return replace(self, max_tokens=self.max_length)
 
@@ -116,7 +121,7 @@ class SampleTokens(NamedTuple):
 
 
 def prompt_text(context: str, question: str) -> str:
-    """What the model is given; `context` is the record's input."""
+    """Return the prompt of a model; `context` is the record's input."""
     return f"{context}\n\nQuestion: {question}\nAnswer:"
 
 
@@ -137,7 +142,7 @@ class BABILongEncoder:
         return self.options.max_length - self.options.answer_reserve_tokens
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """The files' documents. ValueError for a file that is no list of such records or has none, and as `samples`."""
+        """Yield the files' documents; ValueError as `samples`, and for a file that is no list of records or empty."""
         records_of: Counter[str] = Counter()
         for batch in read_batches(files, lambda source: False, batch_bytes):
             records = []
@@ -166,7 +171,7 @@ class BABILongEncoder:
                 raise ValueError(f"{self.key} must hold at least one record in every file; {file.path} has none")
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """A line where prompts were cut; total: the counts of all records as the report has them."""
+        """Yield a line if prompts were cut; total: the counts of all records as the report has them."""
         if cut := total["over_length"]:
             yield (
                 f"{cut['truncated_documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "
@@ -196,7 +201,7 @@ class BABILongEncoder:
         return Record(path, number, *(raw[name] for name in FIELDS))
 
     def samples(self, records: Sequence[Record]) -> list[SampleTokens]:
-        """One sample a record.
+        """Return one sample a record.
 
         Raises:
             ValueError: append_eos with a tokenizer that has no EOS; an answer without a token or longer than
@@ -204,8 +209,10 @@ class BABILongEncoder:
         """
         if self.options.append_eos and self.tokenizer.eos_token_id is None:
             raise ValueError("data.append_eos=true needs a tokenizer with an eos_token; it has none")
-        prompts = self._encoded([prompt_text(record.input, record.question) for record in records], special=True)
-        answers = self._encoded([f" {record.target}" for record in records], special=False)
+        how = {"padding": False, "truncation": False, "return_attention_mask": False, "return_token_type_ids": False}
+        how |= {"verbose": False, **as_plain_text(self.tokenizer)}  # no warning above model_max_length
+        prompts = self.tokenizer([prompt_text(record.input, record.question) for record in records], **how)
+        answers = self.tokenizer([f" {record.target}" for record in records], add_special_tokens=False, **how)
         samples = []
         for number, record in enumerate(records):
             answer = self._checked_answer(answers["input_ids"][number], record)
@@ -216,22 +223,10 @@ class BABILongEncoder:
             samples.append(SampleTokens(ids, len(answer), len(whole) + len(answer)))
         return samples
 
-    def _encoded(self, texts: list[str], special: bool) -> Any:
-        return self.tokenizer(
-            texts,
-            add_special_tokens=special,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warning that a text is longer than model_max_length
-            **as_plain_text(self.tokenizer),
-        )
-
     def _checked_answer(self, tokens: list[int], record: Record) -> list[int]:
         if not tokens or not record.target.strip():
             raise ValueError(f"{self.key} must hold an answer in every record; target of {record} is {record.target!r}")
-        end = [self.tokenizer.eos_token_id] if self.options.append_eos else []
+        end = [self.tokenizer.eos_token_id] * self.options.append_eos
         answer, reserve = [*tokens, *end], self.options.answer_reserve_tokens
         if len(answer) > reserve:
             got = f"{reserve}, but {record} has an answer of {len(answer)} tokens{', EOS included' * len(end)}"
@@ -239,7 +234,7 @@ class BABILongEncoder:
         return answer
 
     def _cut(self, prompt: NDArray[np.int32], encoding: Any, record: Record) -> NDArray[np.int32]:
-        """`prompt` as exactly prompt_tokens tokens: its beginning, and what `truncate` keeps of its end."""
+        """Return `prompt` cut to prompt_tokens tokens: its beginning, and the part of its end that `truncate` keeps."""
         if encoding is None:
             limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
             raise ValueError(
@@ -247,8 +242,8 @@ class BABILongEncoder:
                 f"{record} has {len(prompt)}"
             )
         special = encoding.special_tokens_mask
-        size, leading, trailing = len(prompt), special.index(0), special[::-1].index(0)
-        keep_from = size - trailing
+        size, leading = len(prompt), special.index(0)
+        keep_from = size - special[::-1].index(0)
         if self.options.truncate == "context":
             keep_from = self._question_begins(encoding, record, leading, keep_from)
         begin = self.prompt_tokens - (size - keep_from)
@@ -261,11 +256,11 @@ class BABILongEncoder:
         return np.concatenate([prompt[:begin], prompt[keep_from:]])
 
     def _question_begins(self, encoding: Any, record: Record, first: int, end: int) -> int:
-        """The first token of what follows the input; first..end-1 are the tokens that are not special."""
+        """Return the first token after the input; first..end-1 are the tokens that are not special."""
         context = len(record.input)
         characters = range(context, len(prompt_text(record.input, record.question)))
-        found = ((at, encoding.char_to_token(at)) for at in characters)
-        character, token = next((pair for pair in found if pair[1] is not None), (context, end))
+        found = ((at, token) for at in characters if (token := encoding.char_to_token(at)) is not None)
+        character, token = next(found, (context, end))
         if character > context:  # offsets leave white space out; a tokenizer may still have tokens for it
             for _ in range(LINE_BREAKS):
                 if token > first and self.tokenizer.decode([encoding.ids[token - 1]]).endswith("\n"):
@@ -274,10 +269,10 @@ class BABILongEncoder:
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """(files, category number -> name) of paths, each a JSON file or a folder with *.json or */*.json in it.
+    """Return (files, category number -> name) of paths, each a JSON file or a folder with *.json or */*.json in it.
 
-    In the order given; those of a folder by name, numbers by their value. A category is `<task>_<size>` of
-    …/qa1/32k.json, else the file's name without its ending. ValueError, which names `key`, where there are none.
+    They are in the order given, those of a folder by name, numbers by their value. A category is `<task>_<size>` of
+    …/qa1/32k.json, else the file's name without its ending. ValueError, which names `key`, if there are none.
     """
 
     def category_of(file: SourceFile) -> str:
@@ -305,8 +300,8 @@ def _numbers_by_value(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-# A generated answer is right: in qa1 to qa5 by the benchmark's rule (BABILong, `compare_answers`), where it says the
-# target and no other label of the task; in others, whose labels are not known, where its text is the target's.
+# A generated answer is right in qa1 to qa5 by the benchmark's rule (BABILong, `compare_answers`): it says the target
+# and no other label of the task. In other tasks, whose labels are not known, its text must be the target's.
 PLACE_LABELS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 TASK_LABELS: dict[str, tuple[str, ...]] = {
     "qa1": PLACE_LABELS,
@@ -315,12 +310,11 @@ TASK_LABELS: dict[str, tuple[str, ...]] = {
     "qa4": PLACE_LABELS,
     "qa5": ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"),
 }
-# Where a model that goes on with an example of its own has ended its answer.
-_ENDS = (".", "<context>", "<example>")
+_ENDS = (".", "<context>", "<example>")  # of the answer of a model that goes on with an example of its own
 
 
 def compare_answers(output: str, target: str, question: str, labels: Iterable[str]) -> bool:
-    """Whether `target` is the only label in the output's first sentence, those named in the question aside.
+    """Return whether `target` is the only label in the output's first sentence but those named in the question.
 
     Letter case does not count. Labels are looked for as substrings, as the benchmark does, so that "the kitchen" and
     "kitchens" both name the kitchen.
@@ -334,7 +328,7 @@ def compare_answers(output: str, target: str, question: str, labels: Iterable[st
 
 
 def is_same_text(output: str, target: str) -> bool:
-    """Whether the output's first line is the target; case, white space at the ends and a last full stop aside.
+    """Return whether the output's first line is the target but for case, outer white space and a last full stop.
 
     Of a target of several lines, as many lines are compared. Anything said after it on the line makes it wrong.
     """
@@ -344,13 +338,13 @@ def is_same_text(output: str, target: str) -> bool:
 
 
 def is_right_answer(output: str, target: str, question: str, category: str) -> bool:
-    """Whether `output` answers a sample of `category`, whose task is what stands before its first "_"."""
+    """Return whether `output` answers a sample of `category`, whose task is the part before its first "_"."""
     labels = TASK_LABELS.get(category.partition("_")[0])
     return is_same_text(output, target) if labels is None else compare_answers(output, target, question, labels)
 
 
 class BABILongQuestion(NamedTuple):
-    """What a sample asks and the right answer; category: its file's."""
+    """The question of a sample and the right answer; category: its file's."""
 
     category: str
     question: str
@@ -360,17 +354,13 @@ class BABILongQuestion(NamedTuple):
 class BABILongDataset(TextSet):
     """BABILong's JSON lists of {input, question, target} as rows of one length; see the picture above.
 
-    Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`. A path is a JSON file, or a folder with
-    *.json or */*.json.
+    Its own constructor form is `BABILongDataset(path, tokenizer, max_length)`; see `find_files` for a path.
     """
 
     Options: ClassVar[type[DatasetOptions]] = BABILongOptions
     options: BABILongOptions
-    encoder, paths_are, find_files = (
-        BABILongEncoder,
-        "a BABILong JSON file, or a folder of them",
-        staticmethod(find_files),
-    )
+    encoder, find_files = BABILongEncoder, staticmethod(find_files)
+    paths_are = "a BABILong JSON file, or a folder of them"
     has_questions = True
 
     def __init__(
@@ -382,7 +372,7 @@ class BABILongDataset(TextSet):
         config: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        """`given`: as of a TextSet."""
+        """Open the files; `given`: as of a TextSet."""
         node = {**(plain(config) or {}), "pad_mode": "right"}  # verl's own node says no_padding
         if max_length is not None:
             node["max_tokens"] = None
@@ -394,15 +384,17 @@ class BABILongDataset(TextSet):
 
     @property
     def cut_reason(self) -> str:  # type: ignore[override]
+        """The name of a cut prompt in the report."""
         return "context truncated" if self.options.truncate == "context" else "question truncated"
 
     def question(self, pack: int) -> BABILongQuestion:
-        """What row `pack` asks, the right answer and its category."""
+        """Return the question of row `pack`, the right answer and its category."""
         row, columns = int(self.spans.row[pack]), self._data.document_columns
         assert columns is not None, "tokenized() writes them"
         name = self.category_names[int(columns.category[row])]
         return BABILongQuestion(name, *(self._data.text(column, row) for column in BABILongEncoder.texts))
 
+    @override
     def is_right_answer(self, pack: int, answer: str) -> bool:
-        asked = self.question(pack)
-        return is_right_answer(answer, asked.target, asked.question, asked.category)
+        category, question, target = self.question(pack)
+        return is_right_answer(answer, target, question, category)

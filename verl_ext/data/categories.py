@@ -4,7 +4,7 @@ folder         categories.json              number here
 train          1 gsm8k    2 code            1, 2         the first folder keeps its numbers
 papers         1 code     2 papers          2, 3         a name that is known gets its number, a new one that
                                                          another category's number would clash with the next free
-notes          1 gsm8k                      1            a 2 or 3 in its data is refused: which category is it?
+notes          1 gsm8k                      1            a 2 or 3 in its data is refused: it could be any of them
 """
 
 import json
@@ -22,11 +22,11 @@ from verl_ext.values import first_line
 
 SMALL = 1 << 16  # numbers below it are looked up in a table, which is many times faster than searching
 _HIGHEST = (1 << 62) - 1
-_AMBIGUOUS = np.iinfo(np.int64).min
+_MISSING = np.iinfo(np.int64).min
 
 
 class _Lookup:
-    """Whole numbers as others; those that are not in the mapping become `missing`, or stay (None)."""
+    """Maps whole numbers to others; numbers that are not in the mapping stay, or become `missing`."""
 
     def __init__(self, mapping: Mapping[int, int], missing: int | None = None) -> None:
         self.missing = missing
@@ -47,19 +47,21 @@ class _Lookup:
 
 @dataclass(frozen=True)
 class FolderNumbers:
-    """How one folder's category numbers are read. here: its numbers' numbers over all folders; ambiguous: number ->
-    name of the categories that only other folders name, so that its own data must not hold them."""
+    """Reads one folder's category numbers as those over all folders.
+
+    here: its numbers' numbers over all folders; ambiguous: number -> name of the categories that only other folders
+    name, so that its own data must not hold them.
+    """
 
     path: Path
     here: Mapping[int, int]
     ambiguous: Mapping[int, str]
 
     def __call__(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """The numbers over all folders, of the same shape; those that no file names stay as they are. ValueError for a
-        number that is ambiguous."""
+        """Return the numbers over all folders; those that no file names stay. ValueError for an ambiguous number."""
         wanted = values.astype(np.int64, copy=False)
         found = self._lookup(wanted)
-        if self.ambiguous and (refused := found == _AMBIGUOUS).any():
+        if self.ambiguous and (refused := found == _MISSING).any():
             number = int(wanted[refused].max())
             if number in self.ambiguous:
                 name = self.ambiguous[number]
@@ -68,20 +70,22 @@ class FolderNumbers:
 
     @cached_property
     def _lookup(self) -> _Lookup:
-        return _Lookup({**self.here, **dict.fromkeys(self.ambiguous, _AMBIGUOUS)})
+        return _Lookup({**self.here, **dict.fromkeys(self.ambiguous, _MISSING)})
 
 
 @dataclass(frozen=True)
 class CategoryNumbers:
-    """names: number -> name of all folders together; lookups: how each folder's numbers are read, None where as they
-    are. A number that no file names is one category in all folders."""
+    """The categories of several folders together. A number that no file names is one category in all folders.
+
+    names: number -> name; lookups: how each folder's numbers are read, None if as they are.
+    """
 
     names: dict[int, str]
     lookups: tuple[FolderNumbers | None, ...]
 
     @classmethod
     def read(cls, folders: Iterable[str]) -> "CategoryNumbers":
-        """From the folders' categories.json, where they have one.
+        """Read the folders' categories.json, if they have one.
 
         Raises:
             ValueError: a file that is not {"1": "name", …}, or that gives two numbers one name.
@@ -120,11 +124,10 @@ def _read_file(path: Path) -> dict[int, str]:
         raise ValueError(f'{path} must be an object like {{"1": "gsm8k"}}; got {str(pairs)[:60]}')
     names: dict[int, str] = {}
     for text, name in pairs:
-        if not (text.isascii() and text.isdigit() and text.strip("0")):
-            raise ValueError(f"{path} must have category numbers above 0 as its keys; got {text[:80]!r}")
-        if len(text) > len(str(_HIGHEST)) or int(text) > _HIGHEST:  # Python converts no number of 5000 digits
-            raise ValueError(f"{path} must have category numbers up to {_HIGHEST} as its keys; got {text[:80]}")
-        number = int(text)
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_HIGHEST))
+        number = int(text) if is_number else 0
+        if not 0 < number <= _HIGHEST:
+            raise ValueError(f"{path} must have category numbers of 1 to {_HIGHEST} as its keys; got {text[:80]!r}")
         if number in names:
             raise ValueError(f"{path} must name each category once; got {text!r} twice")
         if not isinstance(name, str) or not name.strip():
@@ -135,7 +138,7 @@ def _read_file(path: Path) -> dict[int, str]:
 
 
 def _check_names(file: object, names: Mapping[int, str]) -> None:
-    """ValueError where two numbers have one name."""
+    """Raise ValueError if two numbers have one name."""
     first: dict[str, int] = {}
     for number, name in names.items():
         if first.setdefault(name, number) != number:
@@ -146,8 +149,10 @@ def _check_names(file: object, names: Mapping[int, str]) -> None:
 
 @dataclass(frozen=True)
 class CategoryTable:
-    """The fixed list of categories that every rank uses: ids ascending, without 0 (which means no category), and one
-    name each. Dense index c belongs to ids[c-1]."""
+    """The fixed list of categories that every rank uses.
+
+    ids: ascending, without 0, which means no category; names: one each. Dense index c belongs to ids[c-1].
+    """
 
     ids: tuple[int, ...]
     names: tuple[str, ...]
@@ -156,7 +161,7 @@ class CategoryTable:
         return len(self.ids)
 
     def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
-        """Dense index 1..C of each category id, 0 for id 0; same shape. ValueError for an id not in the table."""
+        """Return the dense index 1..C of each category id, 0 for id 0. ValueError for an id not in the table."""
         wanted = np.asarray(category_ids, np.int64)
         dense = self._dense(wanted)
         if (unknown := dense < 0).any():
@@ -169,7 +174,7 @@ class CategoryTable:
 
     @classmethod
     def read(cls, folders: str | Sequence[str], category_ids: Iterable[int] = ()) -> "CategoryTable":
-        """The ids of categories.json and of `category_ids`; an id without a name is named by its number.
+        """Return the ids of categories.json and of `category_ids`; an id without a name is named by its number.
 
         Raises:
             ValueError: a file that is not {"1": "name", …}, or two ids with one name.

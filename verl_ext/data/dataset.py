@@ -1,4 +1,4 @@
-"""PackDataset: what the trainer asks of a dataset family, and what a family declares.
+"""PackDataset: the interface between the trainer and a dataset family.
 
 A family is one file of this package: a PackDataset, the dataclass of its options (`Options`), and conf/data/NAME.yaml,
 which names the class.
@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
+from typing_extensions import override
 
 from verl_ext.data.categories import CategoryTable
-from verl_ext.data.left_out import OverLengthRow
+from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.mixture import MixtureRow
 from verl_ext.packing import CostModel
 from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
 
-DIGEST = "the digest of the documents in data.train_dir"  # what a checkpoint calls `PackDataset.digest`
+DIGEST = "the digest of the documents in data.train_dir"  # the key of `PackDataset.digest` in a checkpoint
 
 
 class Ranks:
@@ -31,42 +32,41 @@ class Ranks:
     rank, size = 0, 1
 
     def guard(self) -> AbstractContextManager[None]:
-        """Around work that may fail on one rank: a ValueError or OSError inside ends the run on all, reported once."""
+        """End the run on all ranks, reported once, if a ValueError or OSError is raised inside on one."""
         return nullcontext()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Return every rank's value on every rank."""
         return [value]
 
     def all_reduce(self, values: NDArray[Any]) -> None:
-        """The sum over the ranks, in place."""
+        """Sum over the ranks, in place."""
 
 
 ONE_RANK = Ranks()
 
 
 class RunLength(NamedTuple):
-    """How long a run is, for a dataset that draws its samples: samples of all steps together, None where epochs say."""
+    """The length of a run, for a dataset that draws its samples: samples of all steps, None if epochs decide."""
 
     samples: int | None
     epochs: int
 
 
 class DataFile(NamedTuple):
-    """A file that is read while a run goes on. bytes, xxh3_128: as recorded at `recorded_ns` when it was tokenized."""
+    """A file that is read during a run. xxh3_128: of its content, as recorded at `recorded_ns` by the tokenizer."""
 
     path: str
-    bytes: int | None = None
     xxh3_128: str | None = None
     recorded_ns: int = 0
 
 
 class PackedDocument(NamedTuple):
-    """Where a document of a pack lies: tokens start..start+tokens of row `row` of `folder`."""
+    """The place of a document of a pack: tokens start..start+tokens of row `row` of `folder`."""
 
     folder: str
     row: int
@@ -76,31 +76,41 @@ class PackedDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class DataOptions(Options):
-    """The keys of the data node that every dataset family has: where it lies, and how packs become steps."""
+    """The keys of the data node that every dataset family has: the data's place, and how packs become steps."""
 
     prefix: ClassVar[str] = "data"
 
     train_dir: Any = option(
-        REQUIRED, "training data: a path or a list of paths, of the kind that the dataset family reads"
+        REQUIRED,
+        "training data: a path or a list of paths, of the kind that the dataset family reads",
+        resume="may_grow",
     )
     val_dir: Any = option(None, "validation data; null: none, or the part that train_ratio leaves")
     train_max_samples: int = option(-1, "train on the first N documents only; -1: on all")
     val_max_samples: int = option(-1, "validate on the first N documents only; -1: on all")
-    train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1)
+    train_batch_size: int = option(8, "packs per optimizer step, over all data-parallel ranks", least=1, resume="same")
     micro_batch_size_per_gpu: int = option(1, "packs per forward", least=1)
-    shuffle: bool = option(True, "true: a new order of packs in every epoch; false: the order of the plan")
+    shuffle: bool = option(
+        True, "true: a new order of packs in every epoch; false: the order of the plan", resume="same"
+    )
     balance: str = option(
-        "sorted", "sorted: packs of like cost share a micro-step; none: a plain shuffle", choices=("sorted", "none")
+        "sorted",
+        "sorted: packs of like cost share a micro-step; none: a plain shuffle",
+        choices=("sorted", "none"),
+        resume="same",
     )
     balance_group: int | None = option(
         None, "packs of like cost in a group; null: one for each data-parallel rank", least=1
     )
-    cost: str = option("flops", "of a document: the model's flops, or its tokens", choices=("flops", "tokens"))
-    drop_last: bool = option(False, "true: the packs that do not fill the last step are left out")
+    cost: str = option(
+        "flops", "of a document: the model's flops, or its tokens", choices=("flops", "tokens"), resume="same"
+    )
+    drop_last: bool = option(False, "true: the packs that do not fill the last step are left out", resume="same")
     num_workers: int = option(2, "loader processes per rank", least=0)
     prefetch_factor: int = option(2, "steps that each loader process prepares ahead", least=1)
     pin_memory: bool | None = option(None, "true: batches in page-locked memory; null: true where there is a GPU")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         group, step = self.balance_group, self.train_batch_size
         if group is not None and group > step:
@@ -120,33 +130,33 @@ class DatasetOptions(Options):
     reads: ClassVar[str] = "what the dataset class reads"
     data_keys: ClassVar[tuple[str, ...]] = ("train_dir",)
 
-    seed: int = option(42, "seed of the split, of the plan of packs and of their order", least=0)
+    seed: int = option(42, "seed of the split, of the plan of packs and of their order", least=0, resume="same")
 
     @classmethod
     def read(cls: type[OptionsT], values: Mapping[str, Any], **given: Any) -> OptionsT:
-        """As Options.read; TypeError for a name in `given` that is no option."""
+        """Read as Options.read does; raise TypeError for a name in `given` that is no option."""
         if unknown := given.keys() - options_of(cls).keys():
             raise TypeError(f"{cls.__name__} has no option {', '.join(sorted(unknown))}")
         return super().read(values, **given)  # type: ignore[misc]
 
     @property
     def splits_validation(self) -> bool:
-        """Whether a part of the training data is kept for validation where data.val_dir is null."""
+        """Whether a part of the training data is kept for validation if data.val_dir is null."""
         return getattr(self, "train_ratio", 1.0) < 1
 
     @property
     def needs_train_dir(self) -> bool:
-        """Whether data.train_dir must be given: not where other options name the data."""
+        """Whether data.train_dir must be given: not if other options name the data."""
         return True
 
     @classmethod
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys of the data node that others of its keys decide, with their values."""
+        """Return the keys of the data node that others of its keys decide, with their values."""
         return {}
 
     @classmethod
     def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys to set where nothing is trained on and data.train_dir is not given: what is measured stands in for it.
+        """Return keys to set if nothing is trained on and data.train_dir is not given: the measured data stands in.
 
         Raises:
             ValueError: there is nothing to measure.
@@ -156,12 +166,12 @@ class DatasetOptions(Options):
         return {"train_dir": node["val_dir"]}
 
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        """A line for each path that cannot be what the family reads, before a model is read."""
+        """Yield a line for each path that the family cannot read, before a model is read."""
         return ()
 
 
 def named_paths(key: str, what: str, **given: Any) -> list[str]:
-    """The path or list of paths of the one argument that is given, as texts.
+    """Return the path or list of paths of the one argument that is given, as texts.
 
     Raises:
         ValueError: no path (it says `what` the config key `key` must name), or two arguments.
@@ -178,14 +188,14 @@ def named_paths(key: str, what: str, **given: Any) -> list[str]:
 
 
 def missing_paths(key: str, paths: Any, exists: Callable[[str], bool], kind: str) -> Iterator[str]:
-    """A line for each local path of one or several that is no existing `kind`."""
+    """Yield a line for each local path of one or several that is no existing `kind`."""
     for path in paths if isinstance(paths, (list, tuple)) else [paths]:
         if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
             yield f"{key} must be an existing {kind}; got {path}"
 
 
 def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -> NDArray[np.int64]:
-    """int64[rows], ascending: the samples of `split` ("train", "val", or None for all), of samples 0..samples-1.
+    """Return int64[rows], ascending: the samples of `split` ("train", "val", or None: all) of 0..samples-1.
 
     The members are those of torch.utils.data.random_split(data, [n, samples - n], generator=manual_seed(seed)) with
     n = int(train_ratio * samples).
@@ -207,8 +217,10 @@ def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -
 
 
 class PackDataset(torch.utils.data.Dataset):
-    """Item k is pack k as a dict of 1-D tensors of one length: input_ids, position_ids (from 0 in every document),
-    loss_mask and category_ids int64, loss_weight float32 where there are weights. P packs, known before any is read.
+    """P packs, known before any is read; pack k is a dict of 1-D tensors of one length.
+
+    These are input_ids, position_ids (from 0 in every document), loss_mask and category_ids int64, and loss_weight
+    float32 if there are weights.
 
     key: the config key that messages name for the data; max_tokens: the most tokens that a model reads of a pack.
     last_is_label: a pack's last token is only predicted, so that the model reads one token less than the pack has.
@@ -231,7 +243,7 @@ class PackDataset(torch.utils.data.Dataset):
     def open_sets(
         cls, node: Mapping[str, Any], tokenizer: Any, length: RunLength, only_validation: bool = False
     ) -> tuple["PackDataset", "PackDataset | None"]:
-        """The training and the validation set of a run, packs planned; None where there is no validation.
+        """Return the training and the validation set of a run, packs planned; None if there is no validation.
 
         node: the whole data node as a plain mapping, a user's own keys included; a class is given it as the DictConfig
         that verl gives. only_validation: nothing is trained on, and the validation set stands in for the training set.
@@ -266,11 +278,11 @@ class PackDataset(torch.utils.data.Dataset):
 
     @classmethod
     def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the constructor is given of the run besides: (for training, for validation)."""
+        """Return further arguments of the constructor that follow from the run: (for training, for validation)."""
         return {}, {}
 
     def read_together(self, ranks: Ranks) -> None:
-        """Read the tokens for what only they show, each rank a share; collective."""
+        """Read the tokens for facts that only they show, each rank a share; collective."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -278,14 +290,10 @@ class PackDataset(torch.utils.data.Dataset):
     @abstractmethod
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]: ...
 
-    def place_of(self, pack: int) -> int:
-        """The number of a pack, from the end where it is negative; IndexError where there is none."""
-        return range(len(self))[pack]
-
     @property
     @abstractmethod
     def folders(self) -> tuple[str, ...]:
-        """What is read, absolute."""
+        """The paths that are read, absolute."""
 
     @property
     def data_files(self) -> tuple[DataFile, ...]:
@@ -314,40 +322,40 @@ class PackDataset(torch.utils.data.Dataset):
 
     @abstractmethod
     def pack_tokens(self) -> NDArray[np.int64]:
-        """int64[P]: tokens that a model reads of each pack, without padding."""
+        """Return int64[P]: tokens that a model reads of each pack, without padding."""
 
     @abstractmethod
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        """float64[P]: what each pack costs to run."""
+        """Return float64[P]: the cost of running each pack."""
 
     @abstractmethod
     def pack_documents(self) -> NDArray[np.int64]:
-        """int64[P]: documents of each pack."""
+        """Return int64[P]: documents of each pack."""
 
     @abstractmethod
     def pack_targets(self) -> NDArray[np.int64]:
-        """int64[P]: target tokens of each pack."""
+        """Return int64[P]: target tokens of each pack."""
 
     def documents_of(self, pack: int) -> list[PackedDocument]:
-        """The documents of a pack in its order; none unless a class names them."""
+        """Return the documents of a pack in its order; none unless a class names them."""
         return []
 
     def plan_options(self) -> dict[str, Any]:
-        """What decides which tokens a pack has beside the keys of its config, by the names that messages use."""
+        """Return facts beside its config that decide which tokens a pack has, by the names that messages use."""
         return {}
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
-        """Whether a run of these plan options visited the same first `seen` packs, and this one has more of them."""
+        """Return whether a run of these plan options visited the same first `seen` packs, and this one has more."""
         return False
 
     def is_right_answer(self, pack: int, answer: str) -> bool:
-        """Whether a text that a model generated answers the question of pack `pack`."""
+        """Return whether a text that a model generated answers the question of pack `pack`."""
         raise NotImplementedError(f"{type(self).__name__} has no questions")
 
-    def changed_documents(self) -> list[OverLengthRow]:
-        """Documents that are changed, left out or without a target, by category and reason."""
+    def changed_documents(self) -> list[DroppedDocuments]:
+        """Return the documents that are changed, left out or without a target, by category and reason."""
         return []
 
     def facts(self) -> dict[str, Any]:
-        """What else its report says."""
+        """Return further facts for the report."""
         return {}

@@ -1,4 +1,4 @@
-"""DocumentDataset: the base of a dataset of one's own, whose class says what its documents are.
+"""DocumentDataset: the base of a dataset of one's own, whose class describes its documents.
 
     class Poems(DocumentDataset):
         categories = CategoryTable((1, 2), ("haiku", "sonnet"))
@@ -22,9 +22,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
 
 from verl_ext.data.arrow import TokenizedData, fitting
-from verl_ext.data.dataset import DataFile, DatasetOptions, Ranks, named_paths
+from verl_ext.data.dataset import DataFile, DatasetOptions, Ranks
 from verl_ext.data.scan import scan_documents
 from verl_ext.data.sft import SFTDataSet, SFTOptions
 from verl_ext.packing.plan import index_type
@@ -37,15 +38,17 @@ _KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_wei
 
 @dataclass(frozen=True)
 class DocumentOptions(SFTOptions):
-    """How the documents of a dataset of one's own become packs."""
+    """The options by which documents of a dataset of one's own become packs."""
 
     reads: ClassVar[str] = DatasetOptions.reads
     mixture: Any = option(None, "must be null: a mixture draws from tokenized folders")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield f"data.mixture must be null for a dataset class of one's own; got {show(self.mixture)}"
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # what a path names is the class's own affair
 
@@ -60,6 +63,8 @@ class DocumentDataset(SFTDataSet):
     """
 
     Options: ClassVar[type[DatasetOptions]] = DocumentOptions
+    paths_are = DocumentOptions.reads
+    requires_max_tokens = False
     lengths: ArrayLike
 
     def __init__(
@@ -69,14 +74,19 @@ class DocumentDataset(SFTDataSet):
         config: Mapping[str, Any] | None = None,
         processor: Any = None,
         max_samples: int = -1,
-        key: str = "data.train_dir",
-        **options: Any,
+        **given: Any,
     ) -> None:
-        """verl's arguments; `parquet_files` are the paths, `options` those of the packing by name.
+        """Open the paths `parquet_files`; the arguments are verl's, others those of SFTDataSet.
 
         Raises:
             ValueError: an option, a path or `lengths` that cannot be used, or a class that lacks one of the three.
         """
+        self.config, self.tokenizer = config, tokenizer
+        super().__init__(
+            parquet_files=parquet_files, tokenizer=tokenizer, config=config, max_samples=max_samples, **given
+        )
+
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, None]:
         cls = type(self)
         own = {name for name in _MEMBERS if getattr(cls, name, None) is not getattr(DocumentDataset, name, None)}
         if lacking := [name for name in _MEMBERS if name not in own | vars(self).keys()]:
@@ -84,22 +94,18 @@ class DocumentDataset(SFTDataSet):
                 f"data.custom_cls.name must be a class with {', '.join(_MEMBERS)}; {cls.__name__} lacks "
                 f"{', '.join(lacking)}"
             )
-        options_class: Any = cls.Options
-        self.options = options_class.read(config or {}, **options)
-        self.paths = tuple(map(absolute_path, named_paths(key, DocumentOptions.reads, parquet_files=parquet_files)))
-        self.config, self.tokenizer = config, tokenizer
-        self._data = _Rows(self, key)
-        self._plan_packs(getattr(tokenizer, "pad_token_id", None) or 0, key, max_samples)
+        self.paths = tuple(map(absolute_path, paths))
+        return _Rows(self, key), None
 
     @abstractmethod
     def row(self, document: int) -> Mapping[str, ArrayLike]:
-        """One document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
+        """Return one document: input_ids, loss_mask, category_ids and, in all rows or in none, loss_weight.
 
         Each has as many values as `lengths` says, or is one number for all tokens. The first token is never a target.
         """
 
     def read_together(self, ranks: Ranks) -> None:
-        """Read every document once, each rank its share, for what only the tokens show; collective."""
+        """Scan every document, each rank its share; collective."""
         self.scan = scan_documents(self._data, self.spans, self.over_length, ranks)
         with ranks.guard():
             if unknown := set(self.scan.category_ids) - set(self.categories.ids):
@@ -107,6 +113,7 @@ class DocumentDataset(SFTDataSet):
                 raise ValueError(f"{self.key} must have category_ids of the table ({table}); got {min(unknown)}")
 
     @property
+    @override
     def folders(self) -> tuple[str, ...]:
         return self.paths
 
@@ -116,6 +123,7 @@ class DocumentDataset(SFTDataSet):
         return tuple(DataFile(path) for path in self.paths if os.path.isfile(path))
 
     @cached_property
+    @override
     def category_names(self) -> dict[int, str]:
         return dict(zip(self.categories.ids, self.categories.names, strict=True))
 
@@ -161,7 +169,7 @@ class _Rows(TokenizedData):
             at += tokens
 
     def _row(self, document: int) -> dict[str, NDArray[Any]]:
-        """A document's columns, each as long as the document; ValueError for a row that is none."""
+        """Return a document's columns, each as long as the document; ValueError for a row that is none."""
         given, tokens = self._dataset.row(document), int(self.lengths[document])
         wanted = self.columns if document else _KINDS.keys() - ({"loss_weight"} - given.keys())
         if given.keys() != set(wanted):

@@ -13,7 +13,7 @@ NO_CATEGORY = "(none)"
 
 
 class OverLengthCount(NamedTuple):
-    """The documents of one category that are longer than a pack; the numbers are those of OverLengthRow."""
+    """The documents of one category that are longer than a pack; the numbers are those of DroppedDocuments."""
 
     category: int
     documents: int
@@ -25,15 +25,17 @@ class OverLengthCount(NamedTuple):
 
 
 @dataclass
-class OverLengthRow:
-    """Documents of one category and reason: `drop`, `truncate`, `split` (longer than a pack), `empty` (no token, left
-    out), `beyond max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), or
-    `no target` (in the packs, and nothing to learn from; those that were cut included).
+class DroppedDocuments:
+    """The documents of one category that one reason changes or leaves out.
 
-    Of a BABILong prompt that was cut, `context truncated` or `question truncated`, of a pretraining text `truncated to
-    max_length`, with the tokens from before the cut; `bad record: …` of a record that gave no document, `special tokens
-    encoded as text` of one that holds their names. Of reasons other than length, the category is known where verl-ext
-    has tokenized the documents.
+    The reasons are `drop`, `truncate`, `split` (longer than a pack), `empty` (no token, left out), `beyond
+    max_samples`, `not drawn` (by data.mixture; of a split document, any piece that is in no pack), and `no target` (in
+    the packs, and nothing to learn from; those that were cut included).
+
+    A BABILong prompt that was cut has `context truncated` or `question truncated`, a pretraining text `truncated to
+    max_length`, with the tokens from before the cut. A record that gave no document has `bad record: …`, one that holds
+    names of special tokens `special tokens encoded as text`. For reasons other than length, the category is known if
+    verl-ext has tokenized the documents.
     """
 
     category: str
@@ -50,9 +52,12 @@ class OverLengthRow:
 
 
 @dataclass(frozen=True)
-class CategoryRows:
-    """Makes rows by category. categories: int[N] of all rows of the folders, None where they are not known; names:
-    category number -> name; total: tokens of all documents of the set."""
+class DroppedReport:
+    """Makes DroppedDocuments of rows of the folders.
+
+    categories: int[N] of all rows, None if they are not known; names: category number -> name; total: tokens of all
+    documents of the set.
+    """
 
     categories: NDArray[Any] | None
     names: Mapping[int, str]
@@ -60,29 +65,26 @@ class CategoryRows:
 
     def over_length(
         self, counts: Iterable[OverLengthCount], policy: str, lengths: NDArray[np.integer]
-    ) -> list[OverLengthRow]:
-        """The documents longer than a pack by category, then the empty ones; `lengths` of the documents in use."""
+    ) -> list[DroppedDocuments]:
+        """Report the documents longer than a pack, then the empty ones; `lengths` of the documents in use."""
         report = []
         for count in sorted(counts, key=lambda count: (count.category == 0, count.category)):
             category, documents, tokens, kept, *targets = count
-            numbers = documents, tokens, tokens / self.total, kept, tokens - kept
-            report.append(OverLengthRow(self._name(category), policy, *numbers, *targets))
+            report.append(self._row(category, policy, documents, tokens, kept, *targets))
         empty = int((lengths == 0).sum())
-        return [*report, OverLengthRow(NO_CATEGORY, "empty", documents=empty)] if empty else report
+        return [*report, DroppedDocuments(NO_CATEGORY, "empty", documents=empty)] if empty else report
 
-    def of(
+    def by_category(
         self, reason: str, rows: NDArray[np.int64], tokens: NDArray[Any], kept: NDArray[Any] | None = None
-    ) -> list[OverLengthRow]:
-        """The documents `rows` int64[D] (one for each piece), their tokens and of these the kept ones (None: none)."""
+    ) -> list[DroppedDocuments]:
+        """Report the documents `rows` int64[D] (one for each piece), their tokens and the kept ones (None: none)."""
         kept = np.zeros_like(tokens) if kept is None else kept
         category = np.zeros(len(rows), np.int64) if self.categories is None else self.categories[rows]
         report = []
         for number in np.unique(category).tolist():
             chosen = category == number
             before, after = int(tokens[chosen].sum(dtype=np.int64)), int(kept[chosen].sum(dtype=np.int64))
-            documents = len(np.unique(rows[chosen]))
-            numbers = documents, before, before / self.total, after, before - after
-            report.append(OverLengthRow(self._name(number), reason, *numbers))
+            report.append(self._row(number, reason, len(np.unique(rows[chosen])), before, after))
         return report
 
     def left_out(
@@ -92,9 +94,11 @@ class CategoryRows:
         spans: Spans,
         plan: PackPlan,
         targets: NDArray[Any],
-    ) -> list[OverLengthRow]:
-        """The documents `beyond` max_samples, those that `plan` does not hold, and those that it holds without a
-        target; `lengths` of all rows of the folders, targets int32[S]."""
+    ) -> list[DroppedDocuments]:
+        """Report the documents `beyond` max_samples, those that `plan` lacks, and those that it holds without a target.
+
+        lengths: of all rows of the folders; targets int32[S].
+        """
         held = np.zeros(len(spans), bool)
         held[plan.document_index] = True
         row, length = spans.row[held], spans.length[held]
@@ -102,10 +106,14 @@ class CategoryRows:
         of_row, tokens = (np.add.reduceat(values, begins, dtype=np.int64) for values in (targets[held], length))
         none = of_row == 0
         return [
-            *self.of("beyond max_samples", beyond, lengths[beyond]),
-            *self.of("not drawn", spans.row[~held], spans.length[~held]),
-            *self.of("no target", row[begins][none], tokens[none], tokens[none]),
+            *self.by_category("beyond max_samples", beyond, lengths[beyond]),
+            *self.by_category("not drawn", spans.row[~held], spans.length[~held]),
+            *self.by_category("no target", row[begins][none], tokens[none], tokens[none]),
         ]
 
-    def _name(self, category: int) -> str:
-        return self.names.get(category, str(category)) if category > 0 else NO_CATEGORY
+    def _row(
+        self, category: int, reason: str, documents: int, tokens: int, kept: int, *targets: int
+    ) -> DroppedDocuments:
+        name = self.names.get(category, str(category)) if category > 0 else NO_CATEGORY
+        share = tokens / self.total
+        return DroppedDocuments(name, reason, documents, tokens, share, kept, tokens - kept, *targets)

@@ -1,4 +1,4 @@
-"""data.mixture: how many tokens an epoch draws from which source, of which lengths; and what was drawn.
+"""data.mixture: how many tokens an epoch draws from which source, of which lengths, and the report of the draw.
 
 scale: 1.0                    # one factor on every budget
 total_tokens: null            # what the sources with a weight share, the budgets in tokens taken off
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
@@ -37,10 +38,29 @@ class SourceOptions(Options):
     intervals: list | None = option(None, "ascending lengths; each interval between two gives as many tokens")
     train_dir: Any = option(None, "its own folder or folders; null: those of data.train_dir")
 
+    @override
+    def problems(self) -> Iterable[str | None]:
+        given = [f"{name}={value:g}" for name in ("tokens", "weight") if (value := getattr(self, name)) is not None]
+        if len(given) != 1:
+            yield f"{self.prefix} must have either tokens or weight; got {', '.join(given) or 'none of them'}"
+        if (edges := self.intervals) is not None:
+            whole = all(type(edge) is int and edge >= 0 for edge in edges)
+            if len(edges) < 2 or not whole or any(low >= high for low, high in pairwise(edges)):
+                wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
+                yield f"{self.prefix}.intervals must be {wanted}; got {show(edges)}"
+        paths = self.paths
+        if self.train_dir is not None and not (paths and all(isinstance(p, (str, os.PathLike)) and p for p in paths)):
+            yield f"{self.prefix}.train_dir must name a tokenized dataset folder; got {show(self.train_dir)}"
+
+    @property
+    def paths(self) -> Sequence[Any]:
+        """Its own folders as they are given."""
+        return self.train_dir if isinstance(self.train_dir, (list, tuple)) else [self.train_dir]
+
 
 @dataclass(frozen=True)
 class MixtureOptions(Options):
-    """What an epoch is drawn from."""
+    """The sources and budgets that an epoch is drawn from."""
 
     prefix: ClassVar[str] = KEY
 
@@ -55,14 +75,43 @@ class MixtureOptions(Options):
 
     @classmethod
     def read(cls, node: Any) -> "MixtureOptions":  # type: ignore[override]
-        """The node data.mixture of a config, or a mapping like it; ValueError with a line for each mistake."""
+        """Return the node data.mixture of a config, or a mapping like it; ValueError with a line for each mistake."""
         node = plain(node)
-        refuse(list(_problems(node)))
-        sources = {str(name): SourceOptions.read(source) for name, source in node["sources"].items()}
-        return cls(sources, node.get("scale"), node.get("total_tokens"))
+        if not isinstance(node, Mapping):
+            raise ValueError(f"{KEY} must be a mapping with sources; got {show(node)}")
+        lines, sources, given = _unknown_keys(cls, KEY, node), {}, node.get("sources")
+        if not lines and (not isinstance(given, Mapping) or not given):
+            wanted = "at least one source, e.g. {original: {tokens: 4.0e9}}"
+            lines.append(f"{KEY}.sources must name {wanted}; got {show(given)}")
+        for name, source in given.items() if isinstance(given, Mapping) else ():
+            key = f"{KEY}.sources.{name}"
+            if not isinstance(source, Mapping):
+                lines.append(f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}")
+            elif unknown := _unknown_keys(SourceOptions, key, source):
+                lines += unknown
+            elif source.get("train_dir") == MISSING:
+                lines.append(f"{key}.train_dir must name a tokenized dataset folder; got nothing")
+            else:
+                try:
+                    sources[str(name)] = SourceOptions.read(source)
+                except ValueError as error:
+                    lines += str(error).replace(SourceOptions.prefix, key).splitlines()
+        try:
+            options = cls({} if lines else sources, node.get("scale"), node.get("total_tokens"))
+        except ValueError as error:
+            lines = [*str(error).splitlines(), *lines]
+        refuse(lines)
+        return options
+
+    @override
+    def problems(self) -> Iterable[str | None]:
+        weighted = any(source.weight for source in self.sources.values())
+        if self.total_tokens is not None and self.sources and not weighted:
+            yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(self.total_tokens)}"
 
     @property
     def budgets(self) -> tuple[MixtureSource, ...]:
+        """The budgets by source."""
         return tuple(
             MixtureSource(name, source.tokens, source.weight, tuple(source.intervals) if source.intervals else None)
             for name, source in self.sources.items()
@@ -70,18 +119,19 @@ class MixtureOptions(Options):
 
     @property
     def folders(self) -> tuple[tuple[str, ...] | None, ...]:
-        """For each source the absolute folders that it draws from, None where those are data.train_dir's."""
+        """For each source the absolute folders that it draws from, None if those are data.train_dir's."""
         return tuple(
-            None if source.train_dir is None else tuple(absolute_path(path) for path in _as_list(source.train_dir))
+            None if source.train_dir is None else tuple(absolute_path(path) for path in source.paths)
             for source in self.sources.values()
         )
 
     @property
     def needs_train_dir(self) -> bool:
+        """Whether a source draws from data.train_dir."""
         return None in self.folders
 
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
-        """data.train_dir's folders and the sources' own, each once; ValueError when one of these does not exist."""
+        """Return data.train_dir's folders and the sources' own, each once; ValueError if one of these is missing."""
         for name, own in zip(self.sources, self.folders, strict=True):
             for folder in own or ():
                 if not os.path.isdir(folder):
@@ -89,61 +139,13 @@ class MixtureOptions(Options):
         return tuple(dict.fromkeys([*train_dir, *(folder for own in self.folders for folder in own or ())]))
 
 
-def _as_list(paths: Any) -> Sequence[Any]:
-    return paths if isinstance(paths, (list, tuple)) else [paths]
-
-
-def _problems(node: Any) -> Iterator[str | None]:
-    if not isinstance(node, Mapping):
-        yield f"{KEY} must be a mapping with sources; got {show(node)}"
-        return
-    problems = _node_problems(MixtureOptions, KEY, {**node, "sources": {}})
-    yield from problems
-    sources = node.get("sources")
-    if sources is None and any(line.startswith("unknown key") for line in problems):
-        return  # a mistyped sources
-    if not isinstance(sources, Mapping) or not sources:
-        yield f"{KEY}.sources must name at least one source, e.g. {{original: {{tokens: 4.0e9}}}}; got {show(sources)}"
-        return
-    for name, source in sources.items():
-        yield from _source_problems(f"{KEY}.sources.{name}", source)
-    weighted = any(isinstance(source, Mapping) and source.get("weight") for source in sources.values())
-    if node.get("total_tokens") is not None and not weighted:
-        yield f"{KEY}.total_tokens must be null where no source has a weight; got {show(node['total_tokens'])}"
-
-
-def _source_problems(key: str, source: Any) -> Iterator[str]:
-    if not isinstance(source, Mapping):
-        yield f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {show(source)}"
-        return
-    problems = _node_problems(SourceOptions, key, source)
-    given = [f"{name}={show(source[name])}" for name in ("tokens", "weight") if source.get(name) is not None]
-    if len(given) == 2 or not (given or problems):
-        yield f"{key} must have either tokens or weight; got {', '.join(given) or 'none of them'}"
-    yield from problems
-    edges, train_dir = source.get("intervals"), source.get("train_dir")
-    if isinstance(edges, (list, tuple)):
-        whole = all(type(edge) is int and edge >= 0 for edge in edges)
-        if len(edges) < 2 or not whole or any(low >= high for low, high in pairwise(edges)):
-            wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
-            yield f"{key}.intervals must be {wanted}; got {show(edges)}"
-    paths = _as_list(train_dir)
-    named = all(isinstance(path, (str, os.PathLike)) and os.fspath(path) not in ("", MISSING) for path in paths)
-    if train_dir is not None and not (named and paths):
-        got = "nothing" if train_dir == MISSING else show(train_dir)
-        yield f"{key}.train_dir must name a tokenized dataset folder; got {got}"
-
-
-def _node_problems(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
-    """A line for each unknown key of a node and each value that its options do not allow."""
-    known, found = options_of(cls), []
-    for name, value in node.items():
-        if name in known:
-            found.append(known[name].problem(f"{key}.{name}", value))
-        else:
-            nearest = nearest_name(str(name), known)
-            found.append(f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else ""))
-    return list(filter(None, found))
+def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
+    """Return a line for each key of a node that is no option."""
+    lines = []
+    for name in (name for name in node if name not in options_of(cls)):
+        nearest = nearest_name(str(name), options_of(cls))
+        lines.append(f"unknown key {key}.{name}" + (f"; nearest: {key}.{nearest}" if nearest else ""))
+    return lines
 
 
 @dataclass
@@ -170,13 +172,16 @@ class MixtureRow:
 def mixture_report(
     draws: Iterable[IntervalDraw], spans: Spans, folders: Sequence[str], first_rows: NDArray[np.int64]
 ) -> list[MixtureRow]:
-    """A row for each interval, in the order of the sources; folder f has the rows first_rows[f]..first_rows[f+1]-1."""
+    """Return a row for each interval, in the order of the sources.
+
+    Folder f has the rows first_rows[f]..first_rows[f+1]-1.
+    """
     report = []
     for draw in draws:
         counts = len(draw.documents), draw.distinct, draw.wanted, draw.given, draw.given / draw.pool
         reason = None
         if draw.alternative is not None:
-            span, otherwise = draw.alternative.document, draw.alternative.tokens
+            span, otherwise = draw.alternative
             row, start, length = int(spans.row[span]), int(spans.start[span]), int(spans.length[span])
             folder = int(np.searchsorted(first_rows, row, side="right")) - 1
             reason = (
@@ -190,7 +195,7 @@ def mixture_report(
 
 
 def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """MixtureRows as dicts, a line for each; * where the budget is missed by more than 1 %."""
+    """Return the text of MixtureRows given as dicts; * marks a budget that is missed by more than 1 %."""
     lines = []
     for row in rows:
         cells = {name: f"{value:,}" for name, value in row.items() if isinstance(value, int)}
@@ -200,7 +205,7 @@ def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def mixture_notices(report: Iterable[MixtureRow]) -> Iterator[str]:
-    """A line for each interval that is more than 1 % off its budget."""
+    """Yield a line for each interval that is more than 1 % off its budget."""
     for row in report:
         if row.hinders:
             interval = "" if row.low is None else f", {row.low} < length <= {row.high}"
@@ -222,7 +227,7 @@ def draw_spans(
     train_dir: Sequence[str],
     seed: int,
 ) -> tuple[NDArray[np.int64], list[MixtureRow]]:
-    """(int64[D]: the spans of an epoch, one as often as it is drawn; a row of the report for each interval).
+    """Return (int64[D]: the spans of an epoch, one as often as it is drawn; a row of the report for each interval).
 
     Folder f of `folders` holds the rows first_rows[f]..first_rows[f+1]-1; `train_dir`: those of data.train_dir, which
     a source without folders of its own draws from. The draw is the same in every epoch.

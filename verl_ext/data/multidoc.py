@@ -8,9 +8,6 @@ position_ids              0 1 2 3 4 5          0 1 2 0 1 2
 loss_mask                 0 1 1 1 1 1          0 1 1 0 1 1
 """
 
-import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.categories import CategoryTable
+from verl_ext.data.content import Arrays, found_once
 from verl_ext.data.dataset import (
     DIGEST,
     ONE_RANK,
@@ -32,25 +31,24 @@ from verl_ext.data.dataset import (
     Ranks,
     RunLength,
 )
-from verl_ext.data.left_out import OverLengthRow
+from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.megatron.blend import BLEND_RULES
-from verl_ext.data.multidoc_plan import LABEL_TOKENS, SourceFinder, StreamPlan, WindowPlan, is_path, read_blend
-from verl_ext.files import cached_folder, damage, default_root, write_json
+from verl_ext.data.multidoc_plan import SourceFinder, is_path, read_blend
+from verl_ext.data.multidoc_samples import LABEL_TOKENS, StreamPlan, WindowPlan
+from verl_ext.files import default_root, file_state, fingerprint
 from verl_ext.packing import CostModel
 from verl_ext.packing.strategies import MOST_TOKENS
 from verl_ext.text.plain_text import TextOptions
-from verl_ext.text.tokenized import digest, file_facts
 from verl_ext.values import option, plain
 
 CACHE = "verl_ext_multidoc"
-RANGE = "token_range.json"
 # What a checkpoint calls the length of a document stream.
 NUM_SAMPLES = "the number of samples of the run (data.num_samples, trainer.total_training_steps, trainer.total_epochs)"
 
 
 @dataclass(frozen=True)
 class MultiDocOptions(DatasetOptions, TextOptions):
-    """How documents become samples."""
+    """The options by which documents become samples."""
 
     reads: ClassVar[str] = "texts or an index, or data.blend in its place"
     data_keys: ClassVar[tuple[str, ...]] = ("train_dir", "blend")
@@ -66,6 +64,7 @@ class MultiDocOptions(DatasetOptions, TextOptions):
         "share of each source's documents that is trained on where val_dir is null; 1: no validation",
         above=0,
         most=1,
+        resume="same",
     )
     seq_len: int = option(1024, "tokens of a sample", least=2, most=MOST_TOKENS)
     sampling: str | None = option(
@@ -76,29 +75,36 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     )
     val_sampling: str = option("in_order", "sampling of the validation data", choices=("in_order", "random_starts"))
     attend_across_documents: bool = option(True, "false: attention and prediction stay inside a document")
-    num_samples: int | None = option(None, "samples of document_stream; null: as many as the run needs", least=1)
+    num_samples: int | None = option(
+        None, "samples of document_stream; null: as many as the run needs", least=1, resume="may_grow"
+    )
     max_corpus_tokens: int | None = option(None, "tokens after which a text source is cut; null: never", least=1)
     cache_dir: str | os.PathLike[str] | None = option(
         None, "where tokenized texts and indices are kept; null: the cache of datasets"
     )
-    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample")
-    strategy: str = option("none", "fixed: a pack is a sample", choices=("none",))
-    over_length: str = option("error", "fixed: a document continues in the next sample", choices=("error",))
+    max_tokens: int | None = option(None, "must be null or seq_len: a pack is a sample", resume="same")
+    strategy: str = option("none", "fixed: a pack is a sample", choices=("none",), resume="same")
+    over_length: str = option(
+        "error", "fixed: a document continues in the next sample", choices=("error",), resume="same"
+    )
     pad_mode: str = option("no_padding", "fixed: samples are not padded", choices=("no_padding",))
-    mixture: Any = option(None, "must be null; data.blend draws from several sources")
+    mixture: Any = option(None, "must be null; data.blend draws from several sources", resume="same")
     balance: str = option("none", "fixed: every sample costs the same", choices=("none",))
     seed: int = option(42, "seed of the samples, of their order and of the split", least=0, most=2**32 - 1)
     val_seed: int | None = option(None, "seed of val_sampling=random_starts; null: seed + 1", least=0)
 
     @property
+    @override
     def needs_train_dir(self) -> bool:
         return self.blend is None
 
     @classmethod
+    @override
     def for_evaluation(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         splits_blend = node.get("blend") is not None and not node.get("val_dir") and node.get("train_ratio", 1.0) < 1
         return {} if splits_blend else {**super().for_evaluation(node), "blend": None}
 
+    @override
     def problems(self) -> Iterable[str | None]:
         if self.max_tokens not in (None, self.seq_len):
             yield f"data.max_tokens must be data.seq_len={self.seq_len} for samples of it; got {self.max_tokens}"
@@ -196,10 +202,10 @@ class MultiDocDataset(PackDataset):
         )
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
-        """Whether only the number of samples differs, and the first `seen` are the same all the same.
+        """Return whether only the number of samples differs, and the first `seen` are the same.
 
-        It is so as long as both numbers take the documents equally often. Several sources without weights are mixed by
-        what an unknown number of epochs gives of each, which may be another order.
+        They are as long as both numbers take the documents equally often. Several sources without weights are mixed in
+        proportion to their samples in an unknown number of epochs, which may be another order.
         """
         num = saved.get(NUM_SAMPLES)
         weighs = len(self.sources) == 1 or all(source.weight is not None for source in self.sources)
@@ -209,7 +215,7 @@ class MultiDocDataset(PackDataset):
         return is_same_data and self._plan.begins_as(self._stream(num, 1), seen)
 
     def _train_sampling(self, asked_samples: int | None) -> str:
-        """`asked_samples`: data.num_samples as the config has it."""
+        """Return the sampling of training data; asked_samples: data.num_samples as the config has it."""
         blends = any(source.weight is not None for source in self.sources)
         is_text = all(source.is_text for source in self.sources) and not blends
         chosen = self.options.sampling or ("random_starts" if is_text else "document_stream")
@@ -221,43 +227,42 @@ class MultiDocDataset(PackDataset):
 
     @classmethod
     def run_arguments(cls, node: Mapping[str, Any], length: RunLength) -> tuple[dict[str, Any], dict[str, Any]]:
-        """How long the run is, for training; that it is measured, for validation."""
+        """Return the run's length for training, and that the set is measured for validation."""
         return {"num_samples": node.get("num_samples") or length.samples, "epochs": length.epochs}, {"validates": True}
 
+    @override
     def read_together(self, ranks: Ranks) -> None:
         self.token_range = self._read_token_range(ranks)
 
     @cached_property
+    @override
     def token_range(self) -> tuple[int, int]:
         return self._read_token_range(ONE_RANK)
 
     def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
-        """From the cache, or by reading every token on one of the ranks; kept where the cache can be written."""
-        found, name, is_rank0 = None, "", ranks.rank == 0
-        with ranks.guard():
-            if is_rank0:
-                name = f"range-{digest(file_facts(file for source in self.sources for file in source.index.files))}"
-                if damage(self._root / name) is None:
-                    found = json.loads((self._root / name / RANGE).read_text(encoding="utf-8"))
-        found = ranks.broadcast(found)
-        if found is None:
+        """Return the extreme token ids, from the cache or by reading every token on one of the ranks; collective."""
+
+        def read() -> Arrays:
             with ranks.guard():
                 part = [source.token_range(ranks.rank, ranks.size) for source in self.sources]
-            lows, highs = zip(*(own for parts in ranks.gather(part) for own in parts if own[0] <= own[1]), strict=True)
-            found = [min(lows), max(highs)]
-            with ranks.guard(), contextlib.suppress(ValueError):
-                if is_rank0:
-                    cached_folder(self._root, name, lambda to: write_json(to / RANGE, found))
-        lowest, highest = found
+            found = [own for parts in ranks.gather(part) for own in parts if own[0] <= own[1]]
+            return {"token_range": np.array([min(low for low, _ in found), max(high for _, high in found)])}
+
+        with ranks.guard():
+            files = [file_state(path) for source in self.sources for path in source.index.files]
+        found = found_once(f"range-{fingerprint(files)}", ranks, read, self._root)
+        lowest, highest = found["token_range"].tolist()
         return lowest, highest
 
     def __len__(self) -> int:
         return self._num
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Sample `pack`: int64[T] each of input_ids, position_ids, loss_mask and category_ids; T is max_tokens, and one
-        more where last_is_label; a source's last sample in order may have fewer."""
-        source, (document, start, stop) = self._plan.pieces(self.place_of(pack))
+        """Return sample `pack`: int64[T] each of input_ids, position_ids, loss_mask and category_ids.
+
+        T is max_tokens, one more if last_is_label; a source's last sample in order may have fewer.
+        """
+        source, (document, start, stop) = self._plan.pieces(range(len(self))[pack])
         ids = self.sources[source].index.gather(document, start, stop).astype(np.int64)
         begins = np.zeros(1, np.int64)
         if not self.options.attend_across_documents:
@@ -275,17 +280,20 @@ class MultiDocDataset(PackDataset):
         }
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
+    @override
     def documents_of(self, pack: int) -> list[PackedDocument]:
-        source, (document, start, stop) = self._plan.pieces(self.place_of(pack))
+        source, (document, start, stop) = self._plan.pieces(range(len(self))[pack])
         prefix = self.sources[source].index.prefix
         pieces = zip(document.tolist(), start.tolist(), (stop - start).tolist(), strict=True)
         return [PackedDocument(prefix, *piece) for piece in pieces]
 
     @property
+    @override
     def folders(self) -> tuple[str, ...]:
         return tuple(source.index.prefix for source in self.sources)
 
     @property
+    @override
     def data_files(self) -> tuple[DataFile, ...]:
         return tuple(DataFile(path) for source in self.sources for path in source.index.files)
 
@@ -296,21 +304,21 @@ class MultiDocDataset(PackDataset):
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits of the documents' lengths, their token ids' range, and all that decides which sample has which
-        tokens."""
+        """16 hex digits of the documents' lengths, their token ids' range, and all that decides a sample's tokens."""
         return self._digest_of(self._num, len(self._plan))
 
     def _digest_of(self, num_samples: int, planned: int) -> str:
         parts = [
-            [s.index.digest, s.weight, None if s.documents is None else hashlib.sha256(s.documents.data).hexdigest()]
+            [s.index.digest, s.weight, None if s.documents is None else fingerprint(s.documents, digits=64)]
             for s in self.sources
         ]
         options = self.plan_options()
         if NUM_SAMPLES in options:
             options[NUM_SAMPLES] = planned
         facts = [parts, self.token_range, self.options.seq_len, self._seed, num_samples, options]
-        return digest(facts)[:16]
+        return fingerprint(facts, digits=16)
 
+    @override
     def plan_options(self) -> dict[str, Any]:
         options = self.options
         facts: dict[str, Any] = {
@@ -325,24 +333,26 @@ class MultiDocDataset(PackDataset):
         return {**facts, NUM_SAMPLES: len(self._plan)}
 
     @property
+    @override
     def longest_document(self) -> int:
         longest = int(self.pack_tokens().max())
         if self.options.attend_across_documents:
             return longest
         return min(longest, max(int(source.index.lengths.max()) for source in self.sources))
 
+    @override
     def pack_tokens(self) -> NDArray[np.int64]:
         return self._plan.token_counts()[: self._num]
 
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
-        """float64[P]: what each sample costs as one document."""
+        """Return float64[P]: the cost of each sample as one document."""
         tokens = self.pack_tokens()
         if self.is_ordered:  # all of one length: in the memory of one
             return np.broadcast_to(cost.documents(tokens[:1])[0], len(tokens))
         return cost.documents(tokens)
 
     def pack_documents(self) -> NDArray[np.int64]:
-        """int64[P]: documents, or pieces of them, of each sample; 1 where attention spans all."""
+        """Return int64[P]: documents, or pieces of them, of each sample; 1 if attention spans all."""
         if self.options.attend_across_documents:
             return np.broadcast_to(np.int64(1), self._num)
         return self._piece_counts
@@ -352,22 +362,23 @@ class MultiDocDataset(PackDataset):
         return self._plan.piece_counts()[: self._num]
 
     def pack_targets(self) -> NDArray[np.int64]:
-        """int64[P]: every token but the first of each document."""
+        """Return int64[P]: the number of tokens of each sample but the first of each document."""
         tokens = self.pack_tokens()
         if not self.options.attend_across_documents:
             return tokens + self.last_is_label - self._piece_counts
         return tokens if self.last_is_label else tokens - 1
 
-    def changed_documents(self) -> list[OverLengthRow]:
-        """The records of texts that gave no document, by source and reason, and those whose special tokens are text."""
+    def changed_documents(self) -> list[DroppedDocuments]:
+        """Return the records of texts that gave no document, and those whose special tokens are text, by source."""
         found = [
             (source.name, f"bad record: {reason}", count)
             for source in self.sources
             for reason, count in sorted(source.bad_records.items())
         ]
         found += [(source.name, "special tokens encoded as text", source.special_tokens) for source in self.sources]
-        return [OverLengthRow(*row) for row in found if row[2]]
+        return [DroppedDocuments(*row) for row in found if row[2]]
 
+    @override
     def facts(self) -> dict[str, Any]:
         rows = []
         for source, samples in zip(self.sources, self._plan.source_counts(self._num).tolist(), strict=True):

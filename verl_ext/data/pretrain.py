@@ -20,9 +20,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.dataset import DatasetOptions
-from verl_ext.data.sft import SFTOptions, TextSet, TextSetOptions
+from verl_ext.data.sft import SFTOptions
+from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.plain_text import RecordTextOptions, TextTokenizer
@@ -37,7 +39,7 @@ ADDED = 2  # tokens of max_length that are not text: BOS and EOS
 
 @dataclass(frozen=True)
 class DocumentOptions(RecordTextOptions):
-    """How text becomes documents."""
+    """The options by which text becomes documents."""
 
     prefix: ClassVar[str] = "data"
 
@@ -51,7 +53,7 @@ class DocumentOptions(RecordTextOptions):
 
 @dataclass(frozen=True)
 class PreTrainOptions(TextSetOptions, DocumentOptions):
-    """How text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
+    """The options by which text becomes rows; rows=padded has max_tokens, strategy and pad_mode of its own."""
 
     reads: ClassVar[str] = "files of text records"
 
@@ -68,20 +70,24 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
     )
     mixture: Any = option(None, "must be null: give train_dir a list")
 
+    @override
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None:
             yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
         yield from DocumentOptions.problems(self)
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return ()  # globs and URLs: checked when they are opened
 
     @classmethod
+    @override
     def implied(cls, node: Mapping[str, Any]) -> dict[str, Any]:
         one_a_row = {"max_tokens": node.get("max_length"), "strategy": "none", "pad_mode": "right"}
         return one_a_row if node.get("rows") == "padded" else {}
 
     @property
+    @override
     def packing(self) -> SFTOptions:
         budget = self.max_length if self.max_tokens is None else self.max_tokens
         return replace(self, **{"max_tokens": budget, **self.implied(vars(self))})
@@ -99,7 +105,7 @@ class PreTrainEncoder:
     key: str = "data.train_dir"
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """The files' documents; ValueError for a tokenizer without EOS, or a record that cannot be used."""
+        """Yield the files' documents; ValueError for a tokenizer without EOS or a record that cannot be used."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
         tokenizer = TextTokenizer(self.tokenizer, self.options, add_bos=self.has_bos)
@@ -107,6 +113,7 @@ class PreTrainEncoder:
 
     @property
     def has_bos(self) -> bool:
+        """Whether the tokenizer has a BOS token."""
         return self.tokenizer.bos_token_id is not None
 
     def _documents(self, batch: Batch, tokenizer: TextTokenizer) -> Documents:
@@ -125,7 +132,7 @@ class PreTrainEncoder:
         return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, counts, full)
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """A line for each thing that is not as the records have it; total: their counts as the report has them."""
+        """Yield a line for each thing that differs from the records; total: their counts as the report has them."""
         if not self.has_bos:
             yield f"the tokenizer has no bos_token: documents of {self.key} begin with the first token of their text"
         if cut := total["over_length"]:
@@ -150,8 +157,10 @@ class PreTrainEncoder:
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-    """(files, category number -> name) of paths: files, folders, globs and URLs, in the order given; those of a folder
-    or a glob by name. A file's category is its name without its endings, an Arrow folder's its name.
+    """Return (files, category number -> name) of paths: files, folders, globs and URLs, in the order given.
+
+    Those of a folder or a glob are sorted by name. A file's category is its name without its endings, an Arrow folder's
+    its name.
 
     Raises:
         ValueError: no file, a file of no known format, one that cannot be read; `key` is named.
@@ -167,8 +176,10 @@ def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[i
 def cut_documents(
     tokens: NDArray[Any], lengths: NDArray[np.integer], keep: int
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """(tokens, lengths int32[D]) of the documents side by side in `tokens`, a longer one than `keep` as its first
-    keep - 1 tokens and its last."""
+    """Return (tokens, lengths int32[D]) of documents side by side, each with at most `keep` tokens.
+
+    A longer one is cut to its first keep - 1 tokens and its last.
+    """
     if not (lengths > keep).any():
         return tokens, lengths.astype(np.int32)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -196,10 +207,10 @@ class PreTrainDataset(TextSet):
         max_length: int | None = None,
         **given: Any,
     ) -> None:
-        """`given`: as of a TextSet."""
+        """Open the files; `given`: as of a TextSet."""
         super().__init__(datapath, tokenizer, max_length, **given)
         self.has_bos = tokenizer.bos_token_id is not None
 
     def facts(self) -> dict[str, Any]:
-        """What its report says besides: how documents became rows, and whether they begin with a BOS."""
+        """Return how documents became rows, and whether they begin with a BOS."""
         return {"rows": self.options.rows, "max_length": self.options.max_length, "bos": self.has_bos}

@@ -11,17 +11,16 @@
 A document's first token is never a target, and a token that is no target has category 0.
 """
 
-import hashlib
 import os
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
@@ -33,12 +32,11 @@ from verl_ext.data.dataset import (
     Ranks,
     missing_paths,
     named_paths,
-    split_rows,
 )
-from verl_ext.data.left_out import CategoryRows, OverLengthRow
+from verl_ext.data.left_out import DroppedDocuments, DroppedReport
 from verl_ext.data.mixture import MixtureOptions, draw_spans
-from verl_ext.data.scan import DocumentScan, OverLengthDocuments, scan_documents
-from verl_ext.files import default_root
+from verl_ext.data.scan import DocumentScan, OverLength, scan_documents
+from verl_ext.files import fingerprint
 from verl_ext.packing import (
     MOST_TOKENS,
     OVER_LENGTH_POLICIES,
@@ -50,51 +48,54 @@ from verl_ext.packing import (
     plan_packs,
 )
 from verl_ext.packing.strategies import plan_repeated
-from verl_ext.text.sources import SourceFile, absolute_path
-from verl_ext.text.tokenized import read_report, tokenized
-from verl_ext.values import option, options_of, whole_number
+from verl_ext.text.sources import absolute_path
+from verl_ext.values import option, whole_number
 
 PAD_MODES = ("no_padding", "right")
-IGNORED = -100  # the label that Hugging Face losses leave out
 
 
 @dataclass(frozen=True)
 class SFTOptions(DatasetOptions):
-    """How the documents of a tokenized dataset become packs."""
+    """The options by which the documents of a tokenized dataset become packs."""
 
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
 
     max_tokens: int = option(
-        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS
+        8192, "budget of a pack, over all ranks of a sequence-parallel group", least=2, most=MOST_TOKENS, resume="same"
     )
-    strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES)
-    over_length: str = option("error", "what to do with documents longer than max_tokens", choices=OVER_LENGTH_POLICIES)
+    strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
+    over_length: str = option(
+        "error", "what to do with documents longer than max_tokens", choices=OVER_LENGTH_POLICIES, resume="same"
+    )
     pad_mode: str = option("no_padding", "right: every pack is padded to max_tokens", choices=PAD_MODES)
     mixture: Any = option(
-        None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once"
+        None, "{sources: {NAME: {tokens: 4e9, intervals: [8192, 32768], …}}}; null: every document once", resume="same"
     )
 
     @cached_property
     def mixture_options(self) -> MixtureOptions | None:
-        """The mixture with its sources; ValueError for one that cannot be drawn from."""
+        """The mixture with its sources; reading a wrong one raises ValueError."""
         return None if self.mixture is None else MixtureOptions.read(self.mixture)
 
+    @override
     def problems(self) -> Iterable[str | None]:
         try:
             _ = self.mixture_options
         except ValueError as error:
             yield from str(error).splitlines()
 
+    @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
         return missing_paths(key, paths, os.path.isdir, "folder")
 
     @property
+    @override
     def needs_train_dir(self) -> bool:
         return self.mixture_options is None or self.mixture_options.needs_train_dir
 
     @property
     def packing(self) -> "SFTOptions":
-        """What documents are packed with: max_tokens is given."""
+        """The options of packing, with max_tokens."""
         return self
 
 
@@ -108,12 +109,14 @@ class SFTDataSet(PackDataset):
 
     spans: the documents after over-length handling; plan: which of them lie in which pack. A mixture draws from spans,
     so that one may lie in several packs or in none, the same in every epoch; mixture_report: what it drew by source and
-    length interval, empty without one. Its sources' own folders are read after train_dir, which is not opened where
-    every source has its own.
+    length interval, empty without one. Its sources' own folders are read after train_dir, which is not opened if every
+    source has its own.
     """
 
     Options: ClassVar[type[DatasetOptions]] = SFTOptions
     options: SFTOptions
+    paths_are: ClassVar[str] = "a tokenized dataset folder"
+    requires_max_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -129,72 +132,67 @@ class SFTDataSet(PackDataset):
         key: str = "data.train_dir",
         **options: Any,
     ) -> None:
-        """`max_samples`: the first so many documents, all when it is not above 0. `key`: the config key that messages
-        name for the folder. `processor` is verl's argument for images and not used. `options`: those of SFTOptions, by
-        name.
+        """Open the data, which train_dir or parquet_files names, and plan its packs.
 
-        Raises:
-            ValueError: an option or a folder that cannot be used; a line with the key and the value received for each.
+        padding_value: the token of padding unless `tokenizer` has a pad token. processor: verl's, not used.
+        max_samples: the first so many documents, all if it is not above 0. key: the config key that messages name for
+        the data. options: those of `Options` by name, which win over `config`.
+
+        Raises ValueError with a line for each option or folder that cannot be used.
         """
-        self.options = SFTOptions.read(config or {}, max_tokens=max_tokens, **options)
-        if max_tokens is None and (config or {}).get("max_tokens") is None:
+        self.options = self.Options.read(config or {}, max_tokens=max_tokens, **options)  # type: ignore[assignment]
+        if self.requires_max_tokens and max_tokens is None and (config or {}).get("max_tokens") is None:
             raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
         mixture = self.options.mixture_options
         if mixture is not None and max_samples > 0:
             raise ValueError(
                 f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
             )
-        folders: list[str] = []
+        paths: list[str] = []
         if self.options.needs_train_dir:
-            paths = named_paths(key, "a tokenized dataset folder", train_dir=train_dir, parquet_files=parquet_files)
-            folders = [absolute_path(path) for path in paths]
-        self._data = TokenizedData(folders if mixture is None else mixture.all_folders(folders), key)
+            paths = named_paths(key, self.paths_are, train_dir=train_dir, parquet_files=parquet_files)
+        data, rows = self._open(paths, tokenizer, key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
-        self._plan_packs(padding_value, key, max_samples, train_folders=folders)
-
-    def _plan_packs(
-        self,
-        padding_value: int | None,
-        key: str,
-        max_samples: int,
-        *,
-        rows: NDArray[np.int64] | None = None,
-        train_folders: Sequence[str] = (),
-    ) -> None:
-        """Plan the packs of the documents `rows`, ascending (None: all), or of those that a mixture draws of them."""
-        options, data = self.options.packing, self._data
-        self._pads = options.pad_mode == "right"
+        packing = self.options.packing
+        self._pads = packing.pad_mode == "right"
         if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
-        self.key, self.max_tokens, self._padding_value = key, options.max_tokens, padding_value or 0
+        self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
+        self._data = data
         self._rows = rows  # of the documents of this set, in use or not
         first = slice(max_samples if max_samples > 0 else None)
         self._in_use: Any = first if rows is None else rows[first]  # a slice where rows would only count: 8 bytes each
-        spans = cut_spans(data.lengths[self._in_use], options.max_tokens, options.over_length, key)
+        spans = cut_spans(data.lengths[self._in_use], packing.max_tokens, packing.over_length, key)
         self.spans = spans if rows is None else Spans(rows[spans.row], spans.start, spans.length)
+        how = packing.max_tokens, packing.strategy, packing.seed
         self.plan: PackPlan
-        how = options.max_tokens, options.strategy, options.seed
-        if options.mixture_options is None:
+        if mixture is None:
             self.plan = plan_packs(spans.length, *how)
-            return
-        folders, first_rows = data.folders, data.first_rows()
-        drawn, self.mixture_report = draw_spans(
-            options.mixture_options, spans, folders, first_rows, train_folders, options.seed
-        )
-        self.plan = plan_repeated(spans.length, drawn, *how)
+        else:
+            train_dirs = [absolute_path(path) for path in paths]
+            drawn, self.mixture_report = draw_spans(
+                mixture, spans, data.folders, data.first_rows(), train_dirs, packing.seed
+            )
+            self.plan = plan_repeated(spans.length, drawn, *how)
+
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, NDArray[np.int64] | None]:
+        """Return the data, and the rows of this set, ascending (None: all)."""
+        folders = [absolute_path(path) for path in paths]
+        mixture = self.options.mixture_options
+        return TokenizedData(folders if mixture is None else mixture.all_folders(folders), key), None
 
     def __len__(self) -> int:
         return self.plan.num_packs
 
     def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Pack `pack`: 1-D tensors of one length T ≤ max_tokens, its documents one after the other.
+        """Return pack `pack`: 1-D tensors of one length T ≤ max_tokens, its documents one after the other.
 
-        input_ids, position_ids, loss_mask, category_ids int64, loss_weight float32 when the dataset has it. With
-        pad_mode=right T is max_tokens, the rest one last pseudo-document of the padding value, and attention_mask int64
-        is added.
+        They are input_ids, position_ids, loss_mask and category_ids int64, and loss_weight float32 if the dataset has
+        it. With pad_mode=right T is max_tokens, the rest is one last pseudo-document of the padding value, and
+        attention_mask int64 is added.
         """
-        documents = self.plan.documents(self.place_of(pack))
+        documents = self.plan.documents(range(len(self))[pack])
         length = self.spans.length[documents].astype(np.int64)
         tokens = int(length.sum())
         size = self.max_tokens if self._pads else tokens
@@ -214,8 +212,9 @@ class SFTDataSet(PackDataset):
             out["attention_mask"][:tokens] = 1
         return {name: torch.from_numpy(values) for name, values in out.items()}
 
+    @override
     def documents_of(self, pack: int) -> list[PackedDocument]:
-        documents, first_rows = self.plan.documents(self.place_of(pack)), self._data.first_rows()
+        documents, first_rows = self.plan.documents(range(len(self))[pack]), self._data.first_rows()
         row, start, length = (values[documents] for values in (self.spans.row, self.spans.start, self.spans.length))
         folder = np.searchsorted(first_rows, row, side="right") - 1
         numbers = zip(
@@ -229,27 +228,33 @@ class SFTDataSet(PackDataset):
         return scan_documents(self._data, self.spans, self.over_length)
 
     def read_together(self, ranks: Ranks) -> None:
-        """The scan, of which each rank reads a share; kept for the next start."""
+        """Scan the tokens, each rank a share; the scan is kept for the next start."""
         self.scan = scan_documents(self._data, self.spans, self.over_length, ranks, keep=True)
 
     @cached_property
-    def over_length(self) -> OverLengthDocuments:
-        lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
-        return OverLengthDocuments.of(lengths, self.max_tokens, policy, None if self._rows is None else self._in_use)
+    def over_length(self) -> OverLength:
+        """The documents in use that are longer than a pack."""
+        rows = np.flatnonzero(self._data.lengths[self._in_use] > self.max_tokens)
+        rows = rows if self._rows is None else self._in_use[rows]
+        return OverLength(rows, self.max_tokens, self.options.packing.over_length)
 
     @property
+    @override
     def folders(self) -> tuple[str, ...]:
         return self._data.folders
 
     @property
+    @override
     def data_files(self) -> tuple[DataFile, ...]:
         return self._data.files
 
     @property
+    @override
     def token_range(self) -> tuple[int, int]:
         return self.scan.min_token_id, self.scan.max_token_id
 
     @property
+    @override
     def longest_document(self) -> int:
         return int(self.spans.length.max())
 
@@ -264,144 +269,46 @@ class SFTDataSet(PackDataset):
         return CategoryNumbers.read(self.folders).names
 
     @cached_property
-    def _category_rows(self) -> CategoryRows:
+    def _dropped(self) -> DroppedReport:
         columns = self._data.document_columns
         lengths = self._data.lengths if self._rows is None else self._data.lengths[self._rows]
         total = int(lengths.sum(dtype=np.int64))
-        return CategoryRows(None if columns is None else columns.category, self.category_names, total)
+        return DroppedReport(None if columns is None else columns.category, self.category_names, total)
 
     @cached_property
-    def over_length_report(self) -> list[OverLengthRow]:
-        """What was done to over-length and empty documents, by category (needs the scan); [] for none."""
+    def over_length_report(self) -> list[DroppedDocuments]:
+        """The over-length and empty documents, by category (needs the scan); [] for none."""
         lengths, policy = self._data.lengths[self._in_use], self.options.packing.over_length
-        return self._category_rows.over_length(self.scan.over_length, policy, lengths)
+        return self._dropped.over_length(self.scan.over_length, policy, lengths)
 
-    def changed_documents(self) -> list[OverLengthRow]:
-        """over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
+    def changed_documents(self) -> list[DroppedDocuments]:
+        """Return over_length_report, and the documents that no pack holds or that have no target (needs the scan)."""
         lengths = self._data.lengths
         rows = np.arange(len(lengths)) if self._rows is None else self._rows
         beyond = rows[len(lengths[self._in_use]) :]
-        left_out = self._category_rows.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
+        left_out = self._dropped.left_out(beyond, lengths, self.spans, self.plan, self.scan.targets)
         return [*self.over_length_report, *left_out]
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits of which documents there are: their rows, cuts, lengths and targets (needs the scan)."""
         scan, spans = self.scan, self.spans
-        digest = hashlib.sha256(f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}".encode())
-        for values in (spans.row, spans.start, spans.length, scan.targets):
-            digest.update(values.astype(np.int64).tobytes())
-        return digest.hexdigest()[:16]
+        arrays = (spans.row, spans.start, spans.length, scan.targets)
+        facts = f"{scan.min_token_id} {scan.max_token_id} {scan.category_ids}"
+        return fingerprint(facts, (values.astype(np.int64) for values in arrays), digits=16)
 
+    @override
     def pack_tokens(self) -> NDArray[np.int64]:
         return self.plan.pack_sums(self.spans.length)
 
+    @override
     def pack_costs(self, cost: CostModel) -> NDArray[np.float64]:
         return cost.packs(self.plan, self.spans.length)
 
+    @override
     def pack_documents(self) -> NDArray[np.int64]:
         return np.diff(self.plan.pack_offsets)
 
+    @override
     def pack_targets(self) -> NDArray[np.int64]:
         return self.plan.pack_sums(self.scan.targets)
-
-
-@dataclass(frozen=True)
-class TextSetOptions(SFTOptions):
-    """Options of a set of texts, which are tokenized when it is opened."""
-
-    train_ratio: float = option(
-        1.0, "share of train_dir that is trained on where val_dir is null; 1: no validation", above=0, most=1
-    )
-    cache_dir: str | None = option(None, "where tokenized files are kept; null: the cache of Hugging Face datasets")
-
-
-class TextSet(SFTDataSet):
-    """Base of sets of texts: whole files are tokenized once for each tokenizer and set of encoder options, whatever the
-    split, max_samples and the packs; after that rows are read from the cache. Rows have labels besides.
-
-    Two constructor forms give the same rows: the family's own, with a path, a tokenizer and max_length; and verl's,
-    `(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of `config`
-    that `Options` has. An argument that is given wins. A path may be a list of paths.
-
-    encoder: the class that makes documents of files; its `Options` are a part of the family's. paths_are: what it
-    reads, in words. cut_reason: what the report calls a document that lost tokens when it was tokenized; cuts_targets:
-    these tokens were targets.
-    """
-
-    needs_tokenizer = True
-    encoder: ClassVar[Any]
-    paths_are: ClassVar[str]
-    cut_reason: str
-    cuts_targets = False
-    split: str | None
-    files: tuple[str, ...]
-
-    @staticmethod
-    @abstractmethod
-    def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
-        """(files, category number -> name) of paths; ValueError, which names `key`, where there are none."""
-
-    def __init__(
-        self,
-        path: str | Sequence[str] | None = None,
-        tokenizer: Any = None,
-        max_length: int | None = None,
-        *,
-        parquet_files: str | Sequence[str] | None = None,
-        config: Mapping[str, Any] | None = None,
-        processor: Any = None,
-        max_samples: int = -1,
-        split: str | None = None,
-        key: str = "data.train_dir",
-        **options: Any,
-    ) -> None:
-        """`max_samples`: the first so many documents of the split, all when it is not above 0. `split`: "train" or
-        "val" of the seeded random split of all documents; None: all. `key`: the config key that messages name for the
-        path. `processor` is verl's argument for images and not used. `options`: those of `Options`, by name.
-
-        Raises:
-            ValueError: an option, a file or a tokenizer that cannot be used; one line with the key and the value.
-        """
-        chosen: Any = self.Options.read(config or {}, max_length=max_length, **options)
-        files, names = self.find_files(named_paths(key, self.paths_are, path=path, parquet_files=parquet_files), key)
-        if tokenizer is None:
-            raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
-        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.options, self.split, self.files = chosen, split, tuple(file.path for file in files)
-        of_encoder = self.encoder.Options
-        encoder = self.encoder(tokenizer, of_encoder(**{n: getattr(chosen, n) for n in options_of(of_encoder)}), key)
-        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", chosen.cache_dir))
-        self._data = TokenizedData([str(folder)], key)
-        rows = split_rows(len(self._data), split, chosen.train_ratio, chosen.seed)
-        self._plan_packs(padding, key, max_samples, rows=rows)
-
-    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
-        """Row `pack`: 1-D tensors of one length, those of an SFTDataSet and labels int64."""
-        row = super().__getitem__(pack)
-        row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
-        return row
-
-    @cached_property
-    def over_length_report(self) -> list[OverLengthRow]:
-        """The documents that were cut when they were tokenized, by category, with the tokens from before the cut; then
-        those longer than a pack (needs the scan)."""
-        columns, rows = self._data.document_columns, self._in_use
-        assert columns is not None, "tokenized() writes them"
-        full, lengths = columns.full_length[rows], self._data.lengths[rows]
-        cut = full > lengths
-        report = replace(self._category_rows, total=int(full.sum(dtype=np.int64))).of(
-            self.cut_reason, rows[cut], full[cut], lengths[cut]
-        )
-        for row in report:
-            row.targets_removed = row.tokens_removed if self.cuts_targets else 0
-        return [*report, *super().over_length_report]
-
-    def changed_documents(self) -> list[OverLengthRow]:
-        """As of an SFTDataSet, and the records that gave no document, which the training part reports."""
-        bad = [
-            OverLengthRow(category, f"bad record: {reason}", documents)
-            for category, counts in read_report(self.folders[0])["categories"].items()
-            for reason, documents in counts["bad_records"].items()
-        ]
-        return [*super().changed_documents(), *([] if self.split == "val" else bad)]

@@ -23,7 +23,6 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.engines.saving import gather_to_rank0
 from verl_ext.engines.step import StepEngine
 from verl_ext.losses import token_nll
 from verl_ext.models.qwen_titans import generate_greedily, load_memory_checkpoint
@@ -138,7 +137,7 @@ class ChunkedEngine(StepEngine):
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """Gather the whole parameters of the memory in rank 0's host memory; collective."""
-        return {name: gather_to_rank0(tensor) for name, tensor in self.module.memory_state_dict().items()}
+        return {name: self.gather_to_rank0(tensor) for name, tensor in self.module.memory_state_dict().items()}
 
 
 def _all_max(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils import fsdp_utils
 from verl.utils.device import get_device_id, get_device_name
@@ -28,8 +28,6 @@ from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
-from verl_ext.engines.saving import Save, load_engine
-from verl_ext.engines.state import HostCopies
 
 _STEADY_STEPS = 400  # the scale doubles after so many; verl's own number
 
@@ -52,7 +50,7 @@ class StepEngine(FSDPEngineWithLMHead):
     generates: ClassVar[bool] = False  # True if it has generate_answers(ids, prompts, tokens)
     scaler: Any  # a ShardedGradScaler in fp16, else None
     router_loss: RouterLoss | None = None
-    host_copies: HostCopies | None = None  # of the checkpoint that threads write
+    host_copies: Any = None  # those of verl_ext.checkpoint.state that threads write a checkpoint from
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
@@ -168,17 +166,15 @@ class StepEngine(FSDPEngineWithLMHead):
             part.update(moved)
         return inputs, output_args, on_device(micro_batch, device)
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Save `checkpoint.save_contents` into a folder; collective. Raises NotWritten if a file cannot be written."""
-        self.collected(Path(local_path)).write()
-
-    def collected(self, folder: Path, later: bool = False) -> Save:
-        """Collect the content of :meth:`save_checkpoint`, to be written `later` while training goes on; collective."""
-        return Save(self, folder, super().save_checkpoint, later)
-
-    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Load `checkpoint.load_contents`, saved by any number of ranks, or in verl's own form by as many."""
-        load_engine(self, Path(local_path), super().load_checkpoint)
+    @staticmethod
+    def gather_to_rank0(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor on rank 0's host memory, nothing elsewhere; every rank takes part in the gather."""
+        full = tensor
+        if isinstance(tensor, DTensor):
+            # verl offloads weights without waiting for their copies: read on the host they could be half there.
+            on_device: Any = tensor.to(get_device_id())
+            full = on_device.full_tensor()
+        return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """Gather the parameters of a long-term memory, if there is one, in rank 0's host memory; collective."""

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.custom import custom_object
-from verl_ext.values import Options, check_choice, first_line, option, show
+from verl_ext.values import Options, check_choice, first_line, option, options_of, show
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 
@@ -160,11 +160,11 @@ class LossOptions(Options):
 
     prefix: ClassVar[str] = "loss"
 
-    mode: str = option("token", "the mean that is minimised", choices=MODES)
+    mode: str = option("token", "the mean that is minimised", choices=MODES, resume="same")
     category_weights: dict[str, float] | None = option(
-        None, "{category: weight ≥ 0}; a category not named has weight 1"
+        None, "{category: weight ≥ 0}; a category not named has weight 1", resume="same"
     )
-    documents_per_pack: int = option(30, "LongWriter's constant; only mode longwriter uses it", least=1)
+    documents_per_pack: int = option(30, "LongWriter's constant; only mode longwriter uses it", least=1, resume="same")
     head: str = option(
         "fused",
         "logits in memory: fused: a block of the targets'; targets: those of all targets; plain: those of all tokens",
@@ -210,10 +210,11 @@ class LossOptions(Options):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """The values that make two runs' losses the same, by key; for a user's own mode, its code."""
-        mode = self.custom_cls.fingerprint if self.custom_cls.is_given else self.mode
-        of_both = {name: getattr(self, name) for name in ("category_weights", "documents_per_pack")}
-        return {f"loss.{name}": value for name, value in {"mode": mode, **of_both}.items()}
+        """The options that a resumed run must share, by key; a user's own mode stands for its code."""
+        shared = {name: getattr(self, name) for name, of in options_of(type(self)).items() if of.resume == "same"}
+        if self.custom_cls.is_given:
+            shared["mode"] = self.custom_cls.fingerprint
+        return {f"loss.{name}": value for name, value in shared.items()}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.attention import SequenceShards
 from verl_ext.config.check import check_run
-from verl_ext.config.run import num_bytes, sequence_parallel_size
+from verl_ext.config.run import Machine, RunConfig, num_bytes, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.memory_plan.run import REPLAYED, Job, Prediction
@@ -211,9 +211,9 @@ def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
     for remedy, value in chosen:
         OmegaConf.update(config, remedy.key, value)
     with suppress(ValueError):
-        check_run(config, run.world_size, "cuda")
-        values: Any = OmegaConf.to_container(config)
-        yield Trial(chosen, values)
+        trial = RunConfig.from_composed(config, Machine(run.world_size, "cuda"))
+        check_run(trial)
+        yield Trial(chosen, dict(trial.values))
 
 
 class PredictionFailed(RuntimeError):

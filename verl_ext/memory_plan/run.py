@@ -258,7 +258,7 @@ def _kinds(engine: Any, tracker: MemoryTracker) -> Iterator[None]:
         engine.module.register_forward_pre_hook(partial(reach, ACTIVATIONS)),
         engine.module.get_output_embeddings().register_forward_pre_hook(reach_head),
         *(
-            part.register_forward_pre_hook(see_unsharded)
+            part.register_forward_pre_hook(see_unsharded)  # type: ignore[attr-defined]  # FSDPModule is a mixin
             for part in engine.module.modules()
             if isinstance(part, FSDPModule)
         ),

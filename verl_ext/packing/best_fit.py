@@ -43,9 +43,11 @@ class Histogram(NamedTuple):
 
 
 class Placements(NamedTuple):
-    """Rows of `batches` int32 or int64[N, 4], in the order of placement: the next documents go to packs
-    `first .. first + packs`, `each` to a pack, which already holds `before`. Ahead of them the first `alone`
-    documents opened a pack each."""
+    """The packs of the documents, in the order of placement.
+
+    The first `alone` documents open a pack each. A row of `batches` int32 or int64[N, 4] puts the next documents into
+    packs `first .. first + packs`, `each` to a pack, which already holds `before`.
+    """
 
     num_packs: int
     alone: int
@@ -55,7 +57,7 @@ class Placements(NamedTuple):
 def best_fit(
     lengths: NDArray[np.int64], max_tokens: int, seed: int, lengths_tried_twice: int | None = None
 ) -> PackPlan:
-    """Packs in the order in which they were opened, documents in the order in which they were placed (longest first).
+    """Return packs in the order in which they were opened, documents in that of their placement (longest first).
 
     lengths int64[D], each 1..max_tokens; among documents of equal length the seed decides. Never more packs than first
     fit decreasing: where best fit does not reach the lower bound, first fit is tried too; of a set with more than
@@ -75,7 +77,7 @@ def best_fit(
 
 
 def sort_by_length(lengths: NDArray[np.int64], seed: int) -> tuple[NDArray[np.integer], Histogram]:
-    """(documents int32 or int64[D], longest first, and their histogram); lengths int64[D], D at least 1.
+    """Return (documents int32 or int64[D], longest first, and their histogram); lengths int64[D], D at least 1.
 
     Among documents of equal length the seed decides. One sort of one 64-bit key a document, which vectorised sorts
     do in about a tenth of an argsort's time:
@@ -112,7 +114,7 @@ def _sort_keys(
 
 
 def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
-    """A lower bound: Martello and Toth's L2 over every threshold t (Knapsack Problems, 1990, chapter 8), in linear time.
+    """Return Martello and Toth's lower bound L2 (Knapsack Problems, 1990, chapter 8), in linear time.
 
     Documents over max_tokens / 2 need a pack each. Beside one of more than max_tokens - t no document of t or more
     finds room, so documents of t .. max_tokens / 2 share the room that the other large ones leave, and new packs:
@@ -134,7 +136,7 @@ def fewest_packs(histogram: Histogram, max_tokens: int) -> int:
 def fit(
     histogram: Histogram, max_tokens: int, *, first_fit: bool = False, most_packs: int | None = None
 ) -> Placements | None:
-    """Where the documents go: each into the fullest open pack that holds it, with `first_fit` into the earliest.
+    """Place each document into the fullest open pack that holds it, with `first_fit` into the earliest.
 
     Packs are numbered in the order in which they are opened. None where more than `most_packs` are needed.
     """
@@ -158,7 +160,7 @@ def fit(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """A fit keeps some 100,000 tuples and makes no cycle: looking for one takes a tenth of its time, or more."""
+    """Pause it: a fit keeps 100,000 tuples without a cycle, and looking for one takes a tenth of its time or more."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -176,7 +178,7 @@ def _fit_small(
     waiting: list[list[Group]],  # by the first length that fits their room
     most_packs: int,
 ) -> tuple[int, list[int]]:
-    """(packs, rows of Placements.batches one after the other); stops at more packs than `most_packs`."""
+    """Return (packs, rows of Placements.batches joined); stop at more packs than `most_packs`."""
     groups: list[Group] = []  # the open packs: a heap by number, or a stack, as groups come in with less and less room
     push: Callable[[Group], None] = partial(heappush, groups) if first_fit else groups.append
     pop: Callable[[], Group] = partial(heappop, groups) if first_fit else groups.pop
@@ -216,7 +218,7 @@ def _fit_small(
 
 
 def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
-    """room -> index of the first length that fits it, for rooms below the longest: from a table where it is small."""
+    """Return a function from a room below the longest to the index of the first length that fits it."""
     if len(histogram.lengths) and histogram.lengths[0] <= histogram.counts.sum():
         rooms = np.arange(histogram.lengths[0] + 1)
         return np.searchsorted(-histogram.lengths, -rooms, side="left").tolist().__getitem__
@@ -225,7 +227,7 @@ def _first_that_fits(histogram: Histogram) -> Callable[[int], int]:
 
 
 def plan_from_placements(documents: NDArray[np.integer], placements: Placements) -> PackPlan:
-    """Packs in the order in which they were opened, documents[D] in the order in which they were placed."""
+    """Return packs in the order in which they were opened; documents[D] in that of their placement."""
     num_packs, alone, batches = placements
     first, packs, each, _ = batches.T
     changes = np.bincount(first, each, num_packs + 1) - np.bincount(first + packs, each, num_packs + 1)
@@ -239,7 +241,7 @@ def plan_from_placements(documents: NDArray[np.integer], placements: Placements)
 
 
 def _positions(batches: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.integer]:
-    """Where in document_index each document of the batches goes."""
+    """Return the position in document_index of each document of the batches."""
     first, packs, each, before = batches.T
     pack = np.repeat(first - (np.cumsum(packs, dtype=first.dtype) - packs), packs)
     pack += np.arange(len(pack), dtype=pack.dtype)

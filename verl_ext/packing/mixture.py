@@ -30,8 +30,10 @@ Interval = tuple[int | None, int | None]  # low < length <= high, (None, None) f
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """A budget in tokens or a weight, one of them; edges: ascending, interval i is edges[i] < length <= edges[i+1];
-    None: one interval of all lengths."""
+    """A source with a budget in tokens or a weight.
+
+    edges: ascending, interval i is edges[i] < length <= edges[i+1]; None: one interval of all lengths.
+    """
 
     name: str
     tokens: float | None = None
@@ -40,28 +42,22 @@ class MixtureSource:
 
     @property
     def key(self) -> str:
+        """The config key of the source."""
         return f"{KEY}.sources.{self.name}"
 
     @property
     def intervals(self) -> list[Interval]:
-        """(low, high) of each interval, (None, None) where it is of all lengths."""
+        """(low, high) of each interval, (None, None) if it is of all lengths."""
         return [(None, None)] if self.edges is None else list(pairwise(self.edges))
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """The document that, drawn once more or once less, brings the interval nearest to its budget; its tokens then."""
-
-    document: int
-    tokens: int
-
-
-@dataclass(frozen=True)
 class IntervalDraw:
-    """What one interval of a source gives: documents int64[D], whole epochs first, each in the order of the data.
+    """The draw of one interval of a source: documents int64[D], whole epochs first, each in the order of the data.
 
     distinct: different documents among them; wanted, given, pool: tokens of the budget, of the documents drawn, and of
-    all documents of the interval; alternative: where the draw is more than TOLERANCE off, why no draw is nearer.
+    all documents of the interval; alternative: if the draw is more than TOLERANCE off, the document that, drawn once
+    more or once less, brings it nearest, and its tokens then.
     """
 
     source: str
@@ -72,7 +68,7 @@ class IntervalDraw:
     wanted: int
     given: int
     pool: int
-    alternative: Alternative | None
+    alternative: tuple[int, int] | None
 
 
 def draw_mixture(
@@ -83,7 +79,7 @@ def draw_mixture(
     scale: float = 1.0,
     total_tokens: float | None = None,
 ) -> list[IntervalDraw]:
-    """The documents of every source and interval, in the order of `sources`; `scale` is a factor on every budget.
+    """Draw the documents of every source and interval, in the order of `sources`; scale: a factor on every budget.
 
     lengths integer[S] of all documents, at least 1; members: int64[≤ S] for each source, the documents it draws from,
     ascending; total_tokens: what weighted sources share, the budgets in tokens taken off; None: the tokens that they
@@ -111,7 +107,7 @@ def draw_mixture(
 
 
 def _pools(lengths: NDArray[np.integer], source: MixtureSource, members: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The documents of each interval of a source, ascending."""
+    """Return the documents of each interval of a source, ascending."""
     if len(members) == 0:
         raise ValueError(f"{source.key} must have at least one document to draw from; got none")
     ours = lengths[members]
@@ -132,7 +128,7 @@ def _budgets(
     pools: Sequence[Sequence[NDArray[np.int64]]],
     total_tokens: float | None,
 ) -> list[float]:
-    """Tokens of each source, before scaling."""
+    """Return the tokens of each source, before scaling."""
     weights = sum(source.weight or 0 for source in sources)
     in_tokens = sum(source.tokens or 0 for source in sources)
     shared = 0.0
@@ -174,7 +170,7 @@ def _draw_interval(
     if abs(given - wanted) > TOLERANCE * wanted:
         at = _nearest_document(lengths, chosen, wanted - given)
         step = int(lengths[at])
-        alternative = Alternative(int(pool[at]), given + step if given < wanted else given - step)
+        alternative = int(pool[at]), given + step if given < wanted else given - step
     return IntervalDraw(
         source.name,
         *interval,
@@ -190,7 +186,7 @@ def _draw_interval(
 def nearest_subset(
     lengths: NDArray[np.int64], wanted: int, tolerance: float, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """bool[n]: a random subset whose sum comes near to `wanted`, above or below; lengths int64[n] ≥ 1, in tokens.
+    """Return bool[n]: a random subset whose sum comes near to `wanted`, above or below; lengths int64[n] ≥ 1.
 
         random order       7  3  9  4  2  6        wanted 20
         taken              7  3  9                 19 tokens; 4, 2 and 6 do not fit the one token that is left
@@ -212,13 +208,13 @@ def nearest_subset(
 
 
 def _nearest_document(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int) -> int:
-    """The document that, added (gap > 0) or left out (gap < 0), alone comes nearest to closing the gap."""
+    """Return the document that, added (gap > 0) or left out (gap < 0), alone comes nearest to closing the gap."""
     others = np.flatnonzero(chosen == (gap < 0))
     return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
 
 
 def _random_fill(lengths: NDArray[np.int64], wanted: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Documents in random order, each taken if it fits what the earlier ones left: about log2(longest) passes."""
+    """Take documents in random order, each if it fits the room that is left: about log2(longest) passes."""
     chosen = np.zeros(len(lengths), bool)
     order, room = rng.permutation(len(lengths)), wanted
     in_order = lengths[order]
@@ -248,7 +244,7 @@ def _choose_again(lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: in
 def _window(
     lengths: NDArray[np.int64], chosen: NDArray[np.bool_], gap: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Up to WINDOW documents: taken ones, others that could come in their place, and the one that alone is nearest."""
+    """Return up to WINDOW documents: taken ones, others that could replace them, and the one that alone is nearest."""
     if len(lengths) <= WINDOW:
         return np.arange(len(lengths))
     taken = np.flatnonzero(chosen)

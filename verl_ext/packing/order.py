@@ -24,7 +24,7 @@ _TRIES = 64
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a document costs to run: cost(l) = linear·l + quadratic·l² + windowed·a(l), in any one unit.
+    """The cost of running a document: cost(l) = linear·l + quadratic·l² + windowed·a(l), in any one unit.
 
     a(l) = l² up to `window` tokens and 2·l·window − window² beyond: twice the area under a causal mask of that width.
     The factors are whole numbers, so that sums below 2^53 are exact, and an order by cost the same on every machine.
@@ -40,7 +40,7 @@ class CostModel:
         return f"{self.linear}·l + {self.quadratic}·l²{windowed}"
 
     def documents(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """float64[D] of lengths integer[D], in tokens."""
+        """Return float64[D] of lengths integer[D], in tokens."""
         length = np.asarray(lengths, np.float64)
         cost = self.linear * length + self.quadratic * length**2
         if self.windowed:
@@ -49,7 +49,7 @@ class CostModel:
         return cost
 
     def packs(self, plan: PackPlan, lengths: ArrayLike) -> NDArray[np.float64]:
-        """float64[P]: the documents' costs summed over each pack of `plan`; lengths integer[D], one per document."""
+        """Return float64[P]: the documents' costs summed over each pack of `plan`; lengths integer[D]."""
         if plan.num_packs == 0:
             return np.zeros(0)
         return np.add.reduceat(self.documents(lengths)[plan.document_index], plan.pack_offsets[:-1])
@@ -61,7 +61,7 @@ TOKENS = CostModel(linear=1, quadratic=0)
 def cost_over_ideal(
     costs: NDArray[np.float64], ranks: int, batch_size: int | None = None, micro_batch_size: int = 1
 ) -> float:
-    """How much longer an epoch takes than with perfectly shared steps, at least 1 (1 for no cost at all).
+    """Return how much longer an epoch takes than with perfectly shared steps, at least 1 (1 for no cost at all).
 
     costs float64[P] of the packs in the order in which they are visited; steps of `batch_size` packs (None: one step).
     A micro-step deals the next micro_batch_size × ranks packs of its step out and takes as long as its slowest rank.
@@ -80,7 +80,7 @@ def cost_over_ideal(
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """int64[P]: a permutation of the packs that depends on seed and epoch alone, never on ranks or workers."""
+    """Return int64[P]: a permutation of the packs that depends on seed and epoch alone, never on ranks or workers."""
     whole_number("num_packs", num_packs, least=0)
     whole_number("data.seed", seed, least=0)
     whole_number("epoch", epoch, least=0)
@@ -90,9 +90,9 @@ def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def balanced_order(
     costs: NDArray[np.float64], batch_size: int, group_size: int, seed: int, epoch: int, drop_last: bool = False
 ) -> NDArray[np.int64]:
-    """int64[P]: the packs in the order in which an epoch visits them, `batch_size` a step.
+    """Return int64[P]: the packs in the order in which an epoch visits them, `batch_size` a step.
 
-    Every step is groups of `group_size` packs (and a smaller one where that does not divide it) whose costs are
+    Every step is groups of `group_size` packs (and a smaller one if that does not divide it) whose costs are
     neighbours among the costs (float64[P]) of the epoch; so is the last step, of the packs that do not fill one. With
     `drop_last` those are left out: the same ones for every group size.
     """
@@ -121,13 +121,15 @@ def balanced_order(
 
 
 def _packs(starts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """int64[n, size]: the positions of the groups that begin at `starts`."""
+    """Return int64[n, size]: the positions of the groups that begin at `starts`."""
     return starts[:, None] + np.arange(size)
 
 
 def _mixed(table: NDArray[np.int64], count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """int64[steps, groups]: `table`, of group numbers below `count` in ascending cost, with no step on one cost level,
-    a run of neighbouring numbers: such a step, at most 1 of 64, exchanges a group with another one."""
+    """Return `table` int64[steps, groups] of group numbers below `count`, in ascending cost, with mixed steps.
+
+    A step on one cost level, a run of neighbouring numbers, exchanges a group with another; these are at most 1 of 64.
+    """
     steps, groups = table.shape
     if groups == 1 or steps == 1:
         return table

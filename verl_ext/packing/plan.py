@@ -1,4 +1,4 @@
-"""Which document lies in which pack, as an index in CSR form, and what becomes of documents longer than a pack.
+"""Plans of packs as an index in CSR form, and how documents longer than a pack are cut.
 
     pack_offsets      0        2           5     6
                       |        |           |     |
@@ -31,26 +31,27 @@ class PackPlan(NamedTuple):
 
     @property
     def num_packs(self) -> int:
+        """The number of packs."""
         return len(self.pack_offsets) - 1
 
     def documents(self, pack: int) -> NDArray[np.integer]:
-        """integer[n]: the documents of one pack."""
+        """Return integer[n]: the documents of one pack."""
         return self.document_index[self.pack_offsets[pack] : self.pack_offsets[pack + 1]]
 
     def pack_sums(self, values: ArrayLike) -> NDArray[np.int64]:
-        """int64[P]: `values` (integer[D], one per document) summed over each pack."""
+        """Return int64[P]: `values` (integer[D], one per document) summed over each pack."""
         return np.diff(offsets_of(np.asarray(values)[self.document_index])[self.pack_offsets])
 
-    def of(self, documents: NDArray[np.integer]) -> "PackPlan":
-        """The same packs with document i named `documents[i]`: a plan of a selection, in the numbers of the whole."""
+    def renumbered(self, documents: NDArray[np.integer]) -> "PackPlan":
+        """Return the same packs with document i named `documents[i]`, for a plan of a selection of documents."""
         return PackPlan(documents[self.document_index], self.pack_offsets)
 
 
 @dataclass(frozen=True)
 class Spans:
-    """row int64[S], start int64[S], length int32[S]: span s is tokens start..start+length of dataset row `row`.
+    """The parts of documents that are packed: span s is tokens start..start+length of dataset row `row`.
 
-    Rows ascend, and every length is at least 1.
+    row int64[S], start int64[S], length int32[S]. Rows ascend, and every length is at least 1.
     """
 
     row: NDArray[np.int64]
@@ -62,19 +63,19 @@ class Spans:
 
 
 def offsets_of(sizes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """int64[n+1]: where each of consecutive parts of these sizes begins, and the end of the last."""
+    """Return int64[n+1]: the begin of each of consecutive parts of these sizes, and the end of the last."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def index_type(documents: int) -> "type[np.signedinteger]":
-    """The integer type that numbers so many documents."""
+    """Return the integer type that numbers so many documents."""
     return np.int32 if documents < 2**31 else np.int64
 
 
 def cut_spans(lengths: NDArray[np.integer], max_tokens: int, policy: str, key: str = "data.train_dir") -> Spans:
-    """The documents to pack: rows without a token are left out, rows over `max_tokens` follow `policy`.
+    """Return the documents to pack: rows without a token are left out, rows over `max_tokens` follow `policy`.
 
         max_tokens = 4        row 0 (3 tokens)    row 1 (9 tokens)
         drop                  0:[0,3)

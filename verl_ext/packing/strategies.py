@@ -19,7 +19,7 @@ PART_PACKS = 256  # full packs of a part, at least
 
 
 def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """Documents in their order; a pack is closed when the next one does not fit (the original TokenAwareBatchPack).
+    """Pack documents in their order; a pack is closed when the next one does not fit (as TokenAwareBatchPack).
 
     It looks at one open pack only, so that 20–25 % of the budget stays empty on mixed lengths: for data whose order
     matters, and for comparison. `seed` is not used.
@@ -33,13 +33,13 @@ def next_fit(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan
 
 
 def single(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """One document a pack, in their order: no packing. `max_tokens` and `seed` are not used."""
+    """Put one document into each pack, in their order. `max_tokens` and `seed` are not used."""
     documents = len(lengths)
     return PackPlan(np.arange(documents, dtype=index_type(documents)), np.arange(documents + 1, dtype=np.int64))
 
 
 def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> PackPlan:
-    """Documents of like length share a pack: neighbours in ascending order, among equal ones the seed decides.
+    """Pack documents of like length together: neighbours in ascending order; among equal ones the seed decides.
 
     LongAlign's sorted batching (https://arxiv.org/abs/2401.18058, section 3.2), with a pack in place of a batch of
     padded rows: packs of like cost, each of which sees one length only. The epoch's order of packs is random.
@@ -47,7 +47,7 @@ def sorted_batch(lengths: NDArray[np.int64], max_tokens: int, seed: int) -> Pack
     if len(lengths) == 0:
         return next_fit(lengths, max_tokens, seed)
     ascending = sort_by_length(lengths, seed)[0][::-1]
-    return next_fit(lengths[ascending], max_tokens, seed).of(ascending)
+    return next_fit(lengths[ascending], max_tokens, seed).renumbered(ascending)
 
 
 STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
@@ -59,7 +59,7 @@ STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, int], PackPlan]] = {
 
 
 def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", seed: int = 0) -> PackPlan:
-    """Packs of whole documents, lengths integer[D] each 1..max_tokens, none above `max_tokens` tokens.
+    """Return packs of whole documents, lengths integer[D] each 1..max_tokens, none above `max_tokens` tokens.
 
     strategy: `best_fit` (fewest packs), `next_fit` (order preserved), `sorted_batch` (documents of like length
     together), `none` (one document a pack). seed: decides between documents of equal length. Raises ValueError for an
@@ -90,7 +90,7 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> NDArray[np.int64]:
 def plan_repeated(
     lengths: NDArray[np.integer], documents: NDArray[np.int64], max_tokens: int, strategy: str, seed: int
 ) -> PackPlan:
-    """The plan of `documents` int64[D], of which some are repeated; lengths integer[S] of all documents.
+    """Return the plan of `documents` int64[D], of which some are repeated; lengths integer[S] of all documents.
 
         documents    a a a  b b  c d e          a three times, b twice
         parts        a b d | a b c | a e        copies dealt over the parts, from a random one on; packed part by part
@@ -99,23 +99,18 @@ def plan_repeated(
     would mostly meet in one pack and weigh double in its step. A document repeated at most as often as there are parts
     never meets itself. It costs up to 0.1 % more packs. Other strategies pack one list. Raises as plan_packs does.
     """
-    parts = _parts(lengths, documents, max_tokens, seed) if strategy == "best_fit" else [documents]
-    plans = [plan_packs(lengths[part], max_tokens, strategy, seed).of(part) for part in parts]
+    parts = [documents]
+    if strategy == "best_fit":
+        copies = np.bincount(documents, minlength=len(lengths))
+        can_meet = 2 * lengths.astype(np.int64) <= max_tokens  # two longer ones never share a pack
+        full_packs = int(lengths[documents].sum(dtype=np.int64)) // max_tokens
+        number = min(int(copies[can_meet].max(initial=0)), MOST_PARTS, full_packs // PART_PACKS)
+        if number > 1:
+            first_part = np.random.default_rng(seed).integers(number, size=len(copies))
+            part_of = (np.repeat(first_part, copies) + np.arange(len(documents))) % number
+            by_document = np.repeat(np.arange(len(copies)), copies)
+            in_parts = by_document[np.argsort(part_of.astype(np.uint8), kind="stable")]  # sorted in linear time
+            parts = np.split(in_parts, np.cumsum(np.bincount(part_of, minlength=number))[:-1])
+    plans = [plan_packs(lengths[part], max_tokens, strategy, seed).renumbered(part) for part in parts]
     sizes = np.concatenate([np.diff(plan.pack_offsets) for plan in plans])
     return PackPlan(np.concatenate([plan.document_index for plan in plans]), offsets_of(sizes))
-
-
-def _parts(
-    lengths: NDArray[np.integer], documents: NDArray[np.int64], max_tokens: int, seed: int
-) -> list[NDArray[np.int64]]:
-    copies = np.bincount(documents, minlength=len(lengths))
-    most_copies = int(copies[2 * lengths.astype(np.int64) <= max_tokens].max(initial=0))  # longer ones cannot meet
-    full_packs = int(lengths[documents].sum(dtype=np.int64)) // max_tokens
-    parts = min(most_copies, MOST_PARTS, full_packs // PART_PACKS)
-    if parts <= 1:
-        return [documents]
-    first_part = np.random.default_rng(seed).integers(parts, size=len(copies))
-    part_of = (np.repeat(first_part, copies) + np.arange(len(documents))) % parts
-    by_document = np.repeat(np.arange(len(copies)), copies)
-    in_parts = by_document[np.argsort(part_of.astype(np.uint8), kind="stable")]  # uint8: numpy sorts it in linear time
-    return np.split(in_parts, np.cumsum(np.bincount(part_of, minlength=parts))[:-1])

@@ -1,7 +1,7 @@
-"""What the state.json of an Arrow folder says: its shards, and what they were when `verl-ext` tokenized them.
+"""The state.json of an Arrow folder: its shards, with size and checksum if `verl-ext` wrote them.
 
     {"_fingerprint": "7c1e…", "_data_files": [{"filename": "data-00000-of-00001.arrow",
-        "bytes": 81023, "xxh3_128": "52d0…"}], …}      bytes and checksum only where verl-ext wrote the shard
+        "bytes": 81023, "xxh3_128": "52d0…"}], …}      only if verl-ext wrote the shard
 
 Names come with the data, so none is followed out of its folder. `datasets` reads the same file and leaves the further
 fields out when it saves a folder anew.
@@ -17,7 +17,7 @@ STATE = "state.json"
 
 
 class Shard(NamedTuple):
-    """A file of record batches; bytes and xxh3_128 (of :func:`verl_ext.files.checksum`) where they were recorded."""
+    """A file of record batches; bytes and xxh3_128 (of :func:`verl_ext.files.checksum`) if they were recorded."""
 
     name: str
     bytes: int | None = None
@@ -25,14 +25,17 @@ class Shard(NamedTuple):
 
 
 class ArrowState(NamedTuple):
-    """fingerprint: that of `datasets`, of the content where verl-ext wrote it."""
+    """The shards, and the fingerprint of `datasets`, which is one of the content if verl-ext wrote it."""
 
     fingerprint: str | None
     shards: tuple[Shard, ...]
 
 
 def parse_state(content: str) -> ArrowState:
-    """A state.json. ValueError, a few words to be put behind the folder's name, for anything that cannot be used."""
+    """Return what a state.json says.
+
+    Raises ValueError for anything that cannot be used, in a few words that follow the folder's name.
+    """
     state = parse_json(content)
     files = state.get("_data_files") if isinstance(state, dict) else None
     if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
@@ -48,7 +51,7 @@ def parse_state(content: str) -> ArrowState:
 
 
 def read_state(folder: Path) -> ArrowState:
-    """That of a folder of this machine. ValueError as `parse_state`, and for a shard that links lead out of it."""
+    """Return the state of a local folder. Raises ValueError as `parse_state`, and for a link out of the folder."""
     state = parse_state((folder / STATE).read_text(encoding="utf-8"))
     for shard in state.shards:
         if not is_inside(folder / shard.name, folder):

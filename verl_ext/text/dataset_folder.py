@@ -1,14 +1,13 @@
-"""A tokenized dataset as a folder: its columns, the writer of its shards, and several folders made one.
+"""A tokenized dataset as a folder: its columns, and the writer of its shards.
 
     data-00000-of-00002.arrow, data-00001-of-00002.arrow, state.json, dataset_info.json
 
 are what `datasets.load_from_disk` opens. Every row is a document: its tokens, then the numbers that a scan of its
-tokens would give. They hold for shards that were written here; a shard that `datasets` has saved anew lacks MARK and is
-scanned instead.
+tokens would give. They hold for shards that were written here; a shard that `datasets` has saved anew lacks MARK, and
+its tokens are read instead.
 """
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -17,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from verl_ext.files import checksum_by_blocks, write_json
+from verl_ext.files import atomic_write, checksum_by_blocks, fingerprint, write_json
 from verl_ext.text.arrow_folder import STATE, Shard, read_state
 from verl_ext.text.documents import Documents
 
@@ -44,10 +42,10 @@ MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMEN
 
 
 class DatasetWriter:
-    """Appends documents to the shards of `folder`; nothing there loads before `close()`. texts: their further columns.
+    """Appends documents to the shards of `folder`; nothing there loads before `close()`.
 
-    The column `loss_weight` exists only when some target has a weight, which may be known late: shards written before
-    the first such record get the column, filled with 1, at the end.
+    texts: the names of further columns. The column `loss_weight` exists only if some target has a weight, which may be
+    known late: shards written before the first such record get the column, filled with 1, at the end.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES, texts: Sequence[str] = ()) -> None:
@@ -59,9 +57,9 @@ class DatasetWriter:
         self._sink: Any = None
         self._stream: Any = None
         self._open = contextlib.ExitStack()
-        self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, documents: Documents) -> None:
+        """Append a batch of documents."""
         if not len(documents.lengths):
             return
         if documents.weights is not None and not self.weighted:
@@ -80,11 +78,11 @@ class DatasetWriter:
         shards = []
         for number, (path, has_weights) in enumerate(self._shards):
             if self.weighted and not has_weights:
-                _rewrite(path, path, _schema(True, self.texts))
+                _add_weights(path, _schema(True, self.texts))
             name = _shard_name(number, len(self._shards))
             os.replace(path, self.folder / name)
             shards.append(_shard(self.folder / name))
-        _write_metadata(self.folder, shards, _schema(self.weighted, self.texts), self._hash.hexdigest())
+        _write_metadata(self.folder, shards, _schema(self.weighted, self.texts))
 
     def abandon(self) -> None:
         """Close the open shard: at its end, or after an error."""
@@ -92,7 +90,7 @@ class DatasetWriter:
         self._open.close()  # the file too where the stream's last bytes find the disk full, which it would keep so
 
     def _write_pending(self) -> None:
-        """The documents added since the last time, as one record batch."""
+        """Write the documents added since the last time as one record batch."""
         if not self._pending:
             return
         table = pa.Table.from_batches(self._pending).combine_chunks()
@@ -118,8 +116,6 @@ class DatasetWriter:
         tokens = [documents.input_ids, mask, np.where(mask == 1, np.repeat(category, lengths), np.int32(0))]
         if self.weighted:
             tokens.append(np.ones(len(mask), np.float32) if documents.weights is None else documents.weights)
-        for array in (*tokens, lengths):
-            self._hash.update(np.ascontiguousarray(array).data)
         rows = pa.array(np.concatenate([[0], ends]).astype(np.int32))
         lists = [pa.ListArray.from_arrays(rows, pa.array(values)) for values in tokens]
         full = lengths if documents.full_lengths is None else documents.full_lengths
@@ -133,36 +129,6 @@ class DatasetWriter:
         return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts))
 
 
-def join(folder: Path, parts: Sequence[Path], weighted: bool) -> None:
-    """Make a dataset of others without further columns, in their order. Its shards are theirs, by another name too."""
-    states = [read_state(part) for part in parts]
-    found = [(part, shard) for part, state in zip(parts, states, strict=True) for shard in state.shards]
-    shards = []
-    for number, (part, shard) in enumerate(found):
-        name = _shard_name(number, len(found))
-        try:
-            os.link(part / shard.name, folder / name)
-        except OSError:  # not every file system has hard links: the part is no dataset from here on
-            (part / STATE).unlink(missing_ok=True)
-            os.replace(part / shard.name, folder / name)
-        shards.append(shard._replace(name=name))
-    fingerprint = hashlib.blake2b("".join(str(state.fingerprint) for state in states).encode(), digest_size=8)
-    _write_metadata(folder, shards, _schema(weighted, ()), fingerprint.hexdigest())
-
-
-def rewrite(part: Path, folder: Path, weighted: bool, numbers: Sequence[int] | None = None) -> None:
-    """Write a dataset without further columns anew into an empty folder: with `loss_weight`, 1 where it had none, if
-    `weighted`, and with numbers[i] for category i."""
-    state = read_state(part)
-    names = [shard.name for shard in state.shards]
-    schema, renumbered = _schema(weighted, ()), None if numbers is None else np.array(numbers, np.int32)
-    for name in names:
-        _rewrite(part / name, folder / name, schema, renumbered)
-    made_of = f"{state.fingerprint} {weighted} {numbers}"
-    shards = [_shard(folder / name) for name in names]
-    _write_metadata(folder, shards, schema, hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest())
-
-
 def _shard_name(number: int, of: int) -> str:
     return f"data-{number:05d}-of-{of:05d}.arrow"
 
@@ -171,24 +137,20 @@ def _shard(path: Path) -> Shard:
     return Shard(path.name, os.path.getsize(path), checksum_by_blocks(path))
 
 
-def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema, fingerprint: str) -> None:
-    """dataset_info.json and state.json as `Dataset.save_to_disk` writes them, with what our shards hold."""
+def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
+    """Write dataset_info.json and state.json as `Dataset.save_to_disk` does, with size and checksum of our shards."""
     from datasets import DatasetInfo, Features  # here, because importing it takes a second
 
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
     unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
-    state = {**unformatted, "_output_all_columns": False, "_split": None, "_fingerprint": fingerprint}
+    state = {**unformatted, "_output_all_columns": False, "_split": None}
     files = [{"filename": shard.name, "bytes": shard.bytes, "xxh3_128": shard.xxh3_128} for shard in shards]
-    write_json(folder / STATE, {**state, "_data_files": files})
-
-
-def is_dataset(folder: Path) -> bool:
-    """Whether a folder has the file that a dataset gets last."""
-    return (folder / STATE).exists()
+    name = fingerprint([shard.xxh3_128 for shard in shards], digits=16)
+    write_json(folder / STATE, {**state, "_fingerprint": name, "_data_files": files})
 
 
 def has_document_columns(folder: Path) -> bool:
-    """Whether every shard of a dataset is as it was written here, so that its DOCUMENT_COLUMNS hold."""
+    """Return whether every shard of a dataset is as it was written here, so that its DOCUMENT_COLUMNS hold."""
     for shard in read_state(folder).shards:
         with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
             if not MARK.items() <= (reader.schema.metadata or {}).items():
@@ -205,26 +167,16 @@ def _schema(weighted: bool, texts: tuple[str, ...]) -> pa.Schema:
     return schema.with_metadata({**schema.metadata, **MARK})
 
 
-def _rewrite(shard: Path, target: Path, schema: pa.Schema, numbers: NDArray[np.int32] | None = None) -> None:
-    """Write a shard anew, batch by batch: with loss_weight = 1 where `schema` has that column and the shard lacks it,
-    with numbers[i] for category i."""
-    partial = target.with_suffix(".rewritten")
+def _add_weights(shard: Path, schema: pa.Schema) -> None:
+    """Write a shard anew, batch by batch, with loss_weight = 1."""
     with (
+        atomic_write(shard) as partial,
         pa.memory_map(str(shard)) as source,
         pa.ipc.open_stream(source) as reader,
         pa.OSFile(str(partial), "wb") as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in reader:
-            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            if numbers is not None:
-                ids = columns["category_ids"]
-                renumbered = pa.array(numbers[ids.values.to_numpy()])
-                columns["category_ids"] = pa.ListArray.from_arrays(ids.offsets, renumbered)
-                columns["document_category"] = pa.array(numbers[columns["document_category"].to_numpy()])
-            if "loss_weight" in schema.names and "loss_weight" not in columns:
-                ids = columns["input_ids"]
-                weights = pa.array(np.ones(len(ids.values), np.float32))
-                columns["loss_weight"] = pa.ListArray.from_arrays(ids.offsets, weights)
-            writer.write_batch(pa.RecordBatch.from_arrays([*columns.values()], schema=schema))
-    os.replace(partial, target)
+            ids = batch.column("input_ids")
+            weights = pa.ListArray.from_arrays(ids.offsets, pa.array(np.ones(len(ids.values), np.float32)))
+            writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, weights], schema=schema))

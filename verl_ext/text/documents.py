@@ -96,15 +96,6 @@ class Counts:
         for reason, examples in other.examples.items():
             self._add_examples(reason, examples)
 
-    @classmethod
-    def restored(cls, stored: Mapping[str, Any]) -> "Counts":
-        """Restore counts whose `vars` went through JSON."""
-        counts = cls()
-        for name, value in stored.items():
-            setattr(counts, name, Counter(value) if isinstance(getattr(counts, name), Counter) else value)
-        counts.lengths = Counter({int(length): times for length, times in counts.lengths.items()})
-        return counts
-
     @property
     def target_share(self) -> float:
         """The share of target tokens among tokens; 0 without tokens."""

@@ -1,4 +1,4 @@
-"""Texts as token ids, in batches; a long text in pieces; and which of the tokens lie in spans of characters.
+"""Texts as token ids, in batches; long texts in pieces; and masks of the tokens that lie in spans of characters.
 
 A long text is tokenized in windows, of which only the tokens before a cut are kept, so that memory does not grow with
 the text but by its ids:
@@ -37,12 +37,11 @@ SPACE = "▁"  # sentencepiece's, which stands for a space in its vocabularies
 
 
 class Windows(NamedTuple):
-    """Characters tokenized at once (about 50 MB of memory), those of a window after the cut, and those of the longest
-    text that cannot be cut (about 6 GB)."""
+    """The characters of the pieces of a long text."""
 
-    size: int = 1 << 18
-    overlap: int = 1 << 12
-    longest: int = 1 << 25
+    size: int = 1 << 18  # tokenized at once, in about 50 MB of memory
+    overlap: int = 1 << 12  # of a window after its cut
+    longest: int = 1 << 25  # of a text that cannot be cut, in about 6 GB
 
 
 class TokenCharacters(Sequence[Span]):
@@ -60,16 +59,16 @@ class TokenCharacters(Sequence[Span]):
         return int(self._begins[token]), int(self._ends[token])  # IndexError ends an iteration
 
     def first_after(self, character: int) -> int:
-        """The first token that ends after a character; the number of tokens where none does."""
+        """Return the first token that ends after a character; the number of tokens if none does."""
         return int(self._ends.searchsorted(character, "right"))
 
     def first_from(self, character: int) -> int:
-        """The first token that begins at a character or after it; the number of tokens where none does."""
+        """Return the first token that begins at a character or after it; the number of tokens if none does."""
         return int(self._begins.searchsorted(character))
 
 
 class _Encoding(TokenCharacters):
-    """The characters of an encoding's tokens, looked up one by one: a list of all costs a tenth of encoding."""
+    """The characters of an encoding's tokens, looked up one by one: a list of all takes a tenth of encoding."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding, self._tokens = encoding, range(len(encoding))
@@ -89,7 +88,7 @@ class _Encoding(TokenCharacters):
 
 
 def _of_bytes(text: bytes, ends: NDArray[np.int64]) -> TokenCharacters:
-    """The characters of tokens that are a text's bytes, at least one each; `ends` int64[T]: the bytes up to each."""
+    """Return the characters of tokens of at least one byte each; `ends` int64[T]: the bytes up to each token's end."""
     begins = np.append(0, ends)[:-1]
     if not text.isascii():
         character = np.cumsum((np.frombuffer(text, np.uint8) & 0xC0) != 0x80) - 1  # that each byte is of
@@ -98,7 +97,7 @@ def _of_bytes(text: bytes, ends: NDArray[np.int64]) -> TokenCharacters:
 
 
 def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-    """mask[T] int8, 1 for the tokens in a span; and how many of these also hold text from outside it.
+    """Return mask[T] int8, 1 for the tokens in a span, and how many of these also hold text from outside it.
 
     A token across a span's border belongs to the span: the template's last characters before a turn, and the first
     after it, may be bound to the turn's words.
@@ -117,7 +116,7 @@ def mask_from_offsets(text: str, offsets: TokenCharacters, spans: Sequence[Span]
 def mask_from_prefixes(
     ids: list[int], text: str, spans: Sequence[Span], encode: Callable[[str], list[int]]
 ) -> np.ndarray:
-    """mask[T] int8 for tokenizers that give no offsets: the text up to a border must give a prefix of the tokens."""
+    """Return mask[T] int8 without offsets: the text up to a span's border must give a prefix of the tokens."""
     mask = np.zeros(len(ids), dtype=np.int8)
     for start, end in spans:
         before, through = encode(text[:start]), encode(text[:end])
@@ -131,8 +130,7 @@ def mask_from_prefixes(
 
 @dataclass
 class Encoded:
-    """ids int32[T] of a text, the characters of its tokens (of chats), and how many names of special tokens are
-    encoded as text."""
+    """The ids int32[T] of a text, of chats its tokens' characters, and the names of special tokens encoded as text."""
 
     ids: NDArray[np.int32]
     offsets: TokenCharacters | None = None
@@ -140,7 +138,7 @@ class Encoded:
 
 
 class TextEncoder:
-    """One tokenizer, and what it does with the names of special tokens in data."""
+    """A tokenizer, and the rule for names of special tokens in data."""
 
     def __init__(
         self,
@@ -155,15 +153,15 @@ class TextEncoder:
         self._split = as_plain_text(tokenizer) if self.on_found != "keep" else {}
 
     def ids(self, text: str) -> list[int]:
-        """The token ids of a text; names of special tokens become these tokens."""
+        """Return the token ids of a text; names of special tokens become these tokens."""
         return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
         self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
-        """The tokens of each text, or the error: an unusable text, an unreadable file.
+        """Return the tokens of each text, or the error: an unusable text, an unreadable file.
 
-        add_special_tokens: with those that the tokenizer puts at either end of a text.
+        add_special_tokens: add those that the tokenizer puts at either end of a text.
         """
         encoded: list[Any] = [None] * len(texts)
         short: dict[int, int] = {}  # number of a text: how many names of special tokens it holds
@@ -189,21 +187,22 @@ class TextEncoder:
         return encoded
 
     def encode_chats(self, chats: Sequence[ChatText]) -> list[Encoded | BadRecord]:
-        """The tokens of each chat, with their characters where the tokenizer is a fast one."""
+        """Return the tokens of each chat, with their characters if the tokenizer is a fast one."""
         is_short = [chat.disguised is None and len(chat.text) <= self._windows.size for chat in chats]
         short = self._short([chat.text for chat, it_is in zip(chats, is_short, strict=True) if it_is])
         return [next(short) if it_is else self._chat(chat) for chat, it_is in zip(chats, is_short, strict=True)]
 
     def mask(self, encoded: Encoded, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, int]:
-        """mask[T] int8 of a chat's text, 1 in a span, and how many of these tokens also hold text from outside it."""
+        """Return mask[T] int8 of a chat's text, 1 in a span, and how many of its tokens also hold other text."""
         if encoded.offsets is None:
             return mask_from_prefixes(encoded.ids.tolist(), text, spans, self.ids), 0
         return mask_from_offsets(text, encoded.offsets, spans)
 
     def _short(self, texts: list[str]) -> Iterator[Encoded]:
-        """The tokens of short texts. A fast tokenizer is called itself, since transformers turns everything into lists.
+        """Yield the tokens of short texts.
 
-        Where tokens are bytes of the text their characters are counted, and the tokenizer need not follow them.
+        A fast tokenizer's own backend is called, since transformers turns everything into lists. If tokens are bytes of
+        the text, their characters are counted, and the tokenizer need not follow them.
         """
         if not texts:
             return
@@ -223,13 +222,13 @@ class TextEncoder:
             if self._is_normal(text) and (ends[-1] if len(ends) else 0) == len(data):
                 yield Encoded(ids, _of_bytes(data, ends))
                 continue
-            if data.isascii():  # by a normalizer, or by a special token that swallows spaces: not by this text alone
+            if data.isascii():  # a normalizer, or a special token that swallows spaces, will change other texts too
                 self._bytes_of_tokens = None
             yield Encoded(ids, _Encoding(backend.encode(text, add_special_tokens=False)))
 
     @cached_property
     def _bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """int64[ids]: bytes of text of each token; None unless the tokenizer is byte-level and adds no space."""
+        """The bytes of text of each token, int64[ids]; None unless the tokenizer is byte-level and adds no space."""
         backend = self.tokenizer.backend_tokenizer
         if not isinstance(backend.decoder, decoders.ByteLevel):
             return None
@@ -246,14 +245,14 @@ class TextEncoder:
         return None if has_prefix else sizes
 
     def _is_normal(self, text: str) -> bool:
-        """Whether the tokenizer's normalizer leaves a text as it is."""
+        """Return whether the tokenizer's normalizer leaves a text as it is."""
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
             return True
         return normalizer.normalize_str(text) == text
 
     def _chat(self, chat: ChatText) -> Encoded | BadRecord:
-        """A long chat, or one that holds special tokens."""
+        """Encode a long chat, or one that holds special tokens."""
         tokenizer, text, call = self.tokenizer, chat.text, {}
         if chat.disguised is not None:
             tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
@@ -268,7 +267,7 @@ class TextEncoder:
         return Encoded(ids, TokenCharacters(spans) if self.tokenizer.is_fast else None, chat.special_tokens)
 
     def _count(self, text: str) -> int:
-        """How many names of special tokens a text holds. Raises `BadRecord` where none is allowed."""
+        """Return how many names of special tokens a text holds. Raises `BadRecord` if none is allowed."""
         found = [] if self.on_found == "keep" else self.special.found(text)
         if found and self.on_found == "error":
             raise self.special.refused(found[0][0])
@@ -277,12 +276,12 @@ class TextEncoder:
         return len(found)
 
     def _check(self, ids: NDArray[np.int32], added: Sequence[int] | None) -> None:
-        """`BadRecord` where a token made of text is special; added[T]: 1 for those that the tokenizer put there."""
+        """Raise `BadRecord` for a special token made of text; added[T]: 1 for those that the tokenizer put there."""
         if self._split:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
     def _long(self, text: str | TextFile, add_special_tokens: bool) -> Encoded:
-        special_tokens, beginning = 0, ""  # of what is not white space: none of a blank text
+        special_tokens, beginning = 0, ""  # the text after its leading white space; empty for a blank text
 
         def blocks() -> Iterator[str]:
             nonlocal special_tokens, beginning
@@ -308,7 +307,7 @@ class TextEncoder:
         return Encoded(ids, None, special_tokens)
 
     def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The tokens that a fast tokenizer adds before and after a text."""
+        """Return the tokens that a fast tokenizer adds before and after a text."""
         out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
         ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
         own = np.flatnonzero(np.asarray(mask) == 0)
@@ -317,18 +316,14 @@ class TextEncoder:
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-        """(ids[t], offsets[t, 2] or [0, 2] where not asked for) of each piece of a text that arrives in blocks."""
+        """Yield (ids[t], offsets[t, 2], or [0, 2] unless asked for) of each piece of a text that arrives in blocks."""
         blocks, text, begun, is_read = iter(blocks), "", 0, False
         size = self._windows.size if tokenizer.is_fast else self._windows.longest
         while True:
-            parts = [text]
-            length = len(text)
-            while length <= size and not is_read:
+            while len(text) <= size and not is_read:
                 part = next(blocks, None)
                 is_read = part is None
-                parts.append(part or "")
-                length += len(parts[-1])
-            text = "".join(parts)
+                text += part or ""
             is_last = is_read and len(text) <= size
             window = text if is_last else text[:size]
             if not is_last and size >= self._windows.longest:
@@ -356,7 +351,7 @@ class TextEncoder:
     def _cut(
         self, tokenizer: Any, encoding: Any, window: str, offsets: bool, call: dict[str, Any]
     ) -> tuple[int, int] | None:
-        """Tokens before the last safe cut of a window, and the character where the next window begins."""
+        """Return the tokens before the last safe cut of a window, and the character at which the next window begins."""
         ids, tries = encoding.ids, 0
         ends = [end for _, end in encoding.offsets] if offsets else []
         starts = range(len(ids))
@@ -378,7 +373,7 @@ class TextEncoder:
         return None
 
     def _is_border(self, tokenizer: Any, encoding: Any, ids: list[int], token: int) -> bool:
-        """Whether no merge can join a token with the one before it, whatever follows."""
+        """Return whether no merge can join a token with the one before it, whatever follows."""
         if encoding.token_to_word(token) != encoding.token_to_word(token - 1):
             return True
         if not self._no_token_spans_a_space:
@@ -388,7 +383,7 @@ class TextEncoder:
 
     @cached_property
     def _no_token_spans_a_space(self) -> bool:
-        """Whether the model is a BPE whose tokens have sentencepiece's space at their start alone."""
+        """Whether the model is a BPE whose tokens have sentencepiece's space only at their start."""
         if not isinstance(self.tokenizer.backend_tokenizer.model, models.BPE):
             return False
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
@@ -396,14 +391,8 @@ class TextEncoder:
         return not any(spans(token) for token in self.tokenizer.get_vocab() if token not in added)
 
     def _call(self, tokenizer: Any, texts: Sequence[Any], *, add_special_tokens: bool = False, **call: Any) -> Any:
-        return tokenizer(
-            list(texts),
-            add_special_tokens=add_special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-            **call,
-        )
+        call |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        return tokenizer(list(texts), add_special_tokens=add_special_tokens, **call)
 
 
 def _blocks(text: str, size: int) -> Iterator[str]:

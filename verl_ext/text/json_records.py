@@ -1,7 +1,7 @@
-"""JSON lines and lists as records, read as a stream; and what is done with unusable records.
+"""JSON lines and lists as records, and bad records.
 
-Python's own parser reads them, more strictly: what it would change without a word is a bad record. That is a key given
-twice, of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
+Python's own parser reads them, more strictly: a record that it would change without a word is a bad one. That is a key
+given twice, of which it keeps the last; `NaN` and `Infinity`, which JSON does not have; a number that becomes infinite.
 """
 
 import json
@@ -11,18 +11,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import TextIOWrapper
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from verl_ext.values import DataError, Options, one_line, option
 
-BLOCK = 1 << 20  # characters of a list taken at once
-_LONGEST_TOKEN = 32  # characters; a value cut off by a block's end seems wrong no further than this before it
+BLOCK = 1 << 20  # characters of a list that are read at once
+_LONGEST_TOKEN = 32  # characters before a block's end within which an element that is cut off there looks malformed
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
 class RecordOptions(Options):
-    """What is done with unusable records, and with names of special tokens in them: options of all record readers."""
+    """The options of all record readers: bad records, and names of special tokens in texts."""
 
     special_tokens_in_text: str = option(
         "encode",
@@ -34,12 +34,12 @@ class RecordOptions(Options):
     )
 
     def key(self, name: str) -> str:
-        """The dotted key of an option, as errors name it."""
+        """Return the dotted key of an option, as errors name it."""
         return f"{self.prefix}.{name}" if self.prefix else name
 
 
 class BadRecord(ValueError):
-    """Ends the run under `on_bad_record=error`, and is counted by `reason`, one of a few words, under `skip`."""
+    """A record that ends the run under `on_bad_record=error` and is counted by its `reason` under `skip`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(one_line(message))  # it names fields and values of the data
@@ -73,7 +73,7 @@ _FINDS_THE_END = json.JSONDecoder(parse_float=str, parse_int=str)
 
 
 def _malformed(error: ValueError) -> BadRecord:
-    """The parser's error as a bad record with the reason."""
+    """Return the parser's error as a bad record with the reason."""
     if isinstance(error, BadRecord):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -86,7 +86,7 @@ def _malformed(error: ValueError) -> BadRecord:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises `BadRecord` for malformed JSON, and where a value would be changed."""
+    """Return the value of a JSON text. Raises `BadRecord` for malformed JSON or a value that would be changed."""
     try:
         return _STRICT.decode(text)
     except RecursionError as error:
@@ -96,7 +96,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_line(line: bytes) -> Any:
-    """The record of one JSONL line. Raises `BadRecord` as `parse_json` does."""
+    """Return the record of one JSONL line. Raises `BadRecord` as `parse_json` does."""
     try:
         return parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -108,7 +108,7 @@ def parse_line(line: bytes) -> Any:
 
 
 def read_record(raw: Any) -> dict[str, Any]:
-    """A record of a chunk, parsed where it is a line's bytes. Raises `BadRecord` for anything but an object."""
+    """Return a record of a chunk, parsed if it is a line's bytes. Raises `BadRecord` unless it is an object."""
     record = parse_line(raw) if isinstance(raw, bytes) else raw
     if isinstance(record, BadRecord):
         raise record
@@ -118,116 +118,85 @@ def read_record(raw: Any) -> dict[str, Any]:
 
 
 def check_characters(text: str) -> None:
-    """Raises `BadRecord` for a text that UTF-8 cannot hold."""
+    """Raise `BadRecord` for a text that UTF-8 cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
 
 
-class LineColumn(NamedTuple):
-    """Where a record of a JSON list begins, both counted from 1."""
-
-    line: int
-    column: int
-
-    def __str__(self) -> str:
-        return f"{self.line}:{self.column}"
-
-
-class JsonList:
-    """Iterates over the elements of a JSON list without holding the file: yields ((place, element), characters).
+def json_list(path: str, stream: BinaryIO, block: int = BLOCK) -> Iterator[tuple[tuple[int, Any], int]]:
+    """Yield ((number from 1, element), characters) of a JSON list, of which `block` characters or so are held at once.
 
     An element that cannot be used but whose end is known is a `BadRecord`. Raises `DataError` for a list whose syntax
-    is broken, since its records' borders are lost from there on.
+    is broken, since the borders of its records are lost from there on.
     """
+    reader = TextIOWrapper(stream, encoding="utf-8-sig")
+    text, at, number, is_read = "", 0, 0, False
 
-    def __init__(self, path: str, stream: BinaryIO, block: int = BLOCK) -> None:
-        """block: characters taken at once."""
-        self.path, self.block = path, block
-        self.stream = TextIOWrapper(stream, encoding="utf-8-sig")
-        self.text = ""
-        self.position = 0
-        self.line = self.column = 1  # of `position`
-        self.ended = False
+    def read_on(size: int) -> None:
+        nonlocal text, at, is_read
+        more = reader.read(size)
+        text, at, is_read = text[at:] + more, 0, len(more) < size
 
-    def __iter__(self) -> Iterator[tuple[tuple[LineColumn, Any], int]]:
-        try:
-            self._expect("[", "a list of records")
-            is_empty = self._next_character() == "]"
-            while not is_empty:
-                self._next_character()
-                place = LineColumn(self.line, self.column)
-                value, length = self._decode()
-                yield (place, value), length
-                if self._next_character() == "]":
-                    break
-                self._expect(",", "',' or ']' after a record")
-            self._advance(1)
-            if self._next_character():
-                self._fail("text after the list's end")
-            self.stream.detach()  # else it closes the file, whose end is yet to be checked
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}:{self.line}: malformed JSON: no UTF-8 there or after it") from error
+    def next_character() -> str:
+        """Skip white space and return the character there, empty at the file's end."""
+        nonlocal at
+        while True:
+            at = _BLANKS.match(text, at).end()  # type: ignore[union-attr]
+            if at < len(text) or is_read:
+                return text[at : at + 1]
+            read_on(block)
 
-    def _decode(self) -> tuple[Any, int]:
-        block = self.block
+    def fail(message: str) -> NoReturn:
+        raise DataError(f"{path}: malformed JSON: {message}{f' in record {number}' if number else ''}")
+
+    def next_element() -> tuple[Any, int]:
+        """Return the element there, or the `BadRecord` that it is, and where it ends."""
+        size = block
         while True:
             try:
-                value, end = self._value()
+                value, end = _element(text, at)
+                if end < len(text) or is_read:  # else a number might go on
+                    return value, end
             except json.JSONDecodeError as error:
-                # A value cut off by the buffer's end looks malformed: read on, twice as far, before saying so.
-                is_cut = error.pos > len(self.text) - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
-                if self.ended or not is_cut:
-                    self._advance(error.pos - self.position)
-                    self._fail(error.msg.removesuffix(" at"))
-                self._read(block)
-                block *= 2
-                continue
+                # An element that is cut off by the end of what is held looks malformed: read on before reporting it.
+                is_cut = error.pos > len(text) - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
+                if is_read or not is_cut:
+                    fail(error.msg.removesuffix(" at"))
             except RecursionError:
-                self._fail("nested too deep")
-            if end == len(self.text) and not self.ended:  # a number might go on
-                self._read(block)
-                continue
-            length = end - self.position
-            self._advance(length)
-            return value, length
+                fail("nested too deep")
+            read_on(size)
+            size *= 2
 
-    def _value(self) -> tuple[Any, int]:
-        """The value at `position`, or the `BadRecord` that it is, and where it ends."""
-        try:
-            return _STRICT.raw_decode(self.text, self.position)
-        except json.JSONDecodeError:
-            raise
-        except ValueError as error:
-            return _malformed(error), _FINDS_THE_END.raw_decode(self.text, self.position)[1]
+    try:
+        if next_character() != "[":
+            fail("expected a list of records")
+        at += 1
+        is_empty = next_character() == "]"
+        while not is_empty:
+            number += 1
+            value, end = next_element()
+            length, at = end - at, end
+            yield (number, value), length
+            if (separator := next_character()) == "]":
+                break
+            if separator != ",":
+                fail("expected ',' or ']' after a record")
+            at += 1
+            next_character()
+        at += 1
+        if next_character():
+            fail("text after the list's end")
+        reader.detach()  # it would close the file, whose end is yet to be checked
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: malformed JSON: no UTF-8 after record {number}") from error
 
-    def _read(self, size: int) -> None:
-        more = self.stream.read(size)
-        self.text, self.position = self.text[self.position :] + more, 0
-        self.ended = len(more) < size
 
-    def _advance(self, count: int) -> None:
-        end = self.position + count
-        if breaks := self.text.count("\n", self.position, end):
-            self.line += breaks
-            self.column = end - self.text.rfind("\n", self.position, end)
-        else:
-            self.column += count
-        self.position = end
-
-    def _next_character(self) -> str:
-        """Skip white space; the character there, empty at the file's end."""
-        while True:
-            self._advance(_BLANKS.match(self.text, self.position).end() - self.position)  # type: ignore[union-attr]
-            if self.position < len(self.text) or self.ended:
-                return self.text[self.position : self.position + 1]
-            self._read(self.block)
-
-    def _expect(self, character: str, what: str) -> None:
-        if self._next_character() != character:
-            self._fail(f"expected {what}")
-        self._advance(1)
-
-    def _fail(self, message: str) -> NoReturn:
-        raise DataError(f"{self.path}:{self.line}: malformed JSON: {message} at column {self.column}")
+def _element(text: str, at: int) -> tuple[Any, int]:
+    try:
+        return _STRICT.raw_decode(text, at)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        return _malformed(error), _FINDS_THE_END.raw_decode(text, at)[1]

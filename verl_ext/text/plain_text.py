@@ -1,4 +1,4 @@
-"""Plain-text records as tokens, in a worker process of the index command or in a training process.
+"""Text records as tokens, in a worker process of the index command or in a training process.
 
 document 1        document 2 (unusable)      document 3            add_bos=false add_eos=true
 t t t t EOS                                  t t EOS               tokens[8], lengths = 5 3
@@ -17,19 +17,20 @@ from verl_ext.values import UsageError, option
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron writes the ids of a vocabulary as: uint16 below 65,500 tokens, else int32."""
+    """Return the dtype in which Megatron writes ids: uint16 below 65,500 tokens, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
 @dataclass(frozen=True)
 class RecordTextOptions(RecordOptions):
-    """Which text a record holds."""
+    """The fields of a record that hold its text."""
 
     text_key: Any = option(
         "text", "field of a record that holds its text, or a list of fields, joined by a newline", required=True
     )
 
     def problems(self) -> Iterable[str | None]:
+        """Yield a line for a `text_key` that names no field."""
         keys = self.text_keys
         if not isinstance(keys, (list, tuple)) or not keys or not all(isinstance(name, str) and name for name in keys):
             yield f"{self.key('text_key')} must name a field of a record, or several; got {self.text_key!r}"
@@ -47,14 +48,14 @@ class RecordTextOptions(RecordOptions):
 
 @dataclass(frozen=True)
 class TextOptions(RecordTextOptions):
-    """How text becomes documents."""
+    """The options of text that becomes documents."""
 
     add_eos: bool = option(True, "one EOS token after each document of a text")
 
 
 @dataclass(frozen=True)
 class BadText:
-    """An unusable record: how many documents precede it, the reason, and its message."""
+    """An unusable record: how many documents come before it, the reason, and its message."""
 
     after: int
     reason: str
@@ -63,7 +64,7 @@ class BadText:
 
 @dataclass
 class PlainDocuments:
-    """tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64 of one batch.
+    """The documents of a batch: tokens[ΣT] of the tokenizer's `dtype` and lengths[D] int64.
 
     special_tokens[D] int64 counts the names of special tokens in each document's text that are encoded as text. `bad`
     are the unusable records in order; `failure` ends the run once the documents here are written.
@@ -79,10 +80,10 @@ class PlainDocuments:
 
 
 class TextTokenizer:
-    """Turns batches of records into tokens: those that `TextEncoder` gives of a text, with BOS and EOS added whatever
-    the text begins and ends with, as Megatron's `--append-eod` does.
+    """Turns batches of records into the tokens that `TextEncoder` gives of their texts, with BOS and EOS.
 
-    Raises `UsageError` for a tokenizer that lacks a token that is to be added.
+    These are added whatever the text begins and ends with, as Megatron's `--append-eod` does. Raises `UsageError` for a
+    tokenizer that lacks one of them.
     """
 
     def __init__(self, tokenizer: Any, options: RecordTextOptions, add_bos: bool = False) -> None:
@@ -102,7 +103,7 @@ class TextTokenizer:
         return [token]
 
     def tokenize(self, batch: Batch) -> PlainDocuments:
-        """The batch's documents. Under `on_bad_record=error` those before its first bad record, which is `failure`."""
+        """Return the documents; under `on_bad_record=error` those before the first bad record, the `failure`."""
         texts = list(record_texts(batch, self.options))
         usable = iter(self.encoder.encode([text for _, text in texts if not isinstance(text, BadRecord)]))
         encoded: list[Encoded] = []
@@ -130,7 +131,7 @@ class TextTokenizer:
         return PlainDocuments(batch.source, batch.num_bytes, tokens, lengths, bad, failure, special)
 
     def _joined(self, ids: list[np.ndarray]) -> np.ndarray:
-        """Every document's tokens, BOS and EOS included, side by side."""
+        """Return every document's tokens, BOS and EOS included, side by side."""
         first, last = np.array(self.first, np.int32), np.array(self.last, np.int32)
         parts = [part for document in ids for part in (first, document, last)]
         tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
@@ -141,7 +142,7 @@ class TextTokenizer:
 
 
 def record_texts(batch: Batch, options: RecordTextOptions) -> Iterator[tuple[str, str | TextFile | BadRecord]]:
-    """(place, text or error) of every record, up to the first that ends the run."""
+    """Yield (place, text or error) of every record, up to the first that ends the run."""
     for chunk in batch.chunks:
         for number, raw in chunk.records:
             try:
@@ -156,25 +157,23 @@ def _text(chunk: Chunk, raw: Any, options: RecordTextOptions) -> str | TextFile:
     record = read_record(raw)
     if isinstance(record.get("text"), TextFile):
         return record["text"]
-    keys = ["text"] if chunk.whole_file else options.text_keys
-    text = "\n".join([_field(record, key, options) for key in keys])
+    texts = []
+    for key in ["text"] if chunk.whole_file else options.text_keys:
+        value = record.get(key)
+        if value is None:
+            found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
+            needed = f"{options.key('text_key')} must name a field of the record"
+            raise BadRecord("no_text", f"{needed}; got {key}, its fields are {found}")
+        if not isinstance(value, str):
+            raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
+        texts.append(value)
+    text = "\n".join(texts)
     if not text.strip():
         raise BadRecord("empty", "the text is empty")
     check_characters(text)
     return text
 
 
-def _field(record: dict[str, Any], key: str, options: RecordTextOptions) -> str:
-    value = record.get(key)
-    if isinstance(value, str):
-        return value
-    if value is not None:
-        raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
-    found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
-    needed = f"{options.key('text_key')} must name a field of the record"
-    raise BadRecord("no_text", f"{needed}; got {key}, its fields are {found}")
-
-
 def vocabulary_size(tokenizer: Any) -> int:
-    """One more than the highest token: `len(tokenizer)`, more where the numbers have gaps."""
+    """Return one more than the highest token: `len(tokenizer)`, or more if the numbers have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))

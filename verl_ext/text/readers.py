@@ -1,7 +1,9 @@
-"""Source files cut into chunks of records, read as a stream.
+"""Source files as chunks of records, read as a stream.
 
 The cuts depend on the files alone, never on the number of workers, so that the output does not either. JSONL lines
 travel as bytes and are parsed by the worker that tokenizes them; the other formats are decoded here.
+
+A new format is a function in READERS, and its suffix in `sources.SUFFIXES`.
 """
 
 import codecs
@@ -19,23 +21,22 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.text.arrow_folder import STATE, parse_state, read_state
-from verl_ext.text.json_records import BadRecord, JsonList, LineColumn, parse_line
-from verl_ext.text.sources import OpenedFile, Part, SourceFile, encoding_problem, hub_tables, is_url, open_source
+from verl_ext.text.json_records import BadRecord, json_list, parse_line
+from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_url, open_source
 from verl_ext.values import DataError, first_line
 
 BLOCK = 1 << 20  # bytes of a text file taken at once
-# ArrowInvalid is a ValueError, as what Python says of a date that it does not have or of text in no UTF-8.
+# ArrowInvalid is a ValueError, as are Python's errors for a date that it does not have and for text in no UTF-8.
 _ROW_ERRORS = (ValueError, OverflowError, NotImplementedError)
 
-# Line of the file, or number of the record where there are no lines; of a JSON list, line and column.
-Place = int | LineColumn
-NumberedRecord = tuple[Place, Any]  # the record is still unparsed where it is bytes
+Place = int  # the line of JSONL and CSV, else the number of the record
+NumberedRecord = tuple[Place, Any]  # bytes are a record that is not parsed yet
 Pieces = Iterator[tuple[list[NumberedRecord], int, int]]  # records, bytes of the file, size of the records
 Records = Iterator[tuple[NumberedRecord | None, int]]  # a record or what holds none, and its size
 
 
 class ChunkSize(NamedTuple):
-    """How much a chunk holds at most: records, and about so many bytes of text."""
+    """The most records of a chunk, and about the most bytes of their text."""
 
     records: int = 256
     bytes: int = 256 * 1024
@@ -56,13 +57,13 @@ class Chunk:
     text_bytes: int = 0  # about the size of the records, decompressed
 
     def place(self, number: Place) -> str:
-        """Where record `number` stands, as errors name it."""
+        """Return the place of a record, as errors name it."""
         return self.path if self.whole_file else f"{self.path}:{number}"
 
 
 @dataclass
 class Batch:
-    """Chunks of one source, in order, for one worker: small files share one, since a job of its own costs too much."""
+    """Chunks of one source, in order, for one worker: small files share a batch, since each job has its cost."""
 
     source: int  # the files' category_id
     chunks: list[Chunk] = field(default_factory=list)
@@ -70,33 +71,33 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        """How much of the source's files the chunks stand for."""
+        """The bytes of the source's files that the chunks stand for."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     @property
     def num_records(self) -> int:
-        """Records, the unusable ones included."""
+        """The number of records, with the unusable ones."""
         return sum(len(chunk.records) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """The text of a file of more than a block, which is read as a stream when it is tokenized."""
+    """The text of a file of more than a block, read as a stream by the process that tokenizes it."""
 
     path: str
 
     def blocks(self) -> Iterator[str]:
-        """The text, a block at a time; see `text_blocks`."""
+        """Yield the text, a block at a time; see `text_blocks`."""
         return (text for text, _ in text_blocks(self.path))
 
 
 def read_batches(
     files: Sequence[SourceFile], is_full: Callable[[int], bool], batch_bytes: int = CHUNK.bytes
 ) -> Iterator[Batch]:
-    """Yield the files' chunks, in order, in batches of about `batch_bytes` of text at the most.
+    """Yield the files' chunks, in order, in batches of at most about `batch_bytes` of text.
 
     `is_full(source)` is asked before each chunk: nothing more of a full source is read. A file that cannot be read
-    becomes its batch's `failure` and ends its source, so that it is reported only where the documents before it do not
+    becomes its batch's `failure` and ends its source, so that it is reported only if the documents before it do not
     fill the source, however far ahead of them it was found.
     """
     for source, own in groupby(files, key=lambda file: file.category_id):
@@ -132,13 +133,12 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
 
 
 def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Records]) -> Pieces:
-    """The records that `read` finds in the file's bytes."""
-    begin, stop = (source.part.start, source.part.stop) if source.part else (0, None)
+    """Yield the records that `read` finds in the file's bytes."""
     with open_source(source.path) as file:
-        if not begin and (problem := encoding_problem(file.stream.peek(4)[:4])):
+        if problem := encoding_problem(file.stream.peek(4)[:4]):
             raise DataError(f"{source.path}: must be UTF-8; {problem}")
         records: list[NumberedRecord] = []
-        size, position = 0, begin
+        size = position = 0
         for record, length in read(file.stream):
             size += length
             if record is not None:
@@ -146,30 +146,18 @@ def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Rec
             if size >= limit.bytes or len(records) >= limit.records:
                 yield records, file.position - position, size
                 records, size, position = [], 0, file.position
-        file.check_end(stop)
-        yield records, max(begin + (source.num_bytes or file.position) - position, 0), size
+        file.check_end()
+        yield records, max((source.num_bytes or file.position) - position, 0), size
 
 
 def _jsonl(source: SourceFile, limit: ChunkSize) -> Pieces:
-    return _pieces(source, limit, partial(lines, part=source.part))
+    return _pieces(source, limit, _lines)
 
 
-def lines(stream: BinaryIO, part: Part | None = None) -> Records:
-    """The lines of a file, or those that begin in a part of it, numbered from 1; None stands for one without text."""
-    part = part or Part(0, sys.maxsize)
-    position = part.start
-    if position:  # the line that its first byte may lie in the middle of is not of it
-        position = stream.seek(position - 1)
-        for rest in iter(lambda: stream.readline(BLOCK), b""):
-            position += len(rest)
-            if rest.endswith(b"\n"):
-                break
-    if position < part.stop:
-        for number, line in enumerate(stream, start=part.places + 1):
-            yield ((number, line) if _has_text(line) else None), len(line)
-            position += len(line)
-            if position >= part.stop:
-                break
+def _lines(stream: BinaryIO) -> Records:
+    """Yield the lines of a file, numbered from 1; None stands for one without text."""
+    for number, line in enumerate(stream, start=1):
+        yield ((number, line) if _has_text(line) else None), len(line)
 
 
 def _has_text(line: bytes) -> bool:
@@ -177,14 +165,14 @@ def _has_text(line: bytes) -> bool:
 
 
 def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
-    """A list, or one object per line as in many published .json files: a file that begins with an object."""
+    """Read a list, or one object per line as in many published .json files: those that begin with an object."""
     with open_source(source.path) as file:
         blocks = iter(lambda: file.stream.readline(BLOCK), b"")
         first = next((line for line in blocks if _has_text(line)), None)
     if first is None:
         raise DataError(f"{source.path}: must be JSON; it is empty")
     if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return _pieces(source, limit, lambda stream: iter(JsonList(source.path, stream)))
+        return _pieces(source, limit, partial(json_list, source.path))
     try:
         parse_line(first)
     except BadRecord as error:
@@ -192,7 +180,7 @@ def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
         if first.endswith(b"\n") and isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip()):
             what = "a list of records, or one object on each line"
             raise DataError(f"{source.path}: must be {what}; its first object goes on after its first line") from error
-    return _pieces(source, limit, lines)
+    return _pieces(source, limit, _lines)
 
 
 def _csv(source: SourceFile, limit: ChunkSize) -> Pieces:
@@ -212,18 +200,18 @@ def _rows(source: SourceFile, stream: io.TextIOWrapper) -> Records:
             if row:
                 yield (line, _row_record(header, row)), sum(map(len, row))
             line = reader.line_num + 1
-        stream.detach()  # else it closes the file, whose end is yet to be checked
+        stream.detach()  # it would close the file, whose end is yet to be checked
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
 
 
 def _repeated(names: Iterable[str]) -> str | None:
-    """The first name that stands more than once."""
+    """Return the first name that stands more than once."""
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def _row_record(header: list[str], row: list[str]) -> Any:
-    """A row as a record: an empty cell is null, a weight is a number."""
+    """Return a row as a record: an empty cell is null, a weight is a number."""
     if len(row) != len(header):
         return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
     if any("\0" in cell for cell in row):
@@ -239,7 +227,7 @@ def _row_record(header: list[str], row: list[str]) -> Any:
 
 
 def _text(source: SourceFile, _: ChunkSize) -> Pieces:
-    """The file as one record: its text, or a `TextFile` where that is more than a block."""
+    """Read the file as one record: its text, or a `TextFile` if that is more than a block."""
     text, is_long = "", False
     try:
         with closing(text_blocks(source.path)) as blocks:
@@ -252,10 +240,10 @@ def _text(source: SourceFile, _: ChunkSize) -> Pieces:
 
 
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
-    """A text file in blocks, line ends as Python's text files have them, and the bytes of the file that each took.
+    """Yield a text file in blocks, with the line ends of Python's text files, and the file's bytes that each took.
 
-    A block ends with a line, where no line is longer than a block. Raises `BadRecord` where the text is not UTF-8,
-    `DataError` where the file cannot be read.
+    A block ends with a line, if no line is longer than a block. Raises `BadRecord` for a text that is not UTF-8,
+    `DataError` for a file that cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(None, translate=True)
@@ -289,11 +277,8 @@ def _parquet(source: SourceFile, limit: ChunkSize) -> Pieces:
 
     try:
         with open_source(source.path) as opened, pq.ParquetFile(opened.stream) as file:
-            part = source.part or Part(0, file.num_row_groups)
-            groups = range(part.start, part.stop)
-            rows, found = sum(file.metadata.row_group(group).num_rows for group in groups), 0
-            tables = file.iter_batches(batch_size=limit.records, row_groups=groups)
-            for records, size in _table_records(source.path, tables, limit, count(part.places + 1)):
+            rows, found = file.metadata.num_rows, 0
+            for records, size in _table_records(source.path, file.iter_batches(limit.records), limit, count(1)):
                 yield records, (source.num_bytes or 0) * len(records) // max(rows, 1), size
                 found += len(records)
             if found != rows:
@@ -303,35 +288,28 @@ def _parquet(source: SourceFile, limit: ChunkSize) -> Pieces:
 
 
 def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
-    """The shards that an Arrow folder's state.json names, each a stream of record batches.
+    """Read the shards that an Arrow folder's state.json names, each a stream of record batches.
 
-    Not through `load_from_disk`, which takes a shard that is cut off between two batches for a whole one.
+    `load_from_disk` would take a shard that is cut off between two batches for a whole one.
     """
     import pyarrow as pa
 
-    part = source.part or Part(0, sys.maxsize)
-    numbers, schema, begin, end = count(part.places + 1), None, 0, b"\xff\xff\xff\xff\0\0\0\0"
+    numbers, schema, end = count(1), None, b"\xff\xff\xff\xff\0\0\0\0"
     for shard in arrow_shards(source.path):
         try:
             with open_source(shard) as opened:
-                size = opened.stream.seek(0, io.SEEK_END)
-                position, stop, begin = max(part.start - begin, 0), part.stop - begin, begin + size
-                if schema and (position >= size or stop <= 0):
-                    continue
                 opened.stream.seek(-len(end), io.SEEK_END)
                 is_whole = opened.stream.read() == end
                 opened.stream.seek(0)
+                position = 0
                 with pa.ipc.open_stream(opened.stream) as batches:
                     schema = schema or batches.schema
                     if not batches.schema.equals(schema):
                         raise DataError(f"{shard}: must have the columns of the folder's first file")
-                    if position:
-                        opened.stream.seek(position)
-                    tables = _begun_before(stop, opened, iter(batches))
-                    for records, size_of in _table_records(shard, tables, limit, numbers):
-                        yield records, opened.position - position, size_of
+                    for records, size in _table_records(shard, batches, limit, numbers):
+                        yield records, opened.position - position, size
                         position = opened.position
-                if stop >= size and (not is_whole or opened.stream.read()):
+                if not is_whole or opened.stream.read():
                     raise DataError(
                         f"{shard}: cannot be read as Arrow: it does not end where its stream of records does"
                     )
@@ -339,14 +317,8 @@ def _arrow(source: SourceFile, limit: ChunkSize) -> Pieces:
             raise DataError(f"{shard}: cannot be read as Arrow: {first_line(error)}") from error
 
 
-def _begun_before(stop: int, opened: OpenedFile, batches: Iterator[Any]) -> Iterator[Any]:
-    """The record batches that begin before byte `stop` of a file."""
-    while opened.position < stop and (batch := next(batches, None)) is not None:
-        yield batch
-
-
 def arrow_shards(folder: str) -> list[str]:
-    """The files of an Arrow folder, in order. Raises `DataError` where its state.json does not name them."""
+    """Return the files of an Arrow folder, in order. Raises `DataError` unless its state.json names them."""
     try:
         if is_url(folder):
             with open_source(f"{folder}/{STATE}") as file:
@@ -368,7 +340,7 @@ def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
 def _table_records(
     path: str, tables: Iterable[Any], limit: ChunkSize, numbers: Iterator[int]
 ) -> Iterator[tuple[list[NumberedRecord], int]]:
-    """(numbered records, bytes of them) of each table or record batch."""
+    """Yield (numbered records, bytes of them) of each table or record batch."""
     for table in tables:
         if repeated := _repeated(table.schema.names):
             raise DataError(f"{path}: must have columns of different names; got {repeated!r} more than once")
@@ -378,7 +350,7 @@ def _table_records(
 
 
 def _rows_of(table: Any) -> list[Any]:
-    """A table's rows as records; `BadRecord` for a row that Arrow or Python cannot read, such as text in no UTF-8."""
+    """Return a table's rows as records; a row that cannot be read, such as text in no UTF-8, is a `BadRecord`."""
     try:
         return _read_rows(table)
     except _ROW_ERRORS:
@@ -401,7 +373,7 @@ def _read_rows(table: Any) -> list[Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """`value` without the null fields of its structs: Arrow fills in every key that any row has."""
+    """Return a value without the null fields of its structs: Arrow fills in every key that any row has."""
     if isinstance(value, dict):
         return {key: _without_none(child) for key, child in value.items() if child is not None}
     if isinstance(value, list):

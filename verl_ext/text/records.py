@@ -1,15 +1,15 @@
 """Records as chats or plain texts, by their fields, under other names where `columns` gives these.
 
-SHAPES lists the fields that make a chat or a text. Where several fit, the first that `comes_first` wins, then the
-one that has the fields of the others; any others that give different results are a bad record. Beside a shape:
+SHAPES lists the fields that make a chat or a text. If several fit, the first that `comes_first` wins, then the one that
+has the fields of the others; any others that give different results are a bad record. Beside a shape:
 
-    system, system_prompt     the system message, where the chat has none
-    tools, functions          the template's `tools`; also where a system message holds them
+    system, system_prompt     the system message, if the chat has none
+    tools, functions          the template's `tools`; also if a system message holds them
     history, context          earlier turns; the start of the user turn: of the shapes with one user turn
     loss_weight, weight       the weight of the record's target tokens
     image, audios, ...        a bad record, or left out: `media=drop`
 
-Fields that nothing of this reads are named in `Record.unused`.
+`Record.unused` names the other fields.
 """
 
 import re
@@ -45,22 +45,24 @@ SIDE_FIELDS = (*SYSTEM_FIELDS, *TOOL_FIELDS, "history", "context", *WEIGHT_FIELD
 
 @dataclass
 class Chat:
-    """Messages in the form of chat templates; `targets` maps the index of every assistant turn that is trained on, in
-    order, to the weight of its tokens (> 0)."""
+    """Messages in the form of chat templates.
+
+    targets: {index of an assistant turn that is trained on: the weight of its tokens, above 0}, in order.
+    """
 
     messages: list[Message]
     targets: dict[int, float]
     tools: list[Any] | None = None
 
     def keep_last_target(self) -> None:
-        """Make the last assistant turn the only target (none, where that turn has weight 0)."""
+        """Make the last assistant turn the only target; there is none if its weight is 0."""
         last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
         self.targets = {i: weight for i, weight in self.targets.items() if i == last}
 
 
 @dataclass
 class PlainText:
-    """Text whose every token but the first is a target."""
+    """A text of which every token but the first is a target."""
 
     text: str | TextFile
 
@@ -70,7 +72,7 @@ Content = Chat | PlainText
 
 @dataclass
 class Record:
-    """What one record holds: its content, and the weight of its target tokens (None: not given).
+    """The content of a record, and the weight of its target tokens, None if it is not given.
 
     unused: its fields that nothing reads. message_fields: fields of messages that only a template may know, with the
     number of messages. dropped: images, audio and video that were left out.
@@ -84,10 +86,10 @@ class Record:
 
 
 def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop_media: bool = False) -> Record:
-    """Read a record by its fields. Raises `BadRecord` saying what cannot be used.
+    """Read a record by its fields. Raises `BadRecord` for a record that cannot be used.
 
     `columns` maps names of the table above to the record's own, `a.b` being field b of a; a name of None is not read.
-    `drop_media`: images, audio and video are left out and counted.
+    `drop_media`: leave out and count images, audio and video.
     """
     raw, columns = read_record(raw), columns or {}
     try:
@@ -108,7 +110,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
 
 
 def _renamed(raw: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The record's fields under this module's names, and the record's own name of each that was renamed."""
+    """Return the fields under this module's names, and the record's own name of each that was renamed."""
     values, own_names = {}, {}
     for name, column in columns.items():
         if column:
@@ -134,7 +136,7 @@ def _drop_media_fields(fields: "Fields") -> None:
 
 
 def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
-    """Whether the record has a field, and its value; `a.b` is field b of a, where there is no `a.b` itself."""
+    """Return whether the record has a field, and its value; `a.b` is field b of a unless there is an `a.b`."""
     if name in raw:
         return True, raw[name]
     value: Any = raw
@@ -146,7 +148,7 @@ def field_of(raw: dict[str, Any], name: str) -> tuple[bool, Any]:
 
 
 def category_of(raw: Any, name: str) -> str | None:
-    """The category that a record's field `name` gives; None where it has none or a blank one."""
+    """Return the category that a record's field `name` gives; None if it has none or a blank one."""
     value = field_of(raw, name)[1] if isinstance(raw, dict) else None
     if isinstance(value, bool):
         return str(value).lower()
@@ -165,7 +167,7 @@ def category_of(raw: Any, name: str) -> str | None:
 
 
 class Fields:
-    """A record's fields, and which of them were read."""
+    """A record's fields, and those that were not read yet."""
 
     def __init__(self, values: dict[str, Any], drop_media: bool) -> None:
         self.values = values
@@ -174,22 +176,26 @@ class Fields:
         self.message_fields: Counter[str] = Counter()
 
     def first(self, names: Iterable[str]) -> str | None:
+        """Return the first of the names that the record has."""
         return next((name for name in names if name in self.values), None)
 
     def take(self, name: str, default: Any = None) -> Any:
+        """Read a field."""
         self.unread.pop(name, None)
         return self.values.get(name, default)
 
     def string(self, name: str) -> str:
+        """Read a field that must be a string."""
         value = self.take(name)
         if not isinstance(value, str):
             raise BadRecord("non_string_content", f"{name} must be a string; got {type(value).__name__}")
         return value
 
-    def messages(self, name: str) -> list[Any]:
+    def messages(self, name: str, needs: str = "a list of messages") -> list[Any]:
+        """Read a field that must be a list, or a list's JSON text; `needs` says it in the error."""
         value = from_json(self.take(name), name)
         if not isinstance(value, list):
-            raise BadRecord("non_string_content", f"{name} must be a list of messages; got {type(value).__name__}")
+            raise BadRecord("non_string_content", f"{name} must be {needs}; got {type(value).__name__}")
         if not value:
             raise BadRecord("empty", f"{name} is empty")
         return value
@@ -197,9 +203,9 @@ class Fields:
 
 @dataclass(frozen=True)
 class Shape:
-    """Fields that make a record, each with other names for it, and what reads them, which is given the names found.
+    """The fields that make a record, each with its other names, and the function that reads those found.
 
-    `comes_first`: wins over every shape after it. `accepts` looks at the first field's value.
+    comes_first: it wins over every shape after it. accepts: asked about the first field's value.
     """
 
     fields: tuple[tuple[str, ...], ...]
@@ -209,14 +215,14 @@ class Shape:
     accepts: Callable[[Any], bool] = lambda value: True
 
     def found(self, fields: Fields) -> list[str] | None:
-        """The record's names of this shape's fields; None where one is missing."""
+        """Return the record's names of this shape's fields; None if one is missing."""
         found = [name for names in self.fields if (name := fields.first(names)) is not None]
         is_whole = len(found) == len(self.fields) and self.accepts(fields.values[found[0]])
         return found if is_whole else None
 
     @property
     def names(self) -> set[str]:
-        """Every name that it reads, beside those of any shape."""
+        """The names that it reads, beside those of any shape."""
         return {*self.optional, *(name for names in self.fields for name in names)}
 
     def __str__(self) -> str:
@@ -225,7 +231,7 @@ class Shape:
 
 
 def _content(fields: Fields, mapped: list[str]) -> Content:
-    """What the record holds, by the shape that it has; `mapped` names restrict the shapes to those that read them."""
+    """Read the record by the shape that it has, one that reads all `mapped` names."""
     mapped = [name for name in mapped if name not in SIDE_FIELDS]
     fitting: list[tuple[Shape, list[str]]] = []
     for shape in SHAPES:
@@ -237,7 +243,7 @@ def _content(fields: Fields, mapped: list[str]) -> Content:
         found = ", ".join(map(str, fields.values)) or "none"
         known = f"known shapes: {_KNOWN_SHAPES}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
-    # A shape that has the fields of another, and more, is meant.
+    # A shape that has the fields of another, and more, wins.
     rivals = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
     if len(fitting) > 1 and len({_result(shape, fields, names) for shape, names in rivals}) > 1:
         fits = " and ".join("+".join(names) for _, names in rivals)
@@ -247,7 +253,7 @@ def _content(fields: Fields, mapped: list[str]) -> Content:
 
 
 def _result(shape: Shape, fields: Fields, names: list[str]) -> str:
-    """The result of reading the record by a shape, as text to be compared."""
+    """Return the result of reading the record by a shape, as text to be compared."""
     try:
         return repr(shape.read(Fields(fields.values, fields.reader.drop_media), *names))
     except BadRecord as error:
@@ -259,20 +265,16 @@ def _as_messages(fields: Fields, name: str) -> Chat:
 
 
 def _pair(fields: Fields, question: str, answer: str) -> Chat:
-    """A user turn and its answer, strings or messages; messages of the question are never targets."""
+    """Read a user turn and its answer, strings or messages; messages of the question are never targets."""
     if isinstance(fields.values[question], str) and isinstance(fields.values[answer], str):
         return _single_turn(fields.string(question), fields.string(answer), fields)
     before, after = (
         [{"role": role, "content": fields.take(name)}]
         if isinstance(fields.values[name], str)
-        else fields.messages(name)
+        else fields.messages(name, "a string or a list of messages")
         for role, name in (("user", question), ("assistant", answer))
     )
     return _chat(before + after, fields, first_target=len(before))
-
-
-def _strings(fields: Fields, question: str, answer: str) -> Chat:
-    return _single_turn(fields.string(question), fields.string(answer), fields)
 
 
 def _alpaca(fields: Fields, instruction: str, answer: str) -> Chat:
@@ -295,7 +297,7 @@ def _xlam(fields: Fields, query: str, answers: str) -> Chat:
 
 
 def _glaive(fields: Fields, name: str) -> Chat:
-    """The turns of a text: each but the first has an empty line or `<|endoftext|>` before it."""
+    """Read the turns of a text: each but the first has an empty line or `<|endoftext|>` before it."""
     roles = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
     head = rf"({'|'.join(roles)}):"
     text = fields.string(name)
@@ -322,42 +324,40 @@ def _text(fields: Fields, name: str) -> PlainText:
     return PlainText(text)
 
 
-def _is_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
-
-
-def _is_glaive(value: Any) -> bool:
-    return isinstance(value, str) and "ASSISTANT:" in value
-
-
 SHAPES = (
     Shape((("messages",),), _as_messages, comes_first=True),
     Shape((("conversations",),), _as_messages, comes_first=True),  # ShareGPT: from/value or role/content
     # Alpaca: a user turn of both, an answer
     Shape((("instruction",), ("output", "response", "completion")), _alpaca, optional=("input",), comes_first=True),
     Shape((("prompt",), ("response", "completion")), _pair, comes_first=True),  # strings or messages
-    Shape((("question",), ("answer",)), _strings, comes_first=True),
+    Shape((("question",), ("answer",)), _pair, comes_first=True),
     Shape((("text",),), _text),  # no template
-    Shape((("conversation",),), _as_messages, accepts=_is_list),
+    Shape(
+        (("conversation",),),
+        _as_messages,
+        accepts=lambda value: isinstance(value, list) or str(value).lstrip().startswith("["),
+    ),
     Shape((("question",), ("response",)), _pair),  # OpenOrca
     Shape((("query",), ("response",)), _pair),
     Shape((("input",), ("output",)), _pair),
     Shape((("inputs",), ("targets",)), _pair),
     Shape((("question",), ("answers",)), _squad),  # {"text": [...]}: the first of the answers
     Shape((("query",), ("answers",)), _xlam),  # a list of calls, or its JSON text
-    Shape((("chat",),), _glaive, accepts=_is_glaive),  # USER:, ASSISTANT: and FUNCTION RESPONSE:; its calls stay text
-    Shape((("data",),), _alternating, accepts=_is_strings),  # UltraChat: user and assistant turns alternate
+    # USER:, ASSISTANT: and FUNCTION RESPONSE:, whose calls stay text
+    Shape((("chat",),), _glaive, accepts=lambda value: isinstance(value, str) and "ASSISTANT:" in value),
+    # UltraChat: user and assistant turns alternate
+    Shape(
+        (("data",),),
+        _alternating,
+        accepts=lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    ),
 )
 _KNOWN_SHAPES = " | ".join(map(str, SHAPES))
 FIELDS = tuple(dict.fromkeys([*(name for shape in SHAPES for name in sorted(shape.names)), *SIDE_FIELDS]))
 
 
 def _single_turn(question: str, answer: str | Message, fields: Fields) -> Chat:
-    """A user turn and its answer, after the record's `history`; its `context` begins the user turn."""
+    """Return a user turn and its answer, after the record's `history`; its `context` begins the user turn."""
     context = fields.take("context", "")
     if not isinstance(context, str):
         got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
@@ -382,7 +382,7 @@ def _history(fields: Fields) -> list[Message]:
 
 
 def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system_prefix: str = "") -> Chat:
-    """The chat of these messages, with the record's system message and tools; targets begin at `first_target`."""
+    """Return the chat of these messages with the record's system message and tools; targets begin at `first_target`."""
     turns = fields.reader.turns(raw_messages)
     system = _system(fields, turns[0].message) if turns else ""
     if system:
@@ -405,7 +405,7 @@ def _chat(raw_messages: list[Any], fields: Fields, first_target: int = 0, system
 
 
 def _system(fields: Fields, first: Message) -> str:
-    """The system message that the record's fields ask for; where the chat has its own, another stays unread."""
+    """Return the system message of the record's fields; if the chat has its own, another stays unread."""
     given = [name for name in SYSTEM_FIELDS if name in fields.values]
     if first["role"] == "system":
         for name in given:
@@ -419,7 +419,7 @@ def _system(fields: Fields, first: Message) -> str:
 
 
 def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
-    """The record's tools, or those of its system message; `BadRecord` where they are given twice and differ."""
+    """Return the record's tools, or those of its system message. Raises `BadRecord` if both are given and differ."""
     given = [tool_list(fields.take(name), name) for name in TOOL_FIELDS if name in fields.values]
     given += [tool_list(value, name) for turn in turns for name, value in turn.tools.items()]
     found = [tools for tools in given if tools]
@@ -429,7 +429,7 @@ def _tools(fields: Fields, turns: list[Turn]) -> list[Any] | None:
 
 
 def column_problems(columns: Mapping[str, Any]) -> list[str]:
-    """One line for every mistake in `columns`."""
+    """Return one line for every mistake in `columns`."""
     problems = [
         f"columns.{name} must be a column's name, or null; got {column!r}"
         for name, column in columns.items()

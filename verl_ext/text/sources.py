@@ -1,4 +1,4 @@
-"""Which files a category's paths, folders, globs and URLs stand for, and their bytes, decompressed.
+"""The files that a category's paths, folders, globs and URLs stand for, and their bytes, decompressed.
 
     train.jsonl.gz   folder/   parts/*.parquet   file:///a.csv                 of this machine
     https://host/a.jsonl.gz   s3://bucket/folder/   gs://bucket/*.parquet      any URL that fsspec has a file system for
@@ -9,8 +9,8 @@ Nothing is downloaded as a whole. Credentials and hosts are configured in fsspec
 where they are used: a command that reads local files starts without them.
 """
 
-import bz2
 import codecs
+import contextlib
 import glob
 import gzip
 import io
@@ -19,15 +19,15 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
 
 from verl_ext.text.json_records import BadRecord
 from verl_ext.values import DataError, UsageError, first_line
 
+# The kind of a file by its suffix; `readers.READERS` has the reader of each kind.
 SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -37,10 +37,6 @@ SUFFIXES = {
     ".tsv": "tsv",
     ".txt": "text",
 }
-KNOWN_FORMATS = (
-    "jsonl, json, csv, tsv or txt (plain, or compressed as .gz, .bz2, .xz or .zst), parquet, an Arrow folder written by"
-    " save_to_disk, a folder of these, a URL of these, or a Hub dataset (hf://datasets/owner/name)"
-)
 HUB_HINT = "hf://datasets/owner/name[:config][:split]"
 _ARROW_FILES = ("state.json", "dataset_info.json")  # of a folder written by save_to_disk
 _SPLITS = "dataset_dict.json"  # of one with a folder for each split
@@ -50,20 +46,7 @@ _HUB = re.compile(
 )
 _BLOCK = 1 << 16  # bytes of a compressed file read at once
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Of a file: JSONL lines or Arrow record batches that begin in bytes start..stop (of an Arrow folder those of its
-    shards, one after the other), or row groups start..stop of a Parquet file.
-
-    records, places: records, and lines or rows, of the file before it.
-    """
-
-    start: int
-    stop: int
-    records: int = 0
-    places: int = 0
+_Sizes = dict[str, int | None]  # bytes of files by path or URL, None if they are not known
 
 
 @dataclass(frozen=True)
@@ -72,46 +55,45 @@ class SourceFile:
 
     category_id: int
     path: str  # or URL
-    kind: str  # jsonl | json | parquet | csv | tsv | text | arrow | hub
-    num_bytes: int | None  # of the file, or of the part that is meant; None: not known before it is read
-    part: Part | None = None  # None: all of it
+    kind: str  # one of SUFFIXES, arrow or hub
+    num_bytes: int | None  # None: not known before it is read
 
 
 def total_bytes(files: Iterable[SourceFile]) -> int | None:
-    """The files' bytes together; None where those of one are not known."""
+    """Return the files' bytes together; None if those of one are not known."""
     sizes = [file.num_bytes for file in files]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL, and not a local file's, whose `file://` `local_path` removes."""
+    """Return whether a path is a URL of another machine; `local_path` removes the `file://` of this one's."""
     return bool(_URL.match(path)) and not path.startswith("file://")
 
 
 def local_path(path: str) -> str:
-    """A path without `file://`."""
+    """Return a path without `file://`."""
     return path.removeprefix("file://")
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """A local path from the root, without `~`; a URL as it stands."""
+    """Return a local path from the root, without `~`; a URL as it stands."""
     plain = local_path(os.fspath(path))
     return plain if is_url(plain) else os.path.abspath(os.path.expanduser(plain))
 
 
 def file_name(path: str) -> str:
-    """The last part of a path or URL, without a web address's query."""
+    """Return the last part of a path or URL, without a web address's query."""
     return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
 
 
 def without_compression(name: str) -> str:
-    """A file's name without .gz, .bz2, .xz or .zst."""
+    """Return a file's name without the ending of its compression."""
     ending = Path(name).suffix
     return name.removesuffix(ending) if ending.lower() in COMPRESSIONS else name
 
 
 def kind_of(path: str | Path) -> str | None:
-    """The format by a file's extension, in upper or lower case; None for an unknown one."""
+    """Return the format by a file's extension, in upper or lower case; None for an unknown one."""
     name = file_name(str(path)).lower()
     plain = without_compression(name)
     kind = SUFFIXES.get(Path(plain).suffix)
@@ -119,7 +101,7 @@ def kind_of(path: str | Path) -> str | None:
 
 
 def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
-    """Every file of every category, categories and patterns in the order given, files of a pattern sorted by name.
+    """Return the files of every category, categories and patterns in the order given, a pattern's files by name.
 
     Raises `UsageError` for a path that is missing or of no known format, naming `key`, by default
     `sources.<category>`; `DataError` for a file that cannot be read.
@@ -132,58 +114,71 @@ def find_source_files(patterns: dict[str, list[str]], key: str | None = None) ->
     ]
 
 
-def _found(pattern: str, key: str) -> list[tuple[str, str, int | None]]:
-    """(path, kind, bytes) of each file of a pattern."""
+def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
+    """Yield (path, kind, bytes) of each file of a pattern."""
     if _HUB.fullmatch(pattern):
-        return [_hub_split(pattern, key)]
-    if is_url(pattern):
-        return _found_remote(pattern, key)
-    return [(path, kind, _size(path)) for path, kind in _found_local(local_path(pattern), key).items()]
+        yield _hub_split(pattern, key)
+        return
+    is_empty = True
+    for sizes, is_folder in _remote_files(pattern, key) if is_url(pattern) else _local_files(pattern, key):
+        kinds = _kinds_below(sizes, key) if is_folder else {path: kind_of(path) for path in sizes}
+        for path, kind in kinds.items():
+            if kind is None:  # a file that is named; of a folder's files, those of no known format are left out
+                raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
+            own = [sizes[path]] if kind != "arrow" else [sizes[name] for name in sizes if os.path.dirname(name) == path]
+            if kind != "arrow" and not is_url(path):
+                _check_regular(path, key)
+            yield path, kind, None if None in own else sum(size or 0 for size in own)
+            is_empty = False
+    if is_empty:
+        raise UsageError(f"{key} must be {KNOWN_FORMATS}; {pattern} has none")
 
 
-def _found_local(pattern: str, key: str) -> dict[str, str]:
-    """The files of a path, folder or glob, and their kinds. One that links lead to several times is read once."""
-    pattern = os.path.expanduser(pattern)
-    # A path that exists is meant literally, also where its name has glob characters.
+def _local_files(pattern: str, key: str) -> Iterator[tuple[_Sizes, bool]]:
+    """Yield each file that a path or glob names, and the files below each folder; what links lead to again is left out.
+
+    A path that exists is meant literally, also if its name has glob characters.
+    """
+    pattern = os.path.expanduser(local_path(pattern))
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not paths:
-        what = "matches no file" if glob.has_magic(pattern) else "does not exist"
-        raise UsageError(f"{key} must name files that exist; {pattern} {what}")
-    found: dict[str, str] = {}
+        problem = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        raise UsageError(f"{key} must name files that exist; {pattern} {problem}")
     seen: set[str] = set()
-    for path in map(Path, paths):
-        if path.is_dir():
-            found |= _kinds_below(_files_below(path, seen), key)
-        elif _is_new(path, seen):
-            found[str(path)] = _known_kind(str(path), key)
-    if not found:
-        raise UsageError(f"{key} must be {KNOWN_FORMATS}; the folder {pattern} has none")
-    for name, kind in found.items():
-        if kind != "arrow":
-            _check_regular(Path(name), key)
-    return found
+
+    def is_new(*path: str) -> bool:
+        before = len(seen)
+        seen.add(os.path.realpath(os.path.join(*path)))
+        return len(seen) > before
+
+    for path in map(str, map(Path, filter(is_new, paths))):
+        if not os.path.isdir(path):
+            yield {path: _size(path)}, False
+            continue
+        files = []
+        for folder, below, names in os.walk(path, onerror=_refuse, followlinks=True):
+            below[:] = [name for name in sorted(below) if not name.startswith(".") and is_new(folder, name)]
+            names = [name for name in sorted(names) if not name.startswith(".") and is_new(folder, name)]
+            files += [os.path.join(folder, name) for name in names]
+        yield {file: _size(file) for file in sorted(files, key=lambda file: file.split("/"))}, True
 
 
-def _files_below(folder: Path, seen: set[str]) -> Iterator[str]:
-    if _is_new(folder, seen):
-        for child in sorted(child for child in folder.iterdir() if not child.name.startswith(".")):
-            if child.is_dir():
-                yield from _files_below(child, seen)
-            elif _is_new(child, seen):
-                yield str(child)
+def _size(path: str) -> int | None:
+    with contextlib.suppress(OSError):  # reported when the file is read
+        return os.path.getsize(path)
+    return None
 
 
-def _is_new(path: Path, seen: set[str]) -> bool:
-    before = len(seen)
-    seen.add(os.path.realpath(path))
-    return len(seen) > before
+def _refuse(error: OSError) -> NoReturn:
+    raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _kinds_below(paths: Iterable[str], key: str) -> dict[str, str]:
-    """Of all files below a folder those of a known kind, and Arrow folders in place of their files; .txt files are
-    notes, and left out, where any is of another format."""
-    files = dict.fromkeys(paths)
-    kinds: dict[str, str] = {}
+def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
+    """Return the kinds of the files below a folder that have a known one, of Arrow folders in place of their files.
+
+    Files of text are notes beside files of another format, and left out.
+    """
+    kinds: dict[str, str | None] = {}
     for path in files:
         folder, name = os.path.split(path)
         if name == _SPLITS:
@@ -197,52 +192,18 @@ def _kinds_below(paths: Iterable[str], key: str) -> dict[str, str]:
     return {path: kind for path, kind in kinds.items() if kind != "text"} or kinds
 
 
-def _known_kind(path: str, key: str) -> str:
-    if kind := kind_of(path):
-        return kind
-    raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
-
-
-def _check_regular(path: Path, key: str) -> None:
-    """Refuse a file that is not regular, which may block its reader, or whose name is not UTF-8."""
+def _check_regular(path: str, key: str) -> None:
+    """Raise `UsageError` for a file that may block its reader, or whose name is not UTF-8."""
     try:
-        str(path).encode()
+        path.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"{key} must name files whose names are UTF-8; got {os.fsencode(path)!r}") from error
-    if path.exists() and not path.is_file():  # a missing one is reported when it is read
-        what = "a FIFO" if path.is_fifo() else "a socket" if path.is_socket() else "a device"
-        raise UsageError(f"{key} must name regular files; {path} is {what}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UsageError(f"{key} must name regular files; {path} is a FIFO, a socket or a device")
 
 
-def _size(path: str) -> int:
-    try:
-        if os.path.isdir(path):
-            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-        with open(path, "rb") as file:
-            return os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _found_remote(url: str, key: str) -> list[tuple[str, str, int | None]]:
-    sizes = _remote_files(url, key)
-    if list(sizes) == [url]:
-        return [(url, _known_kind(url, key), sizes[url])]
-    kinds = _kinds_below((path for path in sizes if "/." not in path), key)
-    if not kinds:
-        raise UsageError(f"{key} must be {KNOWN_FORMATS}; {url} has none")
-    in_folder: dict[str, list[int | None]] = {}
-    for path, size in sizes.items():
-        in_folder.setdefault(os.path.dirname(path), []).append(size)
-    totals = {folder: None if None in own else sum(size or 0 for size in own) for folder, own in in_folder.items()}
-    return [(path, kind, totals[path] if kind == "arrow" else sizes[path]) for path, kind in kinds.items()]
-
-
-def _remote_files(url: str, key: str) -> dict[str, int | None]:
-    """The bytes, where they are known, of a file, of what a glob matches, or of everything below a folder, sorted.
-
-    Only `*` and `[…]` are a glob's, since `?` begins a web address's query.
-    """
+def _remote_files(url: str, key: str) -> list[tuple[_Sizes, bool]]:
+    """Return the file that a URL names, or those that a glob (`*`, `[…]`; `?` begins a query) or folder holds."""
     system, path = _file_system(url, key)
     found: dict[str, Any] = {}
     with _host_errors(url):
@@ -253,24 +214,24 @@ def _remote_files(url: str, key: str) -> dict[str, int | None]:
             elif system.info(path)["type"] == "directory" or path.endswith("/"):
                 found = system.find(path, detail=True)
             else:
-                return {url: system.info(path).get("size")}
+                return [({url: system.info(path).get("size")}, False)]
             sizes = {name: info.get("size") or system.info(name).get("size") for name, info in found.items()}
         except FileNotFoundError:
             sizes = {}
     if not sizes:
         raise UsageError(f"{key} must name files that exist; {url} has none")
-    names = sorted(sizes, key=lambda name: name.split("/"))
-    return {system.unstrip_protocol(name): sizes[name] for name in names}
+    names = sorted((name for name in sizes if "/." not in name), key=lambda name: name.split("/"))
+    return [({system.unstrip_protocol(name): sizes[name] for name in names}, True)]
 
 
 def open_remote(url: str) -> BinaryIO:
-    """A file behind a URL, read in ranges where the server has them. Raises whatever its file system does."""
+    """Open a file behind a URL, read in ranges if the server has them. Raises whatever its file system does."""
     system, path = _file_system(url, "sources")
     return system.open(path, "rb")
 
 
 def remote_facts(url: str) -> Any:
-    """What changes with the content of a file or Hub dataset: size, version, time of change, as its host reports."""
+    """Return what changes with the content of a remote file or Hub dataset: size, version, time of change."""
     with _host_errors(url):
         if match := _HUB.fullmatch(url):
             from huggingface_hub import dataset_info
@@ -295,9 +256,9 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
             raise UsageError(f"{key} must be a URL that fsspec knows; got {url}: {first_line(error)}") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _host_errors(url: str, what: str = "") -> Iterator[None]:
-    """Turns what the body raises into `DataError`: every file system has its own errors of network and credentials."""
+    """Raise `DataError` for what the body raises: every file system has its own errors of network and credentials."""
     try:
         yield
     except (DataError, UsageError):
@@ -307,25 +268,23 @@ def _host_errors(url: str, what: str = "") -> Iterator[None]:
 
 
 def _hub_split(url: str, key: str) -> tuple[str, str, int | None]:
-    """A Hub dataset's URL with its split, by default `train`, and the bytes of its tables where they are known."""
+    """Return a Hub dataset's URL with its split, by default `train`, its kind, and its tables' bytes if known."""
     builder, splits, split = _hub_dataset(url)
     if split not in splits:
         raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
     info = (builder.info.splits or {}).get(split)
-    named = _HUB.fullmatch(url)
-    assert named is not None
-    return url if named["split"] else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
+    return url if url.endswith(f":{split}") else f"{url}:{split}", "hub", (info.num_bytes if info else None) or None
 
 
 def hub_tables(url: str, rows: int) -> Iterator[Any]:
-    """The tables of a Hub dataset that `find_source_files` found, of up to so many rows, as they are downloaded."""
+    """Yield the tables of a Hub dataset that `find_source_files` found, of up to so many rows, while they download."""
     _, splits, split = _hub_dataset(url)
     with _host_errors(url):
         yield from splits[split].with_format("arrow").iter(batch_size=rows)
 
 
 def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], str]:
-    """(builder, streams by split, the split asked for) of a Hub dataset."""
+    """Return (builder, streams by split, the split asked for) of a Hub dataset."""
     import datasets
 
     match = _HUB.fullmatch(url)
@@ -340,6 +299,7 @@ class OpenedFile:
     """A file's decompressed bytes (`stream`), and the position reached in the file itself."""
 
     def __init__(self, path: str, raw: Any) -> None:
+        """Begin to read `raw`, a file opened for reading bytes."""
         ending = Path(file_name(path)).suffix.lower()
         self.path, self._raw = path, raw
         self.size: int | None = getattr(raw, "size", None) if is_url(path) else os.fstat(raw.fileno()).st_size
@@ -350,20 +310,17 @@ class OpenedFile:
 
     @property
     def position(self) -> int:
-        """Bytes of the file, compressed where it is, that were read."""
+        """The bytes of the file, compressed if it is, that were read."""
         return (self.size or 0) if self._raw.closed else self._raw.tell()
 
-    def check_end(self, stop: int | None = None) -> None:
-        """To be called at the stream's end, or where at least `stop` bytes must have been read: a host may answer with
-        nothing where a file has become shorter."""
-        is_short = self.size is not None and self.position != self.size if stop is None else self.position < stop
-        if is_short:
-            whole = self.size if stop is None else stop
-            raise DataError(f"{self.path}: must not change while it is read; {self.position} of {whole} bytes came")
+    def check_end(self) -> None:
+        """Raise `DataError` at the stream's end unless all bytes came: a host may leave out those of a file cut off."""
+        if self.size is not None and self.position != self.size:
+            raise DataError(f"{self.path}: must not change while it is read; {self.position} of {self.size} bytes came")
 
 
 def encoding_problem(start: bytes) -> str | None:
-    """What a file is, by its first four bytes, that is not in UTF-8; None of one that may be."""
+    """Return what a file is, by its first four bytes, that is not in UTF-8; None for one that may be."""
     if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         return "it is UTF-32"
     if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
@@ -371,18 +328,18 @@ def encoding_problem(start: bytes) -> str | None:
     return "its first bytes have a NUL, as those of UTF-16 and UTF-32" if b"\0" in start else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_source(path: str) -> Iterator[OpenedFile]:
     """Open a file or URL for its body to read.
 
-    Raises `DataError` where that fails: no permission, a truncated or corrupt file, a local one that changes meanwhile,
-    a host that does not answer.
+    Raises `DataError` if that fails: no permission, a truncated or corrupt file, a local one that changes meanwhile, a
+    host that does not answer.
     """
     try:
         with open_remote(path) if is_url(path) else open(path, "rb") as raw:
-            before = _state(path)
+            before = None if is_url(path) else _state(os.fstat(raw.fileno()))
             yield OpenedFile(path, raw)
-            if _state(path) != before:
+            if before is not None and _state(os.stat(path)) != before:
                 raise DataError(f"{path}: must not change while it is read; it did")
     except (DataError, UsageError, BadRecord):
         raise
@@ -393,21 +350,15 @@ def open_source(path: str) -> Iterator[OpenedFile]:
         raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
-def _state(path: str) -> tuple[int, ...]:
-    if is_url(path):
-        return ()
-    status = os.stat(path)
+def _state(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-class _Members(io.RawIOBase):
-    """Compressed members one after the other, as tools that compress in parallel write them.
+class _XzStreams(io.RawIOBase):
+    """The streams of an xz file one after the other; LZMAFile takes a damaged one after the first for the end."""
 
-    Python's BZ2File and LZMAFile take a damaged member after the first for the file's end.
-    """
-
-    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Any]) -> None:
-        self._raw, self._decompressor, self._member = raw, decompressor, decompressor()
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self._stream = raw, lzma.LZMADecompressor(lzma.FORMAT_XZ)
 
     def readable(self) -> bool:
         return True
@@ -416,31 +367,34 @@ class _Members(io.RawIOBase):
         data = b""
         while not data:
             compressed = b""
-            if self._member.eof:
-                compressed = self._member.unused_data.lstrip(b"\0")  # zeros between members are padding
+            if self._stream.eof:
+                compressed = self._stream.unused_data.lstrip(b"\0")  # zeros between streams are padding
                 while not compressed:
                     if not (block := self._raw.read(_BLOCK)):
                         return 0
                     compressed = block.lstrip(b"\0")
-                self._member = self._decompressor()
-            elif self._member.needs_input and not (compressed := self._raw.read(_BLOCK)):
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            elif self._stream.needs_input and not (compressed := self._raw.read(_BLOCK)):
                 raise EOFError("it ends before its end-of-stream marker")
-            data = self._member.decompress(compressed, len(buffer))
+            data = self._stream.decompress(compressed, len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
 
-def _zstd(raw: BinaryIO) -> BinaryIO:
-    import pyarrow as pa  # heavy; and unlike zstandard's reader it refuses a truncated file
+def _arrow_stream(raw: BinaryIO, codec: str) -> BinaryIO:
+    import pyarrow as pa  # heavy; unlike Python's readers it refuses a truncated file and a damaged later member
 
-    stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
-    return io.BufferedReader(stream)
+    stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, "r"), codec)
+    return io.BufferedReader(stream, _BLOCK)
 
 
 # Readers of whole files: several members or frames one after the other are read as one.
 COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw, mode="rb"),
-    ".bz2": lambda raw: io.BufferedReader(_Members(raw, bz2.BZ2Decompressor), _BLOCK),
-    ".xz": lambda raw: io.BufferedReader(_Members(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)), _BLOCK),
-    ".zst": _zstd,
+    ".bz2": lambda raw: _arrow_stream(raw, "bz2"),
+    ".xz": lambda raw: io.BufferedReader(_XzStreams(raw), _BLOCK),
+    ".zst": lambda raw: _arrow_stream(raw, "zstd"),
 }
+
+FORMATS = f"{', '.join(SUFFIXES)} (all but .parquet also as {', '.join(COMPRESSIONS)}), Arrow folders of save_to_disk"
+KNOWN_FORMATS = f"{FORMATS}, a folder of these, a URL of these, or a Hub dataset (hf://datasets/owner/name)"

@@ -1,9 +1,14 @@
-"""Text as a tokenized dataset on disk: tokenized by one process, once, and memory-mapped by all others.
+"""From files to tokens on disk: the loop that all families and commands share, and its cached folder.
 
-CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
-    data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
-    categories.json        {"1": "gsm8k", "2": "code"}
-    report.json            what became of the records, by category
+    files --read_batches--> records --Encoder, in one or several processes--> documents --write_documents--> a writer
+
+A writer appends documents to a folder: `DatasetWriter` as Arrow, `TextIndexes` in Megatron's indexed form. `tokenized`
+does it once, for all processes that open the folder:
+
+    CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
+        data-00000-of-00001.arrow, state.json, dataset_info.json    what `datasets.load_from_disk` opens
+        categories.json        {"1": "gsm8k", "2": "code"}
+        report.json            what became of the records, by category
 """
 
 import dataclasses
@@ -13,14 +18,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from verl_ext.files import CATEGORIES, REPORT, cached_folder, write_json
-from verl_ext.progress import Progress
+from verl_ext.progress import Done, Progress
 from verl_ext.redaction import redacted
 from verl_ext.text.dataset_folder import DatasetWriter
 from verl_ext.text.documents import Counts, Documents
@@ -35,7 +40,7 @@ _reported: set[tuple[Path, str]] = set()
 
 
 class Encoder(Protocol):
-    """Makes documents of files: what they are follows from the files, the tokenizer and the options alone.
+    """Makes documents of files, which follow from the files, the tokenizer and the options alone.
 
     key: the config key of the files, for errors; texts: the names of further columns that its documents have.
     """
@@ -43,18 +48,76 @@ class Encoder(Protocol):
     texts: ClassVar[tuple[str, ...]]
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
+
     @property
-    def options(self) -> Options: ...
+    def options(self) -> Options:
+        """The options that the documents follow from."""
+
     @property
-    def key(self) -> str: ...
+    def key(self) -> str:
+        """The config key of the files."""
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
-        """The files' documents, those of about `batch_bytes` of text at a time; their counts have the records, the bad
-        ones and the special tokens. ValueError for a record that ends the run."""
+        """Yield the files' documents, those of about `batch_bytes` of text at a time.
+
+        Their counts have the records, the bad ones and the special tokens. ValueError for a record that ends the run.
+        """
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """A line for each thing that is not as the records have it; total: their counts as the report has them."""
+        """Yield a line for each thing that is not as the records have it; total: their counts in the report."""
+
+
+class Writer(Protocol):
+    """Appends documents to files that are complete after `close()`; `abandon()` follows also after an error."""
+
+    def close(self) -> None:
+        """Complete the files."""
+
+    def abandon(self) -> None:
+        """Close or remove files that are not complete."""
+
+
+DocumentsT = TypeVar("DocumentsT")
+
+
+def write_documents(
+    documents: Iterator[DocumentsT],
+    add: Callable[[DocumentsT], Done],
+    writer: Writer,
+    num_bytes: int | None,
+    description: str = "tokenize",
+) -> None:
+    """Give all documents to `add`, which writes them, under a progress bar over the files' `num_bytes`.
+
+    The bar begins with the first tokens: files with a mistake at their start, or without a token, show none.
+    """
+    begun = time.monotonic()
+    try:
+        first: list[Done] = []
+        for each in documents:
+            first.append(done := add(each))
+            if done.tokens:
+                with Progress(num_bytes, description) as progress:
+                    progress.started = begun
+                    for later in chain(first, map(add, documents)):
+                        progress.add(later)
+        writer.close()
+    finally:
+        writer.abandon()
+
+
+def cached_tokens(root: Path, fingerprint: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
+    """Return the folder below `root` that `make` fills, now unless it is there, by the fingerprint of its files.
+
+    Raises ValueError if the files, which `key` names, change meanwhile.
+    """
+    name = fingerprint()
+    folder = cached_folder(root, name, make)
+    if fingerprint() != name:
+        raise ValueError(f"{key} must not change while it is tokenized; one of its files did")
+    return folder
 
 
 def tokenized(
@@ -65,17 +128,21 @@ def tokenized(
     *,
     batch_bytes: int = BATCH_BYTES,
 ) -> Path:
-    """The folder below `root` with the documents of these files, tokenized now unless it is there; what was cut or left
-    out is logged once in a process. Processes may call it at the same time. names: category number -> name.
+    """Return the folder below `root` with the documents of these files, tokenized now unless it is there.
+
+    What was cut or left out is logged once in a process. Processes may call it at the same time. names: category
+    number -> name.
 
     Raises:
         ValueError: files that cannot be used, or that change meanwhile (`encoder.key` is named), a cache that cannot be
             written.
     """
-    name = _fingerprint(files, names, encoder)
-    folder = cached_folder(root, name, lambda to: _write(to, files, names, encoder, batch_bytes))
-    if _fingerprint(files, names, encoder) != name:
-        raise ValueError(f"{encoder.key} must not change while it is tokenized; one of its {len(files)} files did")
+    folder = cached_tokens(
+        root,
+        lambda: _fingerprint(files, names, encoder),
+        lambda to: _write(to, files, names, encoder, batch_bytes),
+        encoder.key,
+    )
     if (folder, encoder.key) not in _reported:
         _reported.add((folder, encoder.key))
         for line in encoder.notices(read_report(folder)["total"]):
@@ -84,14 +151,14 @@ def tokenized(
 
 
 def read_report(folder: str | Path) -> dict[str, Any]:
-    """report.json of a folder: files, options, categories {name: counts} and total."""
+    """Return report.json of a folder: files, options, categories {name: counts} and total."""
     return json.loads((Path(folder) / REPORT).read_text(encoding="utf-8"))
 
 
 def number_categories(
     files: Iterable[SourceFile], category_of: Callable[[SourceFile], str]
 ) -> tuple[list[SourceFile], dict[int, str]]:
-    """(the files with their categories' numbers, number -> name), from 1 in the order in which they first occur."""
+    """Return (the files with their categories' numbers, number -> name), from 1 in the order of their first files."""
     categories = [(file, category_of(file)) for file in files]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in categories), start=1)}
     numbered = [dataclasses.replace(file, category_id=numbers[name]) for file, name in categories]
@@ -99,13 +166,15 @@ def number_categories(
 
 
 def digest(facts: Any) -> str:
-    """32 hex digits of plain JSON values."""
+    """Return 32 hex digits that stand for plain JSON values."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
-    """[real path, size, time of change] of each file, and of the files of each folder; of a URL, what its
-    host reports. No content is read."""
+    """Return [real path, size, time of change] of each file, also of those in a folder; of a URL, its host's facts.
+
+    No content is read.
+    """
     facts: list[list[Any]] = []
     for path in paths:
         if is_url(path):
@@ -119,7 +188,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:
-    """What determines how a tokenizer splits text, without the state that calls leave in it."""
+    """Return what determines how a tokenizer splits text, without the state that calls leave in it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
         serialised = json.loads(backend.to_str())
@@ -139,7 +208,7 @@ def tokenizer_facts(tokenizer: Any) -> list[Any]:
 
 
 def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder) -> str:
-    """Of everything that the documents and the report follow from."""
+    """Return a digest of everything that the documents and the report follow from."""
     tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
     ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
     made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, vars(encoder.options)]
@@ -149,32 +218,26 @@ def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder:
 def _write(
     folder: Path, files: Sequence[SourceFile], names: Mapping[int, str], encoder: Encoder, batch_bytes: int
 ) -> None:
-    """The dataset with its categories and its report, in an empty folder."""
-    begun = time.monotonic()
+    """Write the dataset with its categories and its report into an empty folder."""
     counts = {number: Counts() for number in names}
-    results = encoder.encode(files, batch_bytes)
     writer = DatasetWriter(folder, texts=encoder.texts)
-    try:
-        first = list(islice(results, 1))  # before the bar: files with a mistake at their start show none
-        with Progress(total_bytes(files)) as progress:
-            progress.started = begun
-            for documents in chain(first, results):
-                _count(documents)
-                counts[documents.category_id].add(documents.counts)
-                writer.add(documents)
-                progress.add(documents)
-        total = Counts()
-        for of_category in counts.values():
-            total.add(of_category)
-        if not total.documents:
-            example = next(chain.from_iterable(total.examples.values()), "")
-            raise ValueError(
-                f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
-                f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
-            )
-        writer.close()
-    finally:
-        writer.abandon()
+
+    def add(documents: Documents) -> Documents:
+        _count(documents)
+        counts[documents.category_id].add(documents.counts)
+        writer.add(documents)
+        return documents
+
+    write_documents(encoder.encode(files, batch_bytes), add, writer, total_bytes(files))
+    total = Counts()
+    for of_category in counts.values():
+        total.add(of_category)
+    if not total.documents:
+        example = next(chain.from_iterable(total.examples.values()), "")
+        raise ValueError(
+            f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
+            f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
+        )
     write_json(folder / CATEGORIES, {str(number): name for number, name in names.items()})
     report = {
         "files": redacted([file.path for file in files]),

@@ -1,4 +1,4 @@
-"""Which tokenizer a command uses, loading and checking it; chat templates as options give them."""
+"""The tokenizer of a command, loaded and checked; chat templates as options give them."""
 
 import os
 import re
@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 from verl_ext.values import Options, UsageError, first_line, option, reason_of
 
-# What load_tokenizer imports; with torch that takes seconds.
+# The modules that load_tokenizer may import; with torch that takes seconds.
 _WITH_TORCH, _WITHOUT_TORCH = "transformers.models.auto.tokenization_auto", "verl_ext.text.torchless_tokenizers"
 _tokenizer_module = _WITH_TORCH
 LONGEST_TEMPLATE = 1 << 20  # bytes of a chat template; the longest published have some 30,000
-# Added tokens of no text, such as <think>, which not every tokenizer marks as special.
+# Added tokens that stand for no text, such as <think>; not every tokenizer marks them as special.
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 TRUSTED = "model.trust_remote_code=true runs Python code that comes with the model or tokenizer"
 
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
-    """Where the tokenizer comes from. The defaults name none: a command asks for `tokenizer_problems` itself."""
+    """The source of the tokenizer. The defaults name none: a command asks for `tokenizer_problems` itself."""
 
     prefix: ClassVar[str] = "model"
 
@@ -32,7 +32,7 @@ class ModelOptions(Options):
 
     @property
     def tokenizer(self) -> str:
-        """The folder or Hub name that the tokenizer is loaded from."""
+        """The folder or Hub name from which the tokenizer is loaded."""
         return self.tokenizer_path or self.path or ""
 
     @property
@@ -41,21 +41,21 @@ class ModelOptions(Options):
         return "model.tokenizer_path" if self.tokenizer_path else "model.path"
 
     def tokenizer_problems(self) -> list[str]:
-        """One line where there is no such folder and no name on the Hub."""
+        """Return one line if there is no such folder and it is no name on the Hub."""
         if not self.tokenizer:
             return ["model.path must name a model or tokenizer folder; got nothing"]
         return path_problems(self.tokenizer, self.tokenizer_key)
 
 
 def path_problems(path: str, key: str) -> list[str]:
-    """One line where a tokenizer's path is neither a folder nor a name on the Hub."""
+    """Return one line if a tokenizer's path is neither a folder nor a name on the Hub."""
     if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []
     return [f"{key} must be a folder that exists; got {path}"]
 
 
 def read_template(template: str, key: str) -> str:
-    """A chat template that is given as its text or as its file's path.
+    """Return a chat template that is given as its text or as its file's path.
 
     Raises `UsageError` that names `key` for a file that is missing, too large or no text.
     """
@@ -78,9 +78,9 @@ def read_template(template: str, key: str) -> str:
 
 
 def check_template(template: str, named: str, key: str) -> None:
-    """Raises `UsageError` with the line where a chat template is not Jinja; `named`: the option's value."""
+    """Raise `UsageError` with the line in which a chat template is not Jinja; `named`: the option's value."""
     from jinja2 import TemplateError, TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template  # here, because importing it takes seconds
+    from transformers.utils.chat_template_utils import render_jinja_template  # importing it takes seconds
 
     try:
         render_jinja_template([[{"role": "user", "content": "hello"}]], chat_template=template)
@@ -88,35 +88,38 @@ def check_template(template: str, named: str, key: str) -> None:
         line = f"line {error.lineno}: {error.message}"
         raise UsageError(f"{key} must be a Jinja template; got {named}, {line}") from error
     except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return  # a program of its own, which may want what this chat does not have
+        return  # a template is a program of its own, which may want what this chat does not have
 
 
 def leave_out_torch(model: ModelOptions) -> None:
-    """Load tokenizers without torch in this process and its workers, unless transformers is loaded already or the
-    tokenizer's own code may need torch. Only for the process of a command: transformers has no models afterwards."""
+    """Load tokenizers without torch in this process and its workers.
+
+    Not if transformers is loaded already, or if the tokenizer's own code may need torch. Only for the process of a
+    command: transformers has no models afterwards.
+    """
     global _tokenizer_module
     if "transformers" not in sys.modules and not model.trust_remote_code:
         _tokenizer_module = _WITHOUT_TORCH
 
 
 def tokenizer_module() -> str:
-    """The module that load_tokenizer imports, which takes seconds: worker processes preload it."""
+    """Return the module that load_tokenizer imports, which takes seconds: worker processes preload it."""
     return _tokenizer_module
 
 
 def load_tokenizer(model: ModelOptions) -> Any:
-    """The tokenizer of `model.tokenizer_path` or `model.path`; `UsageError` where none can be loaded."""
-    # The processes are the parallelism; threads inside each would only compete.
+    """Return the tokenizer of `model.tokenizer_path` or `model.path`. Raises `UsageError` if none can be loaded."""
+    # Processes work in parallel; threads inside each of them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = read_tokenizer(model.tokenizer, model.tokenizer_key, trust_remote_code=model.trust_remote_code)
     check_round_trip(tokenizer, model.tokenizer, model.tokenizer_key)
-    tokenizer.model_max_length = int(1e30)  # lengths are the command's business: no warning per text
+    tokenizer.model_max_length = int(1e30)  # no warning for each long text: the command bounds lengths
     return tokenizer
 
 
 def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """transformers' tokenizer of a folder or Hub name; `UsageError` that names `key` where there is none."""
-    import_module(_tokenizer_module)  # here, because importing it takes seconds
+    """Return the tokenizer of a folder or Hub name. Raises `UsageError` that names `key` if there is none."""
+    import_module(_tokenizer_module)  # takes seconds
     from transformers import AutoTokenizer
 
     try:
@@ -130,7 +133,7 @@ def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
 def check_round_trip(tokenizer: Any, path: str, key: str = "model.path") -> None:
     """Refuse a tokenizer that silently drops spaces or letters. Raises `UsageError`.
 
-    transformers builds one where tokenizer_config.json names another class than tokenizer.json is of and config.json is
+    transformers builds one if tokenizer_config.json names another class than that of tokenizer.json and config.json is
     missing: for DeepSeek-V3's folder a Llama tokenizer without spaces and Chinese.
     """
     for text in ("one two", "你好"):

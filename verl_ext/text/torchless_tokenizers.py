@@ -1,4 +1,4 @@
-"""Imports transformers' tokenizers without torch, which they do not use and which costs three seconds and 300 MB.
+"""transformers' tokenizers, imported without torch, which would cost three seconds and 300 MB and is not used.
 
 For the rest of the process transformers takes torch for not installed: see `leave_out_torch`.
 """

@@ -35,7 +35,7 @@ from verl_ext.trainer.hang import watch
 
 Pack = Mapping[str, torch.Tensor]
 
-# What verl's engine asks of every batch.
+# Keys that verl's engine reads of every batch.
 _ENGINE_FLAGS = {"use_remove_padding": True, "pad_mode": DatasetPadMode.NO_PADDING, "temperature": 1.0}
 
 
@@ -64,7 +64,7 @@ class StepBatch:
 
     @property
     def categories(self) -> int:
-        """C."""
+        """C, the number of categories."""
         return len(self.counts) - 5
 
     @property
@@ -73,12 +73,12 @@ class StepBatch:
         return self.counts[:1]
 
     def pin_memory(self) -> "StepBatch":
-        """Page-locked copies, as torch's loader asks of a batch type of one's own."""
+        """Return page-locked copies; torch's loader asks this of a batch type of one's own."""
         names = (*_COLUMNS, "counts", *(["next_ids"] if self.next_ids is not None else []))
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
     def micro_batches(self, size: int, **flags: Any) -> Iterator[TensorDict]:
-        """Batches of ``size`` packs as verl's engine takes them: jagged tensors, its flags and more of them."""
+        """Cut the step into batches of ``size`` packs for verl's engine: jagged tensors, its flags and further ones."""
         edges = np.concatenate([[0], np.cumsum(self.pack_lengths)])
         columns = {
             "input_ids": self.input_ids,
@@ -107,9 +107,9 @@ class StepCollator:
     """Turns a rank's packs into a :class:`StepBatch`; runs in the loader's processes.
 
     Attributes:
-        loss: what `loss` says.
+        loss: the configured loss.
         categories: the fixed table of the dataset.
-        idle_tokens: length of what stands in where the rank idles.
+        idle_tokens: how many tokens an idle rank runs.
         last_is_label: a pack's last token is only predicted.
     """
 
@@ -124,7 +124,7 @@ class StepCollator:
         )
 
     def __call__(self, packs: Sequence[Pack | None]) -> StepBatch:
-        """Packs as a `PackDataset` yields them, None where the rank idles."""
+        """Collate packs as a `PackDataset` yields them; None stands for an idle rank."""
         slots = len(self.categories.ids) + 1
         counts = np.zeros(4 + slots)
         columns: list[tuple[np.ndarray, ...]] = []
@@ -142,7 +142,7 @@ class StepCollator:
         return (*_COLUMNS, "next_ids") if self.last_is_label else _COLUMNS
 
     def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Columns of one pack; adds what it holds to ``counts``."""
+        """Lay out the columns of one pack; adds its tokens and targets to ``counts``."""
         columns = {key: value.numpy() for key, value in pack.items()}
         offsets = np.append(np.flatnonzero(columns["position_ids"] == 0), len(columns["position_ids"]))
         tokens, documents = _real(columns, offsets)
@@ -166,7 +166,7 @@ class StepCollator:
         return (*(column[:-1] for column in laid_out), ids[1:]) if self.last_is_label else laid_out
 
     def _idle(self) -> tuple[np.ndarray, ...]:
-        """Tokens that predict nothing: what a rank without a pack runs, so that the others' collectives complete."""
+        """Make the tokens that an idle rank runs, so that the others' collectives complete; they predict nothing."""
         zeros = np.zeros(self.idle_tokens, dtype=np.int64)
         positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
         return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros > 0, zeros)[: len(self._names)]
@@ -177,7 +177,7 @@ def _joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:
 
 
 def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, int]:
-    """Tokens and documents of a pack without its padding, which is one last pseudo-document."""
+    """Count tokens and documents of a pack without its padding, which is one last pseudo-document."""
     mask = columns.get("attention_mask")
     tokens = len(columns["input_ids"]) if mask is None else int(mask.sum())
     return tokens, int((offsets[:-1] < tokens).sum())
@@ -192,8 +192,8 @@ class StepLoss:
     Args:
         normaliser: Z of the global step, above 0.
         data_parallel_size: ranks whose shares add up to the loss.
-        sums: where weighted and category losses are collected; None on steps that are not logged.
-        kept: to which each micro-batch's ℓ_t, float32[T] on the device, is appended; None: they are not kept.
+        sums: collects weighted and category losses; None on steps that are not logged.
+        kept: gets each micro-batch's ℓ_t, float32[T] on the device; None: they are not kept.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class StepLoss:
     def __call__(
         self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: object = None
     ) -> tuple[torch.Tensor, dict]:
-        """The micro-batch's share of the loss, a scalar, and no metrics of its own.
+        """Return the micro-batch's share of the loss, a scalar, and no metrics of its own.
 
         The gradient of a share that is not finite is NaN: the gradient norm, which all ranks share, then skips the step
         on every rank, also where the loss alone is infinite.
@@ -220,7 +220,7 @@ class StepLoss:
         nll = -model_output["log_probs"].values()  # float32[T]
         if "loss_terms" in model_output:  # of a fused head
             terms = model_output["loss_terms"].values()
-        else:  # where nothing is predicted, an infinite nll must not become NaN by a product with 0
+        else:  # an infinite nll of a token that is no target must not become NaN by a product with 0
             terms = torch.where(coefficients != 0, coefficients * nll, torch.zeros_like(nll))
         if self.kept is not None:
             self.kept.append(nll.detach())

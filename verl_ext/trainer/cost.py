@@ -1,4 +1,4 @@
-"""What a document costs a model, as a CostModel: the floating-point operations of a forward pass.
+"""The cost of a document to a model: the floating-point operations of a forward pass.
 
     per token and layer    2·h·(heads + 2·kv_heads)·d    query, key and value projections
                            2·heads·d·h                   output projection
@@ -21,7 +21,7 @@ _OPERATIONS_PER_ELEMENT = 2000
 
 
 def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
-    """The model of `data.cost`: `tokens`, or `flops` from a Hugging Face config.
+    """Return the cost model that `data.cost` names: `tokens`, or `flops` from a Hugging Face config.
 
     Ulysses divides a pack's tokens and the heads of its attention by its number of ranks, which leaves their ratio but
     for zero heads; to every token's cost it adds the exchange of queries, keys, values and outputs. Keys and values
@@ -43,7 +43,7 @@ def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
 
 
 def _mlp(text: Any, hidden: int) -> float:
-    """Operations per token of one layer's MLP; of a model with dense and sparse layers, those of a sparse one."""
+    """Count operations per token of one layer's MLP; of dense and sparse layers, those of a sparse one."""
     size = getattr(text, "intermediate_size", None)
     experts = getattr(text, "num_experts_per_tok", None)
     if experts:

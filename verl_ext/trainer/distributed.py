@@ -1,8 +1,13 @@
 """The ranks of a run: their process group, who prints, and how they exit, together or alone.
 
 The group comes first, before any configuration is read, so that one rank reports a user's mistake in one line while
-the others exit with the same code, instead of each rank printing its own traceback. A rank that fails alone shows its
-traceback; the ranks that fail for want of it let torchrun end them, or say which rank it was, once for each node.
+the others exit with the same code. Failures end a run in these ways:
+
+    user_errors_end_the_run    ValueError, OSError on any rank      all ranks exit with 2, rank 0 prints the first
+    failures_reported          RunFailed, on every rank             all ranks exit with 3, rank 0 prints it
+                               RankFailed, on one rank              this rank exits with 3 at once
+                               any other exception                  the first rank prints its traceback and exits with 1
+                               a collective that fails              this rank exits with 3, naming the first one
 """
 
 import json
@@ -36,16 +41,24 @@ Answer = TypeVar("Answer")
 
 USER_ERROR = 2
 TRAINING_FAILED = 3
-_TORCHRUN_NOTICES = 5.0  # seconds until torchrun ends the ranks of a node where one has failed, and more
+_TORCHRUN_NOTICES = 5.0  # seconds, and more, until torchrun ends the ranks of a node of which one has failed
 _STORE_ANSWERS = 5.0  # seconds
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILURE = "verl_ext/failure"  # in the store of the ranks
-last_acts = ExitStack()  # done where this process ends in order, or at once but of its own accord
+last_acts = ExitStack()  # called when this process ends in order, or at once but of its own accord
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
 
+class RunFailed(RuntimeError):
+    """A failure that every rank raises: the run cannot go on."""
+
+
+class RankFailed(RuntimeError):
+    """A failure of this rank that the others do not know of, in one line."""
+
+
 def accelerator() -> str | None:
-    """``cuda`` or ``npu`` where one is visible to this process, else None."""
+    """Return ``cuda`` or ``npu`` if one is visible to this process, else None."""
     if torch.cuda.is_available():
         return "cuda"
     npu = getattr(torch, "npu", None)
@@ -63,10 +76,10 @@ def process_group() -> Iterator[None]:
     _silence_upstream()
     if not sys.stderr.isatty():
         disable_progress_bar()  # transformers', which writes control characters
-    # verl imports Megatron where it is installed: seconds, and pages of warnings, for an engine that is not used here.
+    # verl imports Megatron if it is installed: seconds, and pages of warnings, for an engine that is not used here.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if os.environ["RANK"] != "0":
-        _be_quiet()
+        _silence_this_rank()
     with failures_reported():
         if accelerator() is None:
             # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
@@ -83,7 +96,7 @@ def process_group() -> Iterator[None]:
 
 
 def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
-    """Let a collective on the device take so long at most, from now on: one of all ranks, or of a group of `meshes`.
+    """Limit how long a collective on the device may take, over all ranks or a group of `meshes`.
 
     On a GPU nothing else changes: ranks wait over gloo for one that writes or copies a checkpoint, as for one that
     tokenizes, and that may take hours. On a CPU it is all gloo, and one limit.
@@ -98,7 +111,7 @@ def limit_collectives(seconds: int, meshes: Iterable[DeviceMesh]) -> None:
 
 @contextmanager
 def user_errors_end_the_run() -> Iterator[None]:
-    """A ValueError or OSError inside, on any rank, ends the run on all: rank 0 prints the first, each exits with 2.
+    """End the run on all ranks if any raises a ValueError or OSError inside: rank 0 prints the first.
 
     Collective: every rank leaves the block before any goes on.
     """
@@ -109,53 +122,46 @@ def user_errors_end_the_run() -> Iterator[None]:
         if os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
         mistake = str(error)
-    mistakes: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(mistakes, mistake)
-    first = next((m for m in mistakes if m is not None), None)
+    first = next((each for each in RunRanks().gather(mistake) if each is not None), None)
     if first is not None:
-        exit_all_ranks(first, USER_ERROR)
+        _exit_all_ranks(first, USER_ERROR)
 
 
 @contextmanager
 def failures_reported() -> Iterator[None]:
-    """An exception inside ends this rank: with its traceback where it is the first, else for want of the first.
+    """End this rank if anything is raised inside, with one message for the whole run.
 
-    NCCL's watchdog ends a rank whose collective takes too long with lines of its own.
+    The first rank to fail prints its traceback; the others exit naming that rank. NCCL's watchdog ends a rank whose
+    collective takes too long with lines of its own.
     """
     try:
         yield
     except Exception as error:
         if os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
+        if isinstance(error, RunFailed):
+            _exit_all_ranks(str(error), TRAINING_FAILED)
+        if isinstance(error, RankFailed):
+            exit_this_rank(str(error), TRAINING_FAILED)
         words = f"{type(error).__name__}: {first_line(error)}"
+
+        def fail_first(store: dist.Store) -> bool:
+            is_first = store.add(f"{_FAILURE}s", 1) == 1
+            if is_first:
+                store.set(_FAILURE, f"rank {dist.get_rank()} on {socket.gethostname()} failed ({words})")
+            return is_first
+
         if isinstance(error, dist.DistError) or "gloo/" in str(error):
             _end_with_the_others(re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0])
-        elif _is_first_failure(words):
+        elif _ask_store(fail_first) is not False:  # without a store this is known to be the first
             print(redacted_text(traceback.format_exc()), end="", file=sys.stderr)
             exit_this_rank(f"{words} (its traceback is above)", 1)
         else:
             _end_with_the_others(words)
 
 
-def _is_first_failure(words: str) -> bool:
-    """Whether no rank has failed before, which is then known to be this one."""
-
-    def tell(store: dist.Store) -> bool:
-        first = store.add(f"{_FAILURE}s", 1) == 1
-        if first:
-            store.set(_FAILURE, f"rank {dist.get_rank()} on {socket.gethostname()} failed ({words})")
-        return first
-
-    return _ask_store(tell) is not False
-
-
-def _first_failure() -> str | None:
-    """Which rank failed first and why, where it could say so."""
-    return _ask_store(lambda store: store.get(_FAILURE).decode() if store.check([_FAILURE]) else None)
-
-
 def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:
-    """The answer of the store of the ranks; None without one, or where it is gone or out of reach.
+    """Return an answer of the store of the ranks; None if there is none, or it is gone or out of reach.
 
     In a thread of its own: a host that is out of reach keeps its caller waiting for ever.
     """
@@ -174,22 +180,23 @@ def _ask_store(question: Callable[[dist.Store], Answer]) -> Answer | None:
 def _end_with_the_others(why: str) -> NoReturn:
     """End a rank that cannot go on because another one ended.
 
-    Where that was on this node, torchrun names it and ends the others, which say nothing; where it was on another node,
-    one rank of this node says so, and torchrun ends the others then.
+    If that one was on this node, torchrun names it and ends the others, which print nothing. If it was on another node,
+    one rank of this node says so, and torchrun then ends the others.
     """
-    first = _first_failure()  # now: the store may end with the rank
+    # Ask now: the store may end with the rank.
+    first = _ask_store(lambda store: store.get(_FAILURE).decode() if store.check([_FAILURE]) else None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_TORCHRUN_NOTICES)
-        let_the_first_speak(2 * _TORCHRUN_NOTICES)
-    told = first or (
+        wait_unless_local_rank0(2 * _TORCHRUN_NOTICES)
+    reason = first or (
         f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
         "network between them"
     )
-    exit_this_rank(f"{told}; the same command resumes from the last checkpoint", TRAINING_FAILED, first is not None)
+    exit_this_rank(f"{reason}; the same command resumes from the last checkpoint", TRAINING_FAILED, first is not None)
 
 
-def let_the_first_speak(seconds: float) -> None:
-    """On all but the first rank of a node: leave torchrun so long to end this one, once the first has said why."""
+def wait_unless_local_rank0(seconds: float) -> None:
+    """Leave the first rank of a node the time to print the reason, and torchrun that to end the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(seconds)
 
@@ -205,49 +212,53 @@ class RunRanks(Ranks):
         return user_errors_end_the_run()
 
     def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
         values = [value]
         dist.broadcast_object_list(values)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of the ranks."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def all_reduce(self, values: NDArray[Any]) -> None:
+        """Sum over the ranks, in place."""
         dist.all_reduce(torch.from_numpy(values))
 
 
-def exit_all_ranks(message: str, code: int) -> NoReturn:
-    """End the run on every rank, which must all call this: rank 0 says why, all exit with ``code``.
-
-    Under torchrun the first rank of each node does for all of them: torchrun describes each that does not exit with 0.
-    """
+def _exit_all_ranks(message: str, code: int) -> NoReturn:
+    """End the run on every rank, which must all call this: rank 0 prints the message."""
     if dist.get_rank() == 0:
         print(f"error: {redacted_text(message)}", file=sys.stderr, flush=True)
         _tell_torchrun(message)
-    dist.barrier()  # no rank leaves, and has torchrun stop the others, before the line is out
-    raise SystemExit(code_of_rank(code))
+    exit_with_all_ranks(code)
 
 
-def code_of_rank(code: int) -> int:
-    """What this rank exits with where all ranks end together with a code."""
-    return code if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0" else 0
+def exit_with_all_ranks(code: int) -> NoReturn:
+    """Exit once every rank has called this; a rank that leaves earlier would have torchrun stop the others.
+
+    Under torchrun, which describes each rank that does not exit with 0, the first rank of a node has the code.
+    """
+    dist.barrier()
+    is_described = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
+    raise SystemExit(code if is_described else 0)
 
 
 def exit_this_rank(message: str, code: int, of_another: bool = False) -> NoReturn:
-    """End this rank at once, for what the others do not know of: they wait for it, until torchrun stops them.
+    """End this rank at once; the others do not know and wait for it, until torchrun stops them.
 
-    of_another: the message says which rank is meant.
+    of_another: the message is about another rank and names it.
     """
     rank = "" if of_another else f"rank {os.environ.get('RANK', 0)}: "
     with suppress(OSError):  # a terminal or a pipe that is gone
         print(f"\nerror: {rank}{redacted_text(message)}", file=sys.stderr)  # below a progress bar
     _tell_torchrun(message)
-    leave(code)
+    exit_at_once(code)
 
 
-def leave(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
     """End this process and its loaders without a word, and without waiting for other ranks."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -260,7 +271,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _tell_torchrun(message: str) -> None:
-    """Have torchrun's closing lines give the reason, in the form of torch.distributed.elastic's error files."""
+    """Give torchrun's closing lines the reason, in the form of torch.distributed.elastic's error files."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         facts = {"message": {"message": redacted_text(message), "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
@@ -268,8 +279,8 @@ def _tell_torchrun(message: str) -> None:
 
 
 def _default_to_one_rank() -> None:
-    """What torchrun would have set, for ``python -m``; ends with a line where a scheduler has set a part of it."""
-    if missing := [name for name in _OF_TORCHRUN if name not in os.environ]:
+    """Set torchrun's variables for ``python -m``; end with a line if a scheduler has set a part of them."""
+    if missing := [name for name in _TORCHRUN_SETS if name not in os.environ]:
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":
             print(
@@ -286,10 +297,10 @@ def _default_to_one_rank() -> None:
 
 
 def _silence_upstream() -> None:
-    """Leave out what upstream says to everybody and nobody can act on; everything else is still heard."""
+    """Silence messages of upstream that nobody can act on; everything else is still heard."""
     warnings.filterwarnings("ignore", message=".* engine is not available")  # verl: engines that nobody asked for
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
-    # torch's advice, where a first step is skipped: fp16's scale is often too high at the start
+    # torch's advice about a first step that is skipped: fp16's scale is often too high at the start
     warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
     for name in ("configuration_utils", "modeling_utils"):  # of an argument and a config key of verl's
         logging.getLogger(f"transformers.{name}").addFilter(lambda line: "`torch_dtype` is" not in line.getMessage())
@@ -298,8 +309,8 @@ def _silence_upstream() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 asks it once per run
 
 
-def _be_quiet() -> None:
-    """Ranks above 0 print nothing but errors: verl, transformers and datasets print the same line on every rank."""
+def _silence_this_rank() -> None:
+    """Print nothing but errors on ranks above 0: verl, transformers and datasets print the same line on every rank."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

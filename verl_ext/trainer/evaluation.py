@@ -1,6 +1,6 @@
-"""The validation set, whole, as one step: the configured loss, every category's mean, and right answers.
+"""The validation of the whole set as one step: the configured loss, each category's mean, right answers.
 
-Where the data has questions (data=babilong) and the model generates (model=qwen_titans), right answers are counted:
+If the data has questions (data=babilong) and the model generates (model=qwen_titans), right answers are counted:
 
     exact_match   every token of the target is the likeliest one, given those before it (teacher-forced)
     accuracy      what is generated, up to the tokenizer's EOS or `trainer.answer_tokens`, is right as the data has it
@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tqdm import tqdm
 from verl.utils.device import get_device_id
 
-from verl_ext.config.output import EVALUATION
+from verl_ext.checkpoint.layout import EVALUATION
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.engines.chunked import rows, target_positions
@@ -31,13 +31,14 @@ _MORE = 4  # tokens that a generated answer may be longer than the longest targe
 
 
 class AnswerScores:
-    """Counts of one rank: float64[3, C + 1] on the engine's device: answers, exact ones, generated right ones, by
-    category slot; slot 0 is of no category.
+    """The counts of one rank: answers, exact ones, generated right ones, by category slot.
+
+    float64[3, C + 1] on the engine's device; slot 0 is of no category.
 
     Args:
         dataset: the validation set.
-        engine: what generates.
-        tokens: generated for an answer; 0 for none.
+        engine: generates the answers.
+        tokens: to generate for an answer; 0 for none.
     """
 
     def __init__(self, dataset: PackDataset, engine: Any, tokens: int) -> None:
@@ -47,14 +48,14 @@ class AnswerScores:
 
     @classmethod
     def for_run(cls, run: Run, dataset: PackDataset, engine: StepEngine) -> "AnswerScores | None":
-        """None where the data has no questions or the engine does not generate."""
+        """Return the scores of a run; None if the data has no questions or the engine does not generate."""
         if not (dataset.has_questions and engine.generates):
             return None
         asked = run.config.trainer.answer_tokens
         return cls(dataset, engine, int(dataset.pack_targets().max()) + _MORE if asked is None else asked)
 
     def beside(self, loss: StepLoss) -> Callable[..., tuple[torch.Tensor, dict]]:
-        """The loss function, which also counts the exact answers of each batch."""
+        """Wrap the loss function, so that it also counts the exact answers of each batch."""
 
         def scored(model_output: dict, data: TensorDict, dp_group: object = None) -> tuple[torch.Tensor, dict]:
             self._count_exact(rows(model_output["is_greedy"]), data)
@@ -75,7 +76,7 @@ class AnswerScores:
                 self.counts[2, categories[row]] += self._is_right(pack, generated[row])
 
     def report(self, prefix: str, names: Sequence[str], all_reduce: Callable[[torch.Tensor], None]) -> dict[str, float]:
-        """Shares of right answers over all data-parallel ranks, of all and by category; `all_reduce` sums over them."""
+        """Return shares of right answers over all data-parallel ranks, in all and by category."""
         kinds = {"exact_match": 1, "accuracy": 2} if self.tokens else {"exact_match": 1}
         total = self.counts.clone()
         all_reduce(total)
@@ -103,19 +104,19 @@ class AnswerScores:
 
 
 def _categories(data: TensorDict) -> torch.Tensor:
-    """int64[B]: the category slot of each row's answer; 0 of a row without one."""
+    """Return int64[B], the category slot of each row's answer; 0 of a row without one."""
     return rows(data["category_index"]).amax(1).clamp(min=0)
 
 
 class Evaluation:
-    """Measures a validation set on every rank's share of it."""
+    """The measurement of a validation set, each rank on its share."""
 
     def __init__(self, run: Run, validation: Validation, engine: StepEngine, rank: DataParallelRank) -> None:
         self.validation = validation
         self._run, self._engine, self._rank = run, engine, rank
 
     def measure(self) -> dict[str, float]:
-        """`val/…` metrics of the weights as they are; the same on every rank."""
+        """Return the `val/…` metrics of the weights as they are; the same on every rank."""
         dataset = self.validation.dataset
         total: StepSums | None = None
         scores = AnswerScores.for_run(self._run, dataset, self._engine)
@@ -127,7 +128,11 @@ class Evaluation:
                 micro_batches = list(batch.micro_batches(size, **self._run.config.loss.head_flags))
                 self._engine.evaluate(micro_batches, loss if scores is None else scores.beside(loss))
                 if scores is not None:
-                    self._generate(scores, micro_batches, packs)
+                    first = 0
+                    for micro_batch in micro_batches:
+                        last = first + micro_batch.batch_size[0]
+                        scores.generate(micro_batch, packs[first:last])
+                        first = last
                 total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
         assert total is not None
         names = dataset.categories.names
@@ -137,7 +142,7 @@ class Evaluation:
         return metrics
 
     def _batches(self) -> Iterator[tuple[list[int | None], StepBatch]]:
-        """This rank's packs of every step of the validation set, and their batch; with a bar where it takes long."""
+        """Give this rank's packs of every step, and their batch; with a bar if it takes long."""
         dataset, plan = self.validation.dataset, self.validation.plan
         batches = self._rank.batches(dataset, plan, 0, plan.steps_per_epoch)
         hidden = None if self._rank.rank == 0 else True  # None: unless stderr is a terminal
@@ -145,24 +150,17 @@ class Evaluation:
         for step, batch in enumerate(bar):
             yield plan.rank_packs(step, self._rank.rank, self._rank.size), batch
 
-    def _generate(self, scores: AnswerScores, micro_batches: Sequence[TensorDict], packs: list[int | None]) -> None:
-        first = 0
-        for micro_batch in micro_batches:
-            rows = micro_batch.batch_size[0]
-            scores.generate(micro_batch, packs[first : first + rows])
-            first += rows
-
 
 def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) -> Path:
-    """The metrics of `trainer.eval_only` as evaluation.json in the run's folder, in place of an earlier one's."""
+    """Write the metrics of `trainer.eval_only` as evaluation.json, in place of an earlier one."""
     path = Path(config.trainer.default_local_dir) / EVALUATION
     data = config.values["data"]
-    measured = ("val_dir",) if data["val_dir"] is not None else (*config.dataset.data_keys, "train_ratio")
+    measured = ("val_dir",) if config.data.val_dir is not None else (*config.dataset.data_keys, "train_ratio")
     facts: dict[str, Any] = {
-        "model.path": config.values["model"]["path"],
+        "model.path": config.model_options.path,
         "global_step": step,
         **{f"data.{name}": data[name] for name in measured if data.get(name) is not None},
-        "data.max_tokens": data["max_tokens"],
+        "data.max_tokens": config.max_tokens,
         **metrics,
     }
     write_json(path, facts)

@@ -1,8 +1,8 @@
-"""A rank that hangs, or no longer answers, ends the run on every rank and is named.
+"""The watch over ranks that hang, or no longer answer: the run ends on every rank and the rank is named.
 
-Each rank marks its progress: a batch that arrives, a micro-batch's forward pass. A thread of each rank watches the
-marks from the moment when the model is built, and writes now and then into the store of the ranks how far it is. Where
-one rank makes none, the others soon wait for it in a collective, and one of them finds out which rank it is:
+Each rank marks its progress: a batch that arrives, a micro-batch's forward pass. From the moment when the model is
+built a thread of each rank looks at the marks, and writes now and then into the store of the ranks how far it is. If
+one rank makes no progress, the others soon wait for it in a collective, and one of them finds out which rank it is:
 
     0   [beat, 41, "step 12", waits, "torch/distributed/… (all_reduce), from verl_ext/trainer/trainer.py:180 (…)"]
     1   [beat, 40, "step 12", does not, "verl_ext/trainer/loader.py:173 (__iter__)"]    behind the others: it hangs
@@ -31,10 +31,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
+from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_this_rank, wait_unless_local_rank0
 
 _PACKAGE = Path(__file__).parent.parent
 _NAMED = 4  # ranks that the line names
+_RESUMES = "the same command resumes from the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ class RankState:
 
     Attributes:
         in_time: it has made progress within the limit of its phase.
-        marks: of progress, so far; phase: "step 12".
-        waits: it is inside a collective; where: the place in the code.
-        collectives: that it has begun, where it is not in time and torch's flight recorder counts them.
+        marks: of progress, so far.
+        phase: such as "step 12".
+        waits: it is inside a collective.
+        where: its place in the code.
+        collectives: how many it has begun, if it is not in time and torch's flight recorder counts them.
     """
 
     in_time: bool
@@ -56,15 +59,20 @@ class RankState:
     collectives: int | None = None
 
 
-def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str | None:
-    """Say which ranks the others wait for, and their places; None where a rank that waits for none is in time.
+def diagnosis(states: Sequence[RankState | None], processes: Sequence[str]) -> str | None:
+    """Name the ranks that the others wait for; None if a rank is in time that waits for no other.
 
     Args:
-        states: of each rank; None: it does not answer.
+        states: of each rank; None if it does not answer.
         processes: "process 4711 on host-b" of each rank.
     """
+
+    def named(ranks: Sequence[int]) -> str:
+        names = ", ".join(f"rank {rank} ({processes[rank]})" for rank in ranks[:_NAMED])
+        return names + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+
     if silent := [rank for rank, state in enumerate(states) if state is None]:
-        return f"{_named(silent, processes)} does not answer: stopped, dead or out of reach"
+        return f"{named(silent)} does not answer: stopped, dead or out of reach"
     known = [state for state in states if state is not None]
     if any(state.in_time and not state.waits for state in known):
         return None
@@ -77,12 +85,7 @@ def verdict(states: Sequence[RankState | None], processes: Sequence[str]) -> str
     first = known[behind[0]]
     if len(behind) == len(known) > 1:
         return f"no rank is behind the others in {first.phase}; rank 0 is at {first.where}"
-    return f"{_named(behind, processes)} hangs in {first.phase} at {first.where}"
-
-
-def _named(ranks: Sequence[int], processes: Sequence[str]) -> str:
-    names = ", ".join(f"rank {rank} ({processes[rank]})" for rank in ranks[:_NAMED])
-    return names + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+    return f"{named(behind)} hangs in {first.phase} at {first.where}"
 
 
 class HangWatch:
@@ -98,13 +101,13 @@ class HangWatch:
         self._ended = threading.Event()
 
     def mark(self, phase: str | None = None, option: str | None = None) -> None:
-        """Note progress; `phase`: a new one has begun; `option`: that of its limit, from now on."""
+        """Note progress; `phase`: a new one has begun; `option`: its limit is that of another option."""
         self._phase, self._option = phase or self._phase, option or self._option
         self._marks, self._at = self._marks + 1, time.monotonic()
 
     @contextmanager
     def within(self, option: str, phase: str) -> Iterator[None]:
-        """Watch what is done inside as a phase of its own, under the limit of another option."""
+        """Watch the block as a phase of its own, under the limit of another option."""
         before = self._phase, self._option
         self.mark(phase, option)
         try:
@@ -126,12 +129,12 @@ class HangWatch:
 
         Args:
             limits: seconds without a mark after which the run ends, by option; 0: never.
-            phase: the one that begins now; option: that of its limit.
-            folder: for what torch's flight recorder holds of each rank, when the run ends so.
+            phase: begins now.
+            option: has the limit of that phase.
+            folder: gets the content of torch's flight recorder of each rank if the run ends so.
         """
         self.end()
-        self._folder = folder
-        self._ended, self._limits = threading.Event(), limits
+        self._folder, self._limits, self._ended = folder, limits, threading.Event()
         self.mark(phase, option)
         if not any(limits.values()):
             return
@@ -143,8 +146,8 @@ class HangWatch:
         store.set(f"process {dist.get_rank()}", f"process {os.getpid()} on {socket.gethostname()}")
         self._answered = time.monotonic()
         tick = min(5.0, least / 10)
-        self._tell(store, 0, tick)
-        dist.barrier()  # a rank that has not told yet would be taken for one that hangs
+        self._write_state(store, 0, tick)
+        dist.barrier()  # a rank that has not written yet would be taken for one that hangs
         for target in (self._compare, self._give_up):
             threading.Thread(target=target, args=(store, tick, self._ended), daemon=True).start()
 
@@ -157,26 +160,31 @@ class HangWatch:
         limit = self._limits.get(self._option, 0)
         return limit > 0 and time.monotonic() - self._at > limit - slack
 
-    def _tell(self, store: dist.Store, beat: int, tick: float) -> None:
+    def _write_state(self, store: dist.Store, beat: int, tick: float) -> None:
         store.set(f"state {dist.get_rank()}", json.dumps([beat, *self._state(tick)]))
 
+    def _state(self, tick: float) -> tuple[bool, int, str, bool, str, int | None]:
+        """Return the fields of this rank's :class:`RankState`."""
+        overdue, frame = self._overdue(4 * tick), sys._current_frames().get(self._thread.ident or 0)
+        return (not overdue, self._marks, self._phase, *_place(frame), _collectives() if overdue else None)
+
     def _compare(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
-        """Say how far this rank is; where it makes no progress, one rank compares them all."""
+        """Write how far this rank is; once it makes no progress, one rank compares them all."""
         with suppress(RuntimeError):  # the store is gone: _give_up counts on
             for beat in itertools.count(1):
                 if ended.wait(tick):
                     return
-                self._tell(store, beat, tick)
-                if store.check(["verdict"]):
-                    self._end(store.get("verdict").decode(), store, tick)
+                self._write_state(store, beat, tick)
+                if store.check(["diagnosis"]):
+                    self._end(store.get("diagnosis").decode(), store, tick)
                 self._answered = time.monotonic()
                 if self._overdue(4 * tick):
-                    is_first = store.add("judges", 1) == 1
+                    is_first = store.add("comparing", 1) == 1
                     if is_first or self._overdue():  # by then the first has ended while it looked
-                        self._judge(store, tick)
-                    store.add("judges", -1)
+                        self._diagnose(store, tick)
+                    store.add("comparing", -1)
 
-    def _judge(self, store: dist.Store, tick: float) -> None:
+    def _diagnose(self, store: dist.Store, tick: float) -> None:
         """End the run, unless there is progress after all, or a rank that is in time."""
         marks, before = self._marks, _states(store)
         time.sleep(2.5 * tick)
@@ -185,25 +193,25 @@ class HangWatch:
             for then, now in zip(before, _states(store), strict=True)
         ]
         states[dist.get_rank()] = RankState(*self._state(tick))
-        told = verdict(states, [store.get(f"process {rank}").decode() for rank in range(len(states))])
-        if told is not None and self._marks == marks:
-            told = f"{self._no_progress()}: {told}; the same command resumes from the last checkpoint"
-            told += f"; the last collectives of each rank are in {self._folder}" if _recorded(False) else ""
-            store.set("verdict", told)
-            self._end(told, store, tick)
+        found = diagnosis(states, [store.get(f"process {rank}").decode() for rank in range(len(states))])
+        if found is not None and self._marks == marks:
+            line = f"{self._no_progress()}: {found}; {_RESUMES}"
+            line += f"; the last collectives of each rank are in {self._folder}" if _recorded(False) else ""
+            store.set("diagnosis", line)
+            self._end(line, store, tick)
 
     def _no_progress(self) -> str:
         return f"no progress for {self._limits[self._option]} s ({self._option})"
 
-    def _end(self, told: str, store: dist.Store, tick: float) -> None:
-        """Write what the flight recorder holds and end this rank; one of each node says why."""
-        is_first = store.add(f"told on {socket.gethostname()}", 1) == 1
+    def _end(self, line: str, store: dist.Store, tick: float) -> None:
+        """Write the flight recorder's content and end this rank; one of each node prints the line."""
+        is_first = store.add(f"printed on {socket.gethostname()}", 1) == 1
         threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may hold it up.
         time.sleep(1.5 * tick)  # Others look, and write theirs, before torchrun ends them for want of this one.
         if is_first:
-            exit_this_rank(told, TRAINING_FAILED, of_another=True)
+            exit_this_rank(line, TRAINING_FAILED, of_another=True)
         time.sleep(1)  # the line is to be out before torchrun ends the node
-        leave(TRAINING_FAILED)
+        exit_at_once(TRAINING_FAILED)
 
     def _write_recorded(self) -> None:
         with suppress(OSError):
@@ -212,32 +220,26 @@ class HangWatch:
                 (self._folder / f"rank_{dist.get_rank()}").write_bytes(recorded)
 
     def _give_up(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
-        """End this rank where the store does not answer."""
+        """End this rank if it makes no progress and the store does not answer."""
         while not ended.wait(tick):
             if self._overdue() and time.monotonic() - self._answered > 6 * tick:
-                let_the_first_speak(2.0)
+                wait_unless_local_rank0(2.0)
                 exit_this_rank(
                     f"{self._no_progress()}, and the store of the ranks does not answer: rank 0 or torchrun is "
-                    f"stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; the same command resumes from the "
-                    "last checkpoint",
+                    f"stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; {_RESUMES}",
                     TRAINING_FAILED,
                 )
 
-    def _state(self, tick: float) -> tuple[bool, int, str, bool, str, int | None]:
-        """The fields of this rank's :class:`RankState`."""
-        overdue, frame = self._overdue(4 * tick), sys._current_frames().get(self._thread.ident or 0)
-        return (not overdue, self._marks, self._phase, *_place(frame), _collectives() if overdue else None)
-
 
 def _recorded(entries: bool) -> bytes:
-    """What torch's flight recorder holds of this process, pickled, with its `entries` or without; empty without one."""
+    """Return the content of torch's flight recorder, pickled, with its `entries` or without; empty without one."""
     name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name, None)
     return dump(includeCollectives=entries, includeStackTraces=entries, onlyActive=False) if dump else b""
 
 
 def _collectives() -> int | None:
-    """How many collectives this process has begun, over all of its groups."""
+    """Count the collectives that this process has begun, over all of its groups."""
     groups = pickle.loads(recorded).get("pg_status", {}) if (recorded := _recorded(False)) else {}
     return sum(group["last_enqueued_collective"] for group in groups.values()) if groups else None
 
@@ -248,19 +250,16 @@ def _states(store: dist.Store) -> list[list | None]:
 
 
 def _place(frame: FrameType | None) -> tuple[bool, str]:
-    """Whether a thread is inside a collective, and the innermost function of this package that it is in."""
+    """Return whether a thread is inside a collective, and the innermost function of this package that it is in."""
     innermost, waits = frame, False
-    while frame is not None:
+    while frame is not None and innermost is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(_PACKAGE):
             where = f"{file.relative_to(_PACKAGE.parent)}:{frame.f_lineno} ({frame.f_code.co_name})"
-            if frame is innermost or innermost is None:
-                return waits, where
-            inside = Path(innermost.f_code.co_filename)
-            return (
-                waits,
-                f"{'/'.join(inside.parts[-3:])}:{innermost.f_lineno} ({innermost.f_code.co_name}), from {where}",
-            )
+            if frame is not innermost:
+                inside = "/".join(Path(innermost.f_code.co_filename).parts[-3:])
+                where = f"{inside}:{innermost.f_lineno} ({innermost.f_code.co_name}), from {where}"
+            return waits, where
         waits = waits or "/torch/distributed/" in frame.f_code.co_filename
         frame = frame.f_back
     return waits, "unknown code"

@@ -1,33 +1,36 @@
-"""The ranks of a run on a Ray cluster: where they are placed, the process that each is, and how it ended.
+"""The ranks of a run on a Ray cluster: an actor holds each node's devices and runs the ranks there as its children.
 
-    driver ── a placement group a node, an actor a rank (verl's RayResourcePool and RayWorkerGroup)
-           ◄─ what a rank prints, its exit code ─  actor  ◄─ pipes ─  python -m verl_ext.fsdp_sft_trainer
+    driver ── an actor a node, with `per_node` GPUs or CPUs
+           ◄─ what a rank prints, its exit code ─  actor  ◄─ pipes ─  python -m verl_ext.fsdp_sft_trainer, once a rank
 
 A rank is a process below its actor, as it is below torchrun: the same program, with signals, exit codes and output of
 its own, none of which a Ray worker has. Ray ends the actors when the driver is gone, and the kernel their ranks.
+
+Ray Train's TorchTrainer would not do: its elastic policy starts at once on any number of workers that fits, its fixed
+one waits without end, a user's mistake counts as a failure, and SIGINT ends the workers before they can save.
 """
 
 import os
-import queue
+import selectors
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, ClassVar
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# RankProcess is loaded by Ray's workers: nothing here imports torch or verl before it is called.
+# Node is loaded by Ray's workers: nothing here imports torch or verl.
 
 PROGRAM = "verl_ext.fsdp_sft_trainer"
-# Before the program: the kernel kills it with its actor, and it gets the signals that Ray blocks for its workers.
+# Runs before the program: the kernel then kills the rank with its actor, and the signals that Ray blocks reach it.
 _BEGIN = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -36,103 +39,85 @@ signal.pthread_sigmask(signal.SIG_SETMASK, ())
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
 """
-_OUT, _ERR, _EXIT = 1, 2, 0  # what a RankProcess tells
-_GRACE = 10.0  # seconds in which other ranks may say how they ended, once one has failed
-_QUICKLY = 5.0  # a wait for nodes that takes longer is said
+_GRACE = 10.0  # seconds in which the other ranks may say how they ended, once one has failed
+_SILENCE = 5.0  # seconds of waiting for nodes after which a line says so
 _POLL = 0.5
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor runs: Ray's id of the node, its names, and the ids of the GPUs that are the actor's."""
+    """The node of an actor: its addresses, Ray's id of it, a free port, and the ids of the actor's GPUs."""
 
+    address: str
     node: str
     host: str
-    address: str
+    port: int
     devices: tuple[str, ...]
 
 
-class RankProcess:
-    """An actor that starts one rank and tells what it prints and how it ends."""
-
-    options: ClassVar[dict[str, Any]] = {"max_concurrency": 2}  # `stop` is heard while `listen` waits
+class Node:
+    """An actor that runs ranks as child processes and reports what they print and how they end."""
 
     def __init__(self) -> None:
-        self._told: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def place(self) -> Place:
+        """Return where this actor is."""
         context = ray.get_runtime_context()
-        devices = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Place(context.get_node_id(), socket.gethostname(), get_node_ip_address().strip("[]"), devices)
-
-    def free_port(self) -> str:
-        """A port of this node that nobody listens on."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return str(probe.getsockname()[1])
+            port = probe.getsockname()[1]
+        devices = tuple(context.get_accelerator_ids().get("GPU", ()))
+        return Place(get_node_ip_address().strip("[]"), context.get_node_id(), socket.gethostname(), port, devices)
 
-    def start(self, arguments: Sequence[str], environment: dict[str, str], folder: str) -> int:
-        """Start the rank, in `folder` where this node has it; its process id."""
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+    def run(
+        self, arguments: Sequence[str], environments: Sequence[dict[str, str]], folder: str
+    ) -> Iterator[tuple[int, str, Any]]:
+        """Run a rank for each environment, in `folder` if this node has it; yield its events by its number here.
 
-        def attend() -> None:
-            # The rank's whole life is in one thread, since the kernel takes the thread that starts it for its parent.
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _BEGIN, PROGRAM, *arguments],
-                    cwd=folder if os.path.isdir(folder) else None,
-                    env=os.environ | environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                started.put(error)
-                return
-            started.put(process)
-            pipes = ((_OUT, process.stdout), (_ERR, process.stderr))
-            readers = [threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes]
-            for reader in readers:
-                reader.start()
-            code = process.wait()
-            for reader in readers:
-                reader.join(_GRACE)  # a process that the rank has left behind may hold the pipe
-            self._told.put((_EXIT, code))
-
-        threading.Thread(target=attend, daemon=True).start()
-        process = started.get()
-        if isinstance(process, OSError):
-            raise process
-        self._process = process
-        return process.pid
-
-    def listen(self) -> list[tuple[int, Any]]:
-        """What was told since the last call, as soon as there is something: (1 or 2, bytes printed), (0, exit code)."""
-        told = [self._told.get()]
-        with suppress(queue.Empty):
-            while True:
-                told.append(self._told.get_nowait())
-        if told[-1][0] == _EXIT:
-            self._told.put(told[-1])  # an answer may be lost on its way
-        return told
+        The events of a rank: ("pid", int), then ("stdout" or "stderr", bytes), and ("code", int) at its end.
+        """
+        # All in the thread of this call, which is the ranks' parent for the kernel: they are killed when it ends.
+        pipes = selectors.DefaultSelector()
+        for number, environment in enumerate(environments):
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BEGIN, PROGRAM, *arguments],
+                cwd=folder if os.path.isdir(folder) else None,
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._processes.append(process)
+            pipes.register(process.stdout, selectors.EVENT_READ, (number, "stdout"))  # type: ignore[arg-type]
+            pipes.register(process.stderr, selectors.EVENT_READ, (number, "stderr"))  # type: ignore[arg-type]
+            yield number, "pid", process.pid
+        running = dict(enumerate(self._processes))
+        while running:
+            ready = pipes.select(_POLL)
+            ended = [number for number, process in running.items() if process.poll() is not None]
+            while ready:  # what a rank printed before its end is in the pipes by now
+                for key, _ in ready:
+                    if printed := os.read(key.fd, 1 << 16):
+                        yield *key.data, printed
+                    else:
+                        pipes.unregister(key.fileobj)
+                ready = pipes.select(0) if ended else []
+            for number in ended:
+                yield number, "code", running.pop(number).returncode
 
     def stop(self, number: int) -> None:
-        """Send the rank a signal; SIGKILL goes to the processes that it has started as well."""
-        with suppress(ProcessLookupError):
-            if number == signal.SIGKILL:
-                os.killpg(self._process.pid, number)
-            else:
-                self._process.send_signal(number)
-
-    def _read(self, stream: int, pipe: IO[bytes]) -> None:
-        while printed := os.read(pipe.fileno(), 1 << 16):
-            self._told.put((stream, printed))
+        """Send the ranks that still run a signal; SIGKILL goes to the processes that they have started as well."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How the ranks of one attempt ended.
+    """The ends of all ranks of one attempt.
 
     codes: exit codes of the ranks that ended by themselves, or by a signal from outside (negative).
     lost: a line for each rank, or node with its ranks, that was lost.
@@ -148,19 +133,19 @@ class Ends:
 def placed_ranks(
     nodes: int, per_node: int, suits: Callable[[int], bool], on_gpu: bool, seconds: float, say: Callable[[str], None]
 ) -> Iterator["PlacedRanks"]:
-    """Actors for `nodes` × `per_node` ranks, a GPU or a CPU for each, for as long as the block lasts.
+    """Hold the devices of `nodes` × `per_node` ranks, a GPU or a CPU for each, for as long as the block lasts.
 
-    Where so many nodes are not free within `seconds`, on as many as `suits` accepts of those that are. say: gets a line
-    when the wait is long. Raises ValueError when no number suits; RayError where Ray cannot make an actor.
+    If so many nodes are not free within `seconds`, hold those of as many as `suits` accepts. say: gets a line when the
+    wait is long. Raises ValueError when no number suits; RayError if Ray cannot make an actor.
     """
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-    from verl.single_controller.ray.base import sort_placement_group_by_node_ip
-
-    bundles = [{"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}] * per_node
-    groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(nodes)]  # of one node each
-    workers: list[Any] = []
+    bundle = {"CPU": per_node, "GPU": per_node} if on_gpu else {"CPU": per_node}
+    groups = [placement_group([bundle]) for _ in range(nodes)]  # a bundle is on one node
+    actors: list[Any] = []
     try:
-        ready = _ready(groups, seconds, lambda: say(f"waiting for {_needs(nodes, per_node, on_gpu)}; {_cluster()}"))
+        ready = _ready(groups, min(seconds, _SILENCE))
+        if len(ready) < nodes and seconds > _SILENCE:
+            say(f"waiting for {_needs(nodes, per_node, on_gpu)}; {_cluster()}")
+            ready = _ready(groups, seconds - _SILENCE)
         count = next((n for n in range(len(ready), 0, -1) if suits(n)), 0)
         if not count:
             raise ValueError(
@@ -169,33 +154,28 @@ def placed_ranks(
             )
         for group in set(groups) - set(ready[:count]):
             remove_placement_group(group)
-        pool: Any = RayResourcePool([per_node] * count, use_gpu=on_gpu, max_colocate_count=1)
-        pool.pgs = sort_placement_group_by_node_ip(ready[:count])
-        actor = RayClassWithInitArgs(ray.remote(**RankProcess.options)(RankProcess))
-        # No address: rank 0 says where it can be reached, in PlacedRanks.
-        made = RayWorkerGroup(
-            pool, actor, device_name="cuda" if on_gpu else "cpu", use_gpu=on_gpu, master_addr="", master_port=""
-        )
-        workers = made.workers
-        yield PlacedRanks(workers, ray.get([worker.place.remote() for worker in workers]))
+        for group in ready[:count]:
+            where = PlacementGroupSchedulingStrategy(group)
+            given: Any = {"num_cpus": per_node, "num_gpus": per_node * on_gpu, "scheduling_strategy": where}
+            remote: Any = ray.remote(max_concurrency=2, **given)  # `stop` is heard while `run` waits
+            actors.append(remote(Node).remote())
+        places = ray.get([actor.place.remote() for actor in actors])
+        order = sorted(range(count), key=lambda node: (places[node].address, places[node].node))  # as before a restart
+        yield PlacedRanks([actors[node] for node in order], [places[node] for node in order], per_node)
     finally:
-        for worker in workers:
-            ray.kill(worker)
+        for actor in actors:
+            ray.kill(actor)
         for group in groups:
             remove_placement_group(group)
 
 
-def _ready(groups: Sequence[Any], seconds: float, say_so: Callable[[], None]) -> list[Any]:
-    """The placement groups that have their resources, as soon as all have, or after `seconds`."""
-    began, is_said = time.monotonic(), False
+def _ready(groups: Sequence[Any], seconds: float) -> list[Any]:
+    """Return the placement groups that have their devices, as soon as all have or after so many seconds."""
+    end = time.monotonic() + seconds
     while True:
-        waited = time.monotonic() - began
         ready = [group for group in groups if placement_group_table(group)["state"] == "CREATED"]
-        if len(ready) == len(groups) or waited >= seconds:
+        if len(ready) == len(groups) or time.monotonic() >= end:
             return ready
-        if waited >= _QUICKLY and not is_said:
-            is_said = True
-            say_so()
         time.sleep(_POLL)
 
 
@@ -205,107 +185,122 @@ def _needs(nodes: int, per_node: int, on_gpu: bool) -> str:
 
 
 def _cluster() -> str:
-    """What the nodes of the cluster have, free or not."""
+    """Return a clause with the devices of the cluster's nodes, free or not."""
     alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     parts = (f"{host}: {has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs" for host, has in alive)
     return f"it has {len(alive)} node{'s' * (len(alive) != 1)} ({'; '.join(parts)})"
 
 
 class PlacedRanks:
-    """Actors of which each runs one rank: rank i is that of `workers[i]`."""
+    """Actors of which each runs `per_node` ranks: those of actor i begin with rank i × per_node."""
 
-    def __init__(self, workers: Sequence[Any], places: Sequence[Place]) -> None:
-        self._workers, self._places = workers, places
+    def __init__(self, actors: Sequence[Any], places: Sequence[Place], per_node: int) -> None:
+        self._actors, self._places, self._per_node = actors, places, per_node
         self._signals: list[int] = []
-        self._pids: list[int] = []
 
     def __str__(self) -> str:
-        nodes = len({place.node for place in self._places})
-        return f"with {len(self._workers)} ranks on {nodes} node{'s' * (nodes > 1)}"
+        nodes = len(self._actors)
+        return f"with {nodes * self._per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
 
-    def start(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
-        """Start every rank with these command-line arguments, and `environment` beside what torchrun would set."""
-        address, port = self._places[0].address, ray.get(self._workers[0].free_port.remote())
-        started = []
-        for rank, (worker, place) in enumerate(zip(self._workers, self._places, strict=True)):
-            here = [other for other, neighbour in enumerate(self._places) if neighbour.node == place.node]
-            devices = [device for other in here for device in self._places[other].devices]
-            of_rank = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(self._workers)),
-                "LOCAL_RANK": str(here.index(rank)),
-                "LOCAL_WORLD_SIZE": str(len(here)),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": port,
-                "CUDA_VISIBLE_DEVICES": ",".join(devices),  # the node's, as torchrun's ranks see them
-                "PYTHONUNBUFFERED": "1",
-            }
-            started.append(worker.start.remote(arguments, environment | of_rank, os.getcwd()))
-        self._pids = ray.get(started)
+    def run(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
+        """Run every rank with these arguments and print what they print; kill those that outlive a failed one.
 
-    def signal(self, number: int) -> None:
-        """Have :meth:`follow` send every rank this signal, the second time SIGKILL."""
+        Ctrl-C and SIGTERM reach every rank, the second time as SIGKILL. environment: variables of every rank, beside
+        those that torchrun would set.
+        """
+        handlers = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return self._followed(arguments, environment)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, _: object) -> None:
         self._signals.append(signal.SIGKILL if self._signals else number)
 
-    def follow(self) -> Ends:
-        """Print what the ranks print until all have ended; those that hang after another has failed are killed."""
-        listening = {worker.listen.remote(): rank for rank, worker in enumerate(self._workers)}
+    def _followed(self, arguments: Sequence[str], environment: dict[str, str]) -> Ends:
+        streams = {
+            actor.run.options(num_returns="streaming").remote(
+                arguments, [environment | self._variables(node, rank) for rank in range(self._per_node)], os.getcwd()
+            ): node
+            for node, actor in enumerate(self._actors)
+        }
+        pids: dict[int, int] = {}
         codes: dict[int, int] = {}
         lost: dict[int, str] = {}
-        deadline, killed, signalled = None, False, 0
-        while listening:
-            ready, _ = ray.wait(list(listening), timeout=_POLL)
-            for answer in ready:
-                rank = listening.pop(answer)
+        deadline, is_killed, num_sent = None, False, 0
+        while streams:
+            for stream in ray.wait(list(streams), timeout=_POLL)[0]:
+                node = streams[stream]
                 try:
-                    told = ray.get(answer)
-                except ActorUnavailableError:  # Ray does not know yet whether it has lost the actor
-                    listening[self._workers[rank].listen.remote()] = rank
+                    number, kind, value = ray.get(next(stream))  # type: ignore[arg-type]  # a streaming generator
+                except StopIteration:
+                    del streams[stream]
                     continue
                 except RayError as error:
-                    lost[rank] = self._why(rank, error)
+                    del streams[stream]
+                    lost[node * self._per_node] = self._loss(node, error)
                     continue
-                for kind, what in told:
-                    if kind == _EXIT:
-                        codes[rank] = what
-                    else:
-                        _print(sys.stdout if kind == _OUT else sys.stderr, what)
-                if rank not in codes:
-                    listening[self._workers[rank].listen.remote()] = rank
-                elif codes[rank] < 0 and killed:
-                    del codes[rank]  # by us
-                elif codes[rank] < 0 and not self._signals:
-                    lost[rank] = self._killed(rank, -codes.pop(rank))
+                rank = node * self._per_node + number
+                if kind == "pid":
+                    pids[rank] = value
+                elif kind != "code":
+                    _print(getattr(sys, kind), value)
+                elif value < 0 and is_killed:
+                    continue
+                elif value >= 0 or self._signals:
+                    codes[rank] = value
+                else:
+                    who = f"rank {rank} (process {pids[rank]} on {self._places[node].host})"
+                    lost[rank] = f"{who} was killed by {signal.Signals(-value).name}"
             if deadline is None and (lost or any(codes.values())):
                 deadline = time.monotonic() + _GRACE
-            if deadline is not None and time.monotonic() > deadline and not killed and not self._signals:
-                killed = True
-                self._send(listening.values(), signal.SIGKILL)
-            for number in self._signals[signalled:]:
-                signalled += 1
-                self._send(listening.values(), number)
-        lines = dict.fromkeys(lost[rank] for rank in sorted(lost))
-        return Ends(tuple(codes.values()), tuple(lines), signalled=bool(self._signals))
+            if deadline is not None and time.monotonic() > deadline and not is_killed and not self._signals:
+                is_killed = True
+                self._send(streams.values(), signal.SIGKILL)
+            has_started = len(pids) == len(self._actors) * self._per_node or lost
+            for request in self._signals[num_sent:] if has_started else []:
+                num_sent += 1
+                self._send(streams.values(), request)
+        return Ends(tuple(codes.values()), tuple(lost[rank] for rank in sorted(lost)), bool(self._signals))
 
-    def _send(self, ranks: Any, number: int) -> None:
-        for rank in ranks:
-            self._workers[rank].stop.remote(number)
+    def _variables(self, node: int, local_rank: int) -> dict[str, str]:
+        """Return the variables that torchrun would set for a rank of a node."""
+        first = self._places[0]
+        return {
+            "RANK": str(node * self._per_node + local_rank),
+            "WORLD_SIZE": str(len(self._actors) * self._per_node),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self._per_node),
+            "MASTER_ADDR": first.address,
+            "MASTER_PORT": str(first.port),
+            "CUDA_VISIBLE_DEVICES": ",".join(self._places[node].devices),
+            "PYTHONUNBUFFERED": "1",
+        }
 
-    def _killed(self, rank: int, number: int) -> str:
-        place = self._places[rank]
-        return f"rank {rank} (process {self._pids[rank]} on {place.host}) was killed by {signal.Signals(number).name}"
+    def _send(self, nodes: Any, number: int) -> None:
+        for node in nodes:
+            self._actors[node].stop.remote(number)
 
-    def _why(self, rank: int, error: RayError) -> str:
-        """A line for a rank whose actor is gone; the same one for all ranks of a node that is gone."""
-        place = self._places[rank]
-        if any(node["NodeID"] == place.node and node["Alive"] for node in ray.nodes()):
-            return f"rank {rank} on {place.host} was lost with its Ray actor ({reason(error)})"
-        ranks = [str(other) for other, neighbour in enumerate(self._places) if neighbour.node == place.node]
-        return f"the node {place.host} ({place.address}) was lost with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    def _loss(self, node: int, error: RayError) -> str:
+        """Return a line for the ranks whose actor is gone, alone or with its node."""
+        while isinstance(error, ActorUnavailableError):  # Ray does not know yet whether actor or node is gone
+            time.sleep(_POLL)
+            try:
+                ray.get(self._actors[node].place.remote())
+                break
+            except RayError as later:
+                error = later
+        place, first = self._places[node], node * self._per_node
+        numbers = ", ".join(map(str, range(first, first + self._per_node)))
+        ranks = f"rank{'s' * (self._per_node > 1)} {numbers}"
+        if any(each["NodeID"] == place.node and each["Alive"] for each in ray.nodes()):
+            return f"the Ray actor of {ranks} on {place.host} was lost ({reason(error)})"
+        return f"the node {place.host} ({place.address}) was lost with {ranks}"
 
 
 def reason(error: RayError) -> str:
-    """Why an actor ended or could not be made, of the many lines that Ray has for it."""
+    """Return one of the many lines of Ray's error: why an actor ended or could not be made."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1]).partition(". ")[0]
 

@@ -1,4 +1,4 @@
-"""What the data became: packs and their fill, every document that is not trained on as it stands, mixtures, steps.
+"""The report of the data: packs and their fill, documents that are not trained on as they stand, mixtures, steps.
 
 One dict of plain numbers, printed once by rank 0 and written beside the run as data_report.json.
 """
@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.attention.kernels import KERNEL_NAMES
-from verl_ext.config.output import REPORT
+from verl_ext.checkpoint.layout import REPORT
+from verl_ext.config.model import ModelFacts
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.mixture import mixture_table
@@ -25,27 +26,28 @@ from verl_ext.trainer.step_plan import StepPlan
 Facts = dict[str, Any]
 
 
-def what_runs(config: RunConfig, ranks: int, backend: str, head: str) -> str:
-    """The run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
+def what_runs(config: RunConfig, model: ModelFacts) -> str:
+    """Describe the run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
     name = "CPU (gloo)"
     if config.trainer.device != "cpu":
         planned = config.plan.gpu_memory
         name = f"GPU of {planned}" if planned else torch.cuda.get_device_name()
-    kernel, head, optimizer = implementations(config, backend, head)
-    dtype = config.values["engine"]["mixed_precision"]["param_dtype"]
+    kernel, head, optimizer = implementations(config, model.backend, model.head)
+    ranks, dtype = config.machine.world_size, config.param_dtype
     return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))
 
 
 def implementations(config: RunConfig, backend: str, head: str) -> tuple[str, str, str]:
     """Name a run's attention kernel, head and optimizer: `("varlen (FA3)", "fused", "AdamW fused")`."""
-    optim, engine = config.values["optim"], config.values["engine"]
-    half = engine["mixed_precision"]["param_dtype"] == "fp16"
-    form = implementation(optim, config.trainer.device, bool(engine["offload_policy"]), half)
-    return KERNEL_NAMES.get(backend, backend), head, f"{optim['optimizer']} {form or ''}".strip()
+    engine = config.engine
+    form = implementation(
+        vars(config.optim), config.trainer.device, engine.offload_policy, config.param_dtype == "fp16"
+    )
+    return KERNEL_NAMES.get(backend, backend), head, f"{config.optim.optimizer} {form or ''}".strip()
 
 
 def data_facts(dataset: PackDataset) -> Facts:
-    """One dataset in numbers: documents, tokens, targets, packs, fill, and what was done to which documents.
+    """Describe one dataset in numbers: documents, tokens, targets, packs, fill, and changed documents.
 
     documents, tokens and target_tokens are those of the packs, one as often as a mixture draws it.
     """
@@ -67,7 +69,9 @@ def data_facts(dataset: PackDataset) -> Facts:
 def step_facts(
     dataset: PackDataset, plan: StepPlan, costs: NDArray[np.float64], ranks: int, micro_batch_size: int
 ) -> Facts:
-    """The steps of an epoch in numbers; busy is the share of an epoch that an average rank works, by the cost model.
+    """Describe the steps of an epoch in numbers.
+
+    busy is the share of an epoch that an average rank works, by the cost model.
 
     `costs` float64[P] of the packs; ranks are data-parallel ones.
     """
@@ -88,7 +92,7 @@ def step_facts(
 
 
 def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
-    """What is printed of {"train": facts, "val": facts, "steps": facts}."""
+    """Give the lines that are printed of {"train": facts, "val": facts, "steps": facts}."""
     for name in ("train", "val"):
         if name in report:
             yield from _data_lines(name, report[name])
@@ -97,7 +101,7 @@ def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
 
 
 def write_report(report: Mapping[str, Facts], folder: Path) -> None:
-    """`report` as data_report.json in `folder`, whole or not at all."""
+    """Write `report` as data_report.json in `folder`, whole or not at all."""
     write_json(folder / REPORT, redacted(report))
 
 

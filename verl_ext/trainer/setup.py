@@ -1,10 +1,9 @@
-"""Everything that is decided before a model is loaded: configuration, data, packs, steps.
+"""Set-up of a run before a model is loaded: configuration, data, packs, steps.
 
 A mistake found here is one line that names the requirement, the dotted key and the value. No device has been touched,
 and nothing was written but what the next start need not do again: scans of the data, tokenized texts and indices.
 """
 
-import json
 import math
 import os
 import socket
@@ -20,55 +19,33 @@ from omegaconf import DictConfig
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.attention import gpu_capability
+from verl_ext.checkpoint import resume
+from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
 from verl_ext.config.check import check_categories, check_run
-from verl_ext.config.checkpoints import saved_plan, step_of
-from verl_ext.config.output import OutputAction, OutputPlan, check_output
-from verl_ext.config.resolve import plan_options, resolve_config, resolve_device, resolve_logging, resolve_plan
-from verl_ext.config.run import AFTER_EACH_EPOCH, RayOptions, RunConfig, sequence_parallel_size
+from verl_ext.config.resolve import resolve_run
+from verl_ext.config.run import AFTER_EACH_EPOCH, Machine, RunConfig, TrainerOptions
 from verl_ext.config.schema import check_keys
 from verl_ext.config.support import check_positions
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
-from verl_ext.data.dataset import DIGEST, RunLength
+from verl_ext.data.dataset import DIGEST, DataOptions, RunLength
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
-from verl_ext.nodes import content, differences, versions
+from verl_ext.nodes import content as digest_of_folder
+from verl_ext.nodes import differences, versions
 from verl_ext.packing import CostModel
 from verl_ext.text.tokenizer import TRUSTED
-from verl_ext.trainer.checkpoint import RunState, verified
 from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
-from verl_ext.trainer.run_lock import refuse_locked
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import leaves, plain, refuse, show
+from verl_ext.values import leaves, refuse, show
 
-# Keys below data that decide which packs a step has.
-_OF_THE_PLAN = (
-    *("max_tokens", "train_batch_size", "strategy", "over_length", "seed", "drop_last", "shuffle", "balance", "cost"),
-    *("mixture", "train_ratio"),
-)
-
-# Keys of other nodes that decide what a step does with them.
-_OF_THE_STEPS = {
-    "model": ("lora_rank", "lora_alpha", "target_modules"),
-    "optim": (
-        *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
-        *("lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles"),
-    ),
-    "engine": ("model_dtype", "mixed_precision"),
-    "trainer": ("seed",),
-}
 _SCHEDULE = "the length of the learning rate's schedule (trainer.total_training_steps)"
 _BASE = "the weights in model.path"
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # a card or a template that is edited there stops no resume
-_OF_A_LONGER_STREAM = ("data.num_samples", "data.train_dir")  # PackDataset.extends compares the rest
-# Keys of a model's config.json that say nothing of its shape.
-_NOT_OF_THE_SHAPE = (
-    *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
-)
 
 
 @dataclass(frozen=True)
@@ -84,13 +61,16 @@ class Run:
     """A run that is valid as far as can be checked without the model's weights.
 
     Attributes:
-        cost: what a document costs the model.
-        world_size: the ranks that it is for; backend: of attention.
+        files: that are trained on.
+        content: their digest, None if nothing is trained.
+        base: digest of the weights in model.path, which another model of the same shape does not have.
+        cost: of a document to the model.
+        world_size: the ranks that it is for.
+        backend: of attention.
+        head: in use, by the model's class; the built module may need another one.
         memory: settings that the weights of its memory belong to, None without one.
-        model_config: what its config.json says of its shape.
-        checkpoint: what it goes on from, None where it begins anew.
-        files: that are trained on; content: their digest, None where nothing is trained.
-        base: digest of the weights in model.path, which those of another model of the same shape do not have.
+        model_config: the values of its config.json that describe its shape.
+        checkpoint: to resume from, None if the run begins anew.
         extends: the packs are those of the run that it resumes, and more.
     """
 
@@ -104,6 +84,7 @@ class Run:
     data_parallel_size: int
     world_size: int
     backend: str
+    head: str
     validation: Validation | None
     total_steps: int
     replaces_output: bool
@@ -115,41 +96,46 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that see as many tokens as the training data has."""
+        """The number of steps that see as many tokens as the training data has."""
         return self.plan.steps_per_epoch / self.train_set.epochs
 
     @property
     def output(self) -> Path:
+        """The folder of the run's files."""
         return Path(self.config.trainer.default_local_dir)
 
     def is_due(self, step: int, frequency: int | str) -> bool:
-        """Whether what is done every `frequency` steps (or after_each_epoch) is to be done after `step`."""
+        """Whether `step` is one of every `frequency` steps (or after_each_epoch), or the last one."""
         every = round(self.steps_per_epoch) or 1 if frequency == AFTER_EACH_EPOCH else int(frequency)
         return step == self.total_steps or (every > 0 and step % every == 0)
 
-    def run_state(self) -> RunState:
+    def run_state(self) -> resume.RunState:
         """What this run's checkpoints say of it, and what one that it resumes must say."""
-        allowed = [*self.config.trainer.allow_resume_mismatch, *(_OF_A_LONGER_STREAM if self.extends else ())]
-        return RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
+        allowed = list(self.config.trainer.allow_resume_mismatch)
+        if self.extends:  # PackDataset.extends compares the rest
+            allowed += resume.options_that("may_grow", [DataOptions, self.config.dataset_class.Options])
+        return resume.RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What makes a step number mean the same packs, and the weights the same model."""
-        values = self.config.values
+        config, values = self.config, self.config.values
         model = {f"model.config.{key}": value for key, value in self.model_config.items()}
         if self.memory is not None:
             model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
-            model |= {"model.memory": self.memory, "model.train": values["model"]["train"]}
+            model["model.memory"] = self.memory
+        model |= resume.shared_options(values, [config.model])
         if self.base is not None:
             model[_BASE] = self.base
-        if self.config.trainer.eval_only:
+        if config.trainer.eval_only:
             return model  # what is measured may be other data than what was trained on
         optim = values["optim"]
         if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
             model[_SCHEDULE] = self.total_steps
         return {
-            **{f"data.{key}": values["data"][key] for key in _OF_THE_PLAN if key in values["data"]},
-            **{f"{node}.{key}": values[node][key] for node, keys in _OF_THE_STEPS.items() for key in keys},
-            **self.config.loss.fingerprint,
+            **resume.shared_options(values, [DataOptions, config.dataset_class.Options]),
+            **resume.upstream_options(values),
+            **resume.shared_options(values, [TrainerOptions]),
+            **config.loss.fingerprint,
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
             DIGEST: self.train_set.digest,
@@ -165,7 +151,7 @@ class Run:
         return {"group_size": self.plan.group_size, "cost": list(astuple(self.cost))}
 
     def grouped(self, grouping: dict[str, Any]) -> "Run":
-        """This run with the groups of a run that it resumes."""
+        """Return this run with the groups of a run that it resumes."""
         if grouping == self.grouping:
             return self
         cost = CostModel(*grouping["cost"])
@@ -173,7 +159,7 @@ class Run:
         return replace(self, cost=cost, plan=plan)
 
     def data_report(self) -> dict[str, dict[str, Any]]:
-        """What the data became, for rank 0 to print and to write."""
+        """Describe the packs and steps that the data became, for rank 0 to print and to write."""
         validated = {} if self.validation is None else {"val": data_facts(self.validation.dataset)}
         if self.config.trainer.eval_only:
             return validated
@@ -182,7 +168,7 @@ class Run:
         return {"train": data_facts(self.train_set), **validated, "steps": steps}
 
     def loss_for(self, dataset: PackDataset) -> LossSpec:
-        """The configured loss over a dataset's category table."""
+        """Return the configured loss over a dataset's category table."""
         return self.config.loss.spec(dataset.categories.names)
 
 
@@ -191,71 +177,73 @@ def prepare(composed: DictConfig) -> Run:
 
     Each block is one that every rank leaves, with or without a mistake, before the ranks talk to each other again.
     """
+    ranks, is_rank0 = RunRanks(), dist.get_rank() == 0
     with user_errors_end_the_run():
         check_keys(composed)
-        if composed.model.trust_remote_code and dist.get_rank() == 0:  # said before any of it runs
+        if composed.model.trust_remote_code and is_rank0:  # said before any of it runs
             print(f"note: {TRUSTED}", file=sys.stderr, flush=True)
-        planned = plan_options(composed)
-        world_size = planned.world_size or dist.get_world_size()
-        device, capability = ("cuda", None) if planned.gpu_memory else (accelerator(), gpu_capability())
-        notices = resolve_config(composed) + resolve_device(composed, device) + resolve_logging(composed, world_size)
-        notices += resolve_plan(composed, planned) + _ray_notices(composed)
-        hf_config = check_run(composed, world_size, device, capability=capability)
-        config = RunConfig.of(composed)
-        backend = config.model.attention_backend(composed, hf_config, config.trainer.device, capability)
-        if dist.get_rank() == 0:
-            print(what_runs(config, world_size, backend, config.model.head_in_use(composed, hf_config)), flush=True)
-            if planned.gpu_memory is None:  # else memory is predicted from the config alone
-                notices += config.model.check_weights(composed, hf_config)
+        config = resolve_run(composed, Machine(ranks.size, accelerator(), gpu_capability()))
+        model = check_run(config)
+        trains = not (config.trainer.plan_only or config.trainer.eval_only)
+        notices = [*config.notices, *model.notices]
+        if is_rank0:
+            print(what_runs(config, model), flush=True)
+            if config.plan.gpu_memory is None:  # else memory is predicted from the config alone
+                notices += config.model.check_weights(config, model.hf_config)
             print("reading the data …", flush=True)
-            if not (config.trainer.plan_only or config.trainer.eval_only):
+            if trains:
                 refuse_locked(Path(config.trainer.default_local_dir))
-        notices += config.model.notices(composed, hf_config, config.trainer.device, capability)
-        output = check_output(composed, world_size)
+        output = resume.check_output(composed, config.machine.world_size)
         train_set, val_set = open_sets(config)
     with user_errors_end_the_run():  # every rank reads its share of the files
-        checkpoint = None if config.trainer.plan_only else verified(output, RunRanks())
+        checkpoint = None if config.trainer.plan_only else resume.verified(output, ranks)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     with user_errors_end_the_run():
         _check_nodes(config, output, datasets)
-        if config.values["model"]["activation_offload"] and not config.trainer.plan_only:
-            _check_host_memory(config, hf_config, train_set.max_tokens)
+        if config.model_options.activation_offload and not config.trainer.plan_only:
+            text, dtype = model.hf_config.get_text_config(), PrecisionType.to_dtype(config.param_dtype)
+            tokens = config.data.micro_batch_size_per_gpu * train_set.max_tokens // config.sequence_parallel_size
+            on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            check_host_memory(text.num_hidden_layers, text.hidden_size, dtype, tokens, on_node)
         files = DataFiles(train_set.data_files, train_set.key)
     for dataset in datasets:
-        dataset.read_together(RunRanks())
-    content = None if config.trainer.plan_only or config.trainer.eval_only else files.digest(RunRanks())
-    measured = config.trainer.eval_only and not config.values["model"]["lora_rank"]  # all weights are the checkpoint's
-    base = None if config.trainer.plan_only or measured else _base(config)
+        dataset.read_together(ranks)
+    content = files.digest(ranks) if trains else None
+    base = None
+    # Without adapters a measurement takes all weights from the checkpoint.
+    if trains or (config.trainer.eval_only and config.model_options.lora_rank and not config.trainer.plan_only):
+        with user_errors_end_the_run():
+            base = digest_of_folder(config.model_folder, _WEIGHTS) if is_rank0 else None
+        base = ranks.broadcast(base)
     with user_errors_end_the_run():
         for dataset in datasets:
-            _check_dataset(dataset, config, hf_config)
+            _check_dataset(dataset, config, model.hf_config)
         check_categories(config.loss, train_set.categories.names)
-        data_parallel = world_size // sequence_parallel_size(config.values)
-        cost = cost_model(config.data.cost, hf_config, config.values["engine"]["ulysses_sequence_parallel_size"])
-        plan = _step_plan(config, train_set, train_set.pack_costs(cost), data_parallel)
+        cost = cost_model(config.data.cost, model.hf_config, config.engine.ulysses_sequence_parallel_size)
+        plan = _step_plan(config, train_set, train_set.pack_costs(cost))
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
         _refuse_steps_without_target(train_set, plan, total_steps)
         validation = None
         if val_set is not None:
-            batch, costs = data_parallel * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
-            validation = Validation(
-                val_set, StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
-            )
+            batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
+            steps = StepPlan(len(val_set), batch, config.dataset.seed, shuffle=False, costs=costs)
+            validation = Validation(val_set, steps)
         run = Run(
             config=config,
             train_set=train_set,
             plan=plan,
             cost=cost,
-            data_parallel_size=data_parallel,
-            world_size=world_size,
-            backend=backend,
+            data_parallel_size=config.data_parallel_size,
+            world_size=config.machine.world_size,
+            backend=model.backend,
+            head=model.head,
             validation=validation,
             total_steps=total_steps,
-            replaces_output=output.action is OutputAction.REPLACE,
+            replaces_output=output.action is resume.OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
-            memory=config.model.memory_settings(hf_config),
-            model_config=_shape_of(hf_config),
+            memory=config.model.memory_settings(model.hf_config),
+            model_config=resume.model_shape(model.hf_config),
             checkpoint=checkpoint,
             files=files,
             content=content,
@@ -267,8 +255,8 @@ def prepare(composed: DictConfig) -> Run:
 
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
-    """The run as it resumes from a checkpoint; ValueError where it disagrees with what that was made with."""
-    saved = saved_plan(checkpoint)
+    """Resume from a checkpoint. Raises ValueError if the checkpoint's fingerprint differs from this run's."""
+    saved = saved_run_state(checkpoint)
     seen = step_of(checkpoint) * run.plan.batch_size
     is_same = saved.get(CONTENT, run.content) == run.content
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
@@ -278,21 +266,7 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     return run
 
 
-def _shape_of(hf_config: Any) -> dict[str, Any]:
-    """What must be the same for weights to mean the same model; a later transformers may know more keys."""
-    described = json.loads(hf_config.to_json_string(use_diff=False))
-    return {key: value for key, value in described.items() if key not in _NOT_OF_THE_SHAPE and key[0] != "_"}
-
-
-def _ray_notices(composed: DictConfig) -> list[str]:
-    """Options of a run on Ray that torchrun does not read."""
-    names = RayOptions.read(plain(composed.ray)).changed()
-    if not names or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return []
-    return [f"{', '.join(f'ray.{name}' for name in names)}: without effect here: torchrun has MAX_RESTARTS of its own"]
-
-
-def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackDataset]) -> None:
+def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Sequence[PackDataset]) -> None:
     """Refuse nodes that differ in options, packages, data or model: ranks share the scan of the data and the plan.
 
     Collective. On one node there is nothing to compare.
@@ -307,50 +281,33 @@ def _check_nodes(config: RunConfig, output: OutputPlan, datasets: Sequence[PackD
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in datasets:
             facts |= {
-                f"the content of {dataset.key}, folder {n}": content(p) for n, p in enumerate(dataset.folders, start=1)
+                f"the content of {dataset.key}, folder {n}": digest_of_folder(p)
+                for n, p in enumerate(dataset.folders, start=1)
             }
-        facts["the content of model.path"] = content(config.model_folder)
+        facts["the content of model.path"] = digest_of_folder(config.model_folder)
     gathered = RunRanks().gather((socket.gethostname(), facts))
     nodes = [(host, facts) for host, facts in gathered if facts]
     refuse(differences({f"node {number} ({host})": facts for number, (host, facts) in enumerate(nodes)}))
 
 
-def _check_host_memory(config: RunConfig, hf_config: Any, max_tokens: int) -> None:
-    """Whether this node has memory for what its ranks offload of their micro-batches."""
-    text, precision = hf_config.get_text_config(), config.values["engine"]["mixed_precision"]
-    tokens = config.data.micro_batch_size_per_gpu * max_tokens // sequence_parallel_size(config.values)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    dtype = PrecisionType.to_dtype(precision["param_dtype"])
-    check_host_memory(text.num_hidden_layers, text.hidden_size, dtype, tokens, ranks)
-
-
-def _base(config: RunConfig) -> str:
-    """The digest of the weights in model.path, read by rank 0; collective."""
-    found = ""
-    with user_errors_end_the_run():
-        if dist.get_rank() == 0:
-            found = content(config.model_folder, _WEIGHTS)
-    return RunRanks().broadcast(found)
-
-
 def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
-    """The training and validation sets with their packs planned; None where there is no validation."""
+    """Open the training and validation sets with their packs planned; None without a validation."""
     steps = config.trainer.total_training_steps
     length = RunLength(steps and steps * config.data.train_batch_size, config.trainer.total_epochs)
     family = config.dataset_class
-    tokenizer = _tokenizer(config.values["model"]) if family.needs_tokenizer else None
+    tokenizer = _tokenizer(config.model_options) if family.needs_tokenizer else None
     return family.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
 
 
-def _tokenizer(model: dict[str, Any]) -> Any:
+def _tokenizer(model: Any) -> Any:
     from verl.utils import hf_tokenizer
 
     from verl_ext.text.tokenizer import check_round_trip, check_tokenizer  # only some families read text
 
-    key = "model.tokenizer_path" if model["tokenizer_path"] else "model.path"
-    path = model["tokenizer_path"] or model["path"]
+    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    path = model.tokenizer_path or model.path
     try:
-        tokenizer = hf_tokenizer(path, trust_remote_code=bool(model["trust_remote_code"]))
+        tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{key} must hold a tokenizer; got {path} ({str(error).splitlines()[0]})") from None
     check_tokenizer(tokenizer, path, key)
@@ -367,7 +324,7 @@ def _check_dataset(dataset: PackDataset, config: RunConfig, hf_config: Any) -> N
 
 
 def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
-    """Warnings about what is allowed and may not be intended."""
+    """Warn of settings that are allowed and may not be intended."""
     yield from mixture_notices(train_set.mixture_report)
     if plan.num_packs < plan.batch_size:
         yield f"data.train_batch_size={plan.batch_size}, but data.train_dir makes only {plan.num_packs} packs"
@@ -376,12 +333,12 @@ def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Itera
             f"data.balance=sorted with data.train_batch_size={plan.batch_size}: every step is one group of packs of "
             "like cost; raise it for steps that mix costs, or set data.balance=none"
         )
-    saved = config.values["checkpoint"]["save_contents"]
+    saved = config.checkpoint.save_contents
     if missing := [name for name in ("model", "optimizer", "extra") if name not in saved]:
         yield f"checkpoint.save_contents lacks {', '.join(missing)}: this run's checkpoints cannot be resumed"
 
 
-def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray, data_parallel: int) -> StepPlan:
+def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray) -> StepPlan:
     data = config.data
     plan = StepPlan(
         num_packs=len(costs),
@@ -390,7 +347,7 @@ def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray, dat
         drop_last=data.drop_last,
         shuffle=data.shuffle and not train_set.is_ordered,
         costs=costs if data.balance == "sorted" else None,
-        group_size=data.balance_group or data_parallel,
+        group_size=data.balance_group or config.data_parallel_size,
     )
     if plan.steps_per_epoch == 0:
         raise ValueError(
@@ -401,7 +358,7 @@ def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray, dat
 
 
 def _refuse_steps_without_target(dataset: PackDataset, plan: StepPlan, total_steps: int) -> None:
-    """A step whose packs hold no target token has no loss: Z would be 0."""
+    """Refuse a step whose packs hold no target token: it has no loss, as Z would be 0."""
     targets = dataset.pack_targets()
     if targets.all():
         return

@@ -1,13 +1,13 @@
-"""What ends a rank from outside: requests to stop, and the end of torchrun or of the launcher.
+"""The signals that ask a run to stop, and the end of torchrun or of the launcher.
 
 A request is a SIGTERM, SIGINT or SIGUSR1 to any rank; to torchrun, which passes it on to the ranks of its node; or to
-launch/node.sh, which writes it where ranks look:
+launch/node.sh, which writes it into a file that the ranks read:
 
     VERL_EXT_REQUESTS/stop         by launch/node.sh: a line for every signal that it got
     VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
 
-Before training, the first request ends a rank at once. In training it is a flag: ranks agree on it where they sum up Z
-of the next step, save the step before, and end together. The second one ends a rank at once.
+Before training, the first request ends a rank at once. In training it is a flag: the ranks agree on it when they sum up
+Z of the next step, save the step before, and end together. The second one ends a rank at once.
 
 A thread reads signals, because the main one may be inside a collective for hours, where no handler of Python's runs.
 """
@@ -22,21 +22,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_ext.launcher import is_running
-from verl_ext.trainer.distributed import TRAINING_FAILED, exit_this_rank, leave, let_the_first_speak
+from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_this_rank, wait_unless_local_rank0
 
 STOPPED = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to try again later"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
-_ONE_REQUEST = 5.0  # seconds: a scheduler's signal comes from it, from torchrun and from the launcher
-_ONE_OF_LAUNCHER = 2 * _WATCH_SECONDS  # timeout(1) sends its signal to a command and to its group
+_ECHO_SECONDS = 5.0  # a scheduler's signal comes from it, from torchrun and from the launcher
+_LAUNCHER_ECHO_SECONDS = 2 * _WATCH_SECONDS  # timeout(1) sends its signal to a command and to its group
 
 
 class StopRequests:
-    """The requests that this rank got.
+    """The requests to stop that this rank got.
 
     Attributes:
-        pending: the name of the first one's signal.
-        in_training: there is something to save: one request is left to the trainer.
+        pending: the name of the first signal.
+        in_training: there is something to save, so that the first request is left to the trainer.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StopRequests:
         self._folder: Path | None = None
 
     def listen(self) -> None:
-        """Take the signals of this process, from its main thread, and watch what started it."""
+        """Take the signals of this process, from its main thread, and watch the processes that started it."""
         if "TORCHELASTIC_RUN_ID" in os.environ:  # under Ray, srun or a notebook a run may outlive its parent
             # torchrun may have been killed while this rank imported torch: its id is in the environment then, and this
             # process has another parent. It has one too where a script lies between them.
@@ -67,7 +67,7 @@ class StopRequests:
         os.register_at_fork(after_in_child=_forget_signals)
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
 
-    def leave_word(self) -> None:
+    def write_unfinished_marker(self) -> None:
         """Tell the launcher that the run is not finished; once for all ranks of a node is enough."""
         if self._folder is not None:
             with suppress(OSError):
@@ -75,7 +75,7 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """Of a rank whose run stopped on request: not 0, but where the launcher has word or torchrun would restart."""
+        """The code of a rank whose run stopped on request: 0 if the launcher knows or torchrun would restart."""
         would_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         return 0 if self._folder is not None or would_restart else STOPPED
 
@@ -86,25 +86,25 @@ class StopRequests:
             for number in self._reader.recv(64) if ready else b"":
                 if number in SIGNALS:  # others have handlers too, as torch's loader has for its processes
                     self._got(signal.Signals(number).name, number)
-            told = self._told()
-            for name in told[read:]:
-                before = told[read - 1] if read else None
-                echo = _ONE_REQUEST if before is None else _ONE_OF_LAUNCHER if name == before else 0.0
+            names = self._requests_of_launcher()
+            for name in names[read:]:
+                before = names[read - 1] if read else None
+                echo = _ECHO_SECONDS if before is None else _LAUNCHER_ECHO_SECONDS if name == before else 0.0
                 self._got(name, getattr(signal, name), echo)
                 read += 1
             self._end_with_parents()
 
-    def _told(self) -> list[str]:
-        """Names of the signals that the launcher wrote down."""
+    def _requests_of_launcher(self) -> list[str]:
+        """Read the names of the signals that the launcher wrote down."""
         with suppress(OSError):
             if self._folder is not None:
                 return (self._folder / "stop").read_text().split()
         return []
 
-    def _got(self, name: str, number: int, echo: float = _ONE_REQUEST) -> None:
-        """One request; within `echo` seconds it may be the one before again."""
+    def _got(self, name: str, number: int, echo: float = _ECHO_SECONDS) -> None:
+        """Take one request; within `echo` seconds it may be the one before again."""
         if number == signal.SIGTERM and self._torchrun is not None and _a_rank_ended(self._torchrun):
-            leave(0)  # torchrun ends the node's ranks because one failed, and names those that end with an error
+            exit_at_once(0)  # torchrun ends the node's ranks because one failed, and names those that end with an error
         now = time.monotonic()
         if self.pending is None:
             self.pending, self._at = name, now
@@ -114,12 +114,12 @@ class StopRequests:
             self._end(f"a second signal ({name}): ended at once, without a checkpoint of this step", number)
 
     def _end(self, message: str, number: int) -> None:
-        self.leave_word()
-        let_the_first_speak(_WATCH_SECONDS)
+        self.write_unfinished_marker()
+        wait_unless_local_rank0(_WATCH_SECONDS)
         exit_this_rank(message, 128 + number)
 
     def _end_with_parents(self) -> None:
-        """Leave when torchrun or the launcher is gone: the rank would train on, and write, beside the next run."""
+        """End when torchrun or the launcher is gone: the rank would train on, and write, beside the next run."""
         if self._torchrun is not None and os.getppid() != self._torchrun:
             exit_this_rank(f"torchrun (process {self._torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
         if self._launcher is not None:
@@ -129,10 +129,11 @@ class StopRequests:
                 exit_this_rank(f"launch/node.sh (process {self._launcher}) is gone, which ends it", TRAINING_FAILED)
 
 
-def end_for_parent_alone() -> None:
-    """For a process of a rank's loader: a scheduler signals every process, and the rank needs this one for its step.
+def end_for_parent_alone(*_: object) -> None:
+    """Let only the parent's signals end this process of a loader.
 
-    What its parent sends still ends it. Where the system does not say who sent a signal (macOS), every SIGTERM does.
+    A scheduler signals every process, and the rank needs this one for its step. On a system that does not say who sent
+    a signal (macOS), every SIGTERM ends it.
     """
     if not hasattr(signal, "sigwaitinfo"):
         return
@@ -154,7 +155,7 @@ def _forget_signals() -> None:
 
 
 def _a_rank_ended(torchrun: int) -> bool:
-    """Whether fewer ranks of this node live than torchrun started; False where the kernel does not say."""
+    """Whether fewer ranks of this node live than torchrun started; False if the kernel does not say."""
     try:
         children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     except OSError:

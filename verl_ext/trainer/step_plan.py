@@ -1,4 +1,4 @@
-"""Which packs each data-parallel rank runs in each optimizer step. Pure.
+"""The plan of steps: the packs of each data-parallel rank in each optimizer step. Pure.
 
 An epoch visits every pack once, in an order of the seed and the epoch (and, balanced, of the packs' costs and the group
 size); a step takes the next ``train_batch_size`` of them and deals them out to the ranks. A rank that gets fewer packs
@@ -43,36 +43,36 @@ class StepPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch."""
+        """The number of optimizer steps of one epoch."""
         full, rest = divmod(self.num_packs, self.batch_size)
         return full if self.drop_last else full + bool(rest)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """int64[≤ P]: the packs in the order in which an epoch visits them."""
+        """Return int64[≤ P], the packs in the order in which an epoch visits them."""
         return _order(self, epoch if self.shuffle else 0)
 
     def left_out(self, epoch: int) -> NDArray[np.int64]:
-        """int64[P mod batch_size] with `drop_last`, else empty: the packs that an epoch does not visit."""
+        """Return int64[P mod batch_size] with `drop_last`, else empty: the packs that an epoch does not visit."""
         return np.setdiff1d(np.arange(self.num_packs), self.order(epoch), assume_unique=True)
 
     def packs(self, step: int) -> NDArray[np.int64]:
-        """int64[≤ batch_size]: the packs of one step, over all ranks."""
+        """Return int64[≤ batch_size], the packs of one step, over all ranks."""
         epoch, position = divmod(step, self.steps_per_epoch)
         return self.order(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def rank_packs(self, step: int, rank: int, ranks: int) -> list[int | None]:
-        """One data-parallel rank's packs of a step; None where it idles. Equally long on every rank."""
+        """List one data-parallel rank's packs of a step, None for an idle slot; equally long on every rank."""
         packs = self.packs(step)
         mine: list[int | None] = packs[rank::ranks].tolist()
         slots = -(-len(packs) // ranks)
         return mine + [None] * (slots - len(mine))
 
     def cost_over_ideal(self, costs: NDArray[np.float64], ranks: int, micro_batch_size: int = 1) -> float:
-        """How much longer the first epoch takes on so many ranks than with perfectly shared micro-steps."""
+        """Return how much longer the first epoch takes than with perfectly shared micro-steps."""
         return cost_over_ideal(costs[self.order(0)], ranks, self.batch_size, micro_batch_size)
 
     def steps_without_target(self, pack_targets: NDArray[np.int64], epoch: int) -> list[int]:
-        """Steps of an epoch, counted from its first, whose packs hold no target token at all."""
+        """List steps of an epoch, counted from its first, whose packs hold no target token at all."""
         order = self.order(epoch)
         if len(order) == 0:
             return []

@@ -3,11 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
@@ -17,10 +16,8 @@ from verl_ext.commands.babilong.samples import (
     Background,
     SampleMaker,
     TokenCounter,
-    filler_background,
+    filler_sentences,
     folder_background,
-    least_size,
-    most_facts,
     size_tokens,
     target_tokens,
 )
@@ -38,6 +35,8 @@ FILLER_SENTENCES = 20_000  # generated, at least: 0.5 M tokens, which are counte
 JOB_TOKENS, JOB_SAMPLES = 500_000, 500  # of a job, at most: a second or two of work
 WORKER_TOKENS = 3_000_000  # that make a second process worth its start of a few seconds
 FACT_TOKENS = 100  # what a sample of 0k counts as on the progress bar
+
+Makers = Mapping[tuple[str, str], SampleMaker]  # by task and size
 
 
 @dataclass(frozen=True)
@@ -74,50 +73,33 @@ class BabilongOptions(OutputOptions):
         """{size: tokens of an `input`}, 0 for facts without background."""
         return {str(size): target_tokens(size, self.reserve_tokens) for size in self.sizes}
 
-    def problems(self) -> list[str]:
-        """One line for every mistake that can be seen without a tokenizer."""
-        paths = (self.model.path, self.model.tokenizer_path, self.background)
-        problems = [*self._list_problems(), *self.output_problems("background, tokenizer", *paths)]
-        problems += self.model.tokenizer_problems()
-        if self.background is not None and not os.path.isdir(self.background):
-            problems.append(f"background must be a folder of .txt files that exists; got {show(self.background)}")
-        if not _is_fact_range(self.facts_within):
-            must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
-            problems.append(f"{must}; got {show(self.facts_within)}")
-        return problems or self._room_problems()
-
-    def _list_problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | None]:
+        """Yield a line for every mistake that can be seen without a tokenizer."""
         for key, values in (("tasks", self.tasks), ("sizes", self.sizes)):
             if len(set(map(str, values))) < len(values):
                 yield f"{key} must name nothing twice; got {values}"
-        yield from filter(None, (choice_problem("tasks", task, TASKS) for task in self.tasks))
+        yield from (choice_problem("tasks", task, TASKS) for task in self.tasks)
         for size in self.sizes:
             tokens = size_tokens(size)
             if tokens is None:
                 yield f"sizes must be like 0k, 32k, 1M or a number of tokens; got {show(size)}"
             elif 0 < tokens <= self.reserve_tokens:
                 yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
-
-    def _room_problems(self) -> list[str]:
-        """Sizes with room for fewer facts than every story has; whether facts fit in tokens is found later."""
-        last = {task: min(self.samples, self.story.questions_of(task)) - 1 for task in self.tasks}
-        facts, task = max((self.story.fewest_facts(task, last[task]), task) for task in self.tasks)
-        what = f"must leave room for the facts of question {last[task] + 1} of a {task} story, {facts} or more"
-        if (most := self.story.max_facts) is not None:
-            return [f"story.max_facts {what}; got {most}"] if most < facts else []
-        least = least_size(facts, self.reserve_tokens)
-        return [
-            f"sizes {what}: {least} (reserve_tokens {self.reserve_tokens}); got {size}"
-            for size, target in self.targets.items()
-            if target and most_facts(target) < facts
-        ]
+        yield from self.output_problems(
+            "background, tokenizer", self.model.path, self.model.tokenizer_path, self.background
+        )
+        yield from self.model.tokenizer_problems()
+        if self.background is not None and not os.path.isdir(self.background):
+            yield f"background must be a folder of .txt files that exists; got {show(self.background)}"
+        if not _is_fact_range(self.facts_within):
+            must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
+            yield f"{must}; got {show(self.facts_within)}"
 
 
 def _is_fact_range(value: Any) -> bool:
     if isinstance(value, list):
-        whole = len(value) == 2 and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-        return whole and 0 <= value[0] < value[1]
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1)
+        return len(value) == 2 and all(type(each) is int for each in value) and 0 <= value[0] < value[1]
+    return value is None or (type(value) in (int, float) and 0 < value <= 1)
 
 
 class Job(NamedTuple):
@@ -137,15 +119,24 @@ def generate(
     started = time.monotonic()
     counter = TokenCounter(load_tokenizer(options.model))
     backgrounds = _backgrounds(options, counter, filler_sentences)
+    for maker in _makers(options, backgrounds, counter).values():  # A size without room ends the run now, not in hours.
+        maker.story_part(min(options.samples, options.story.questions_of(maker.task)) - 1)
     jobs = _jobs(options, job_samples)
     tokens = sum(job.tokens for job in jobs)
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
     num_workers = min(options.num_workers or useful, len(jobs))
-    # a process loads its own tokenizer: not every tokenizer can be sent to another process
+    # A process loads its own tokenizer: not every tokenizer can be sent to another process.
     make = partial(_makers, options, backgrounds, counter if num_workers == 1 else None)
-    records = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
+    results = ordered_results(make, _records, jobs, num_workers, name="generator", preload=[tokenizer_module()])
     with OutputFolder(options.output_dir, options.overwrite) as folder:
-        _write_files(folder.path, options.samples, jobs, records)
+        with progress_bar("generate", tokens, unit="tokens", unit_scale=True) as bar:
+            for job, records in zip(jobs, results, strict=True):
+                path = folder.path / job.task / f"{job.size}.json"  # a JSON list with a sample a line
+                path.parent.mkdir(exist_ok=True)
+                with open(path, "a", encoding="utf-8", newline="\n") as file:
+                    begin, end = "[\n" if job.first == 0 else ",\n", "\n]\n" if job.end == options.samples else ""
+                    file.write(begin + ",\n".join(records) + end)
+                bar.update(job.tokens)
         written = {key: value for key, value in asdict(options).items() if key not in NOT_WRITTEN}
         OmegaConf.save(OmegaConf.create(written), folder.path / MARKER)
         folder.publish()
@@ -155,15 +146,22 @@ def generate(
     return f"{done}\nwritten to {options.output_dir}"
 
 
-def _backgrounds(options: BabilongOptions, counter: TokenCounter, filler_sentences: int) -> dict[str, Background]:
-    """The background of every size with one; sizes whose background is the same share it."""
+def _backgrounds(options: BabilongOptions, counter: TokenCounter, number: int) -> dict[str, Background]:
+    """Return the background of every size that has one; sizes whose background is the same share it."""
     targets = {size: target for size, target in options.targets.items() if target}
     if options.background is not None and targets:
         background = folder_background(options.background, counter, max(targets.values()))
         return dict.fromkeys(targets, background)
-    # whose number follows from its own size, whatever else is generated
-    generated = cache(lambda number: filler_background(number, counter))
-    return {size: generated(max(filler_sentences, target // MIN_TOKENS + 1)) for size, target in targets.items()}
+    generated = cache(lambda count: Background.from_sentences(filler_sentences(count), counter, is_prose=False))
+    # The number of sentences follows from a size alone, so that the other sizes change no sample of it.
+    return {size: generated(max(number, target // MIN_TOKENS + 1)) for size, target in targets.items()}
+
+
+def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
+    counter = counter or TokenCounter(load_tokenizer(options.model))
+    given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
+    pairs = product(options.tasks, options.targets)
+    return {(task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given) for task, size in pairs}
 
 
 def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
@@ -176,36 +174,10 @@ def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:
     return jobs
 
 
-def _makers(
-    options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None
-) -> dict[tuple[str, str], SampleMaker]:
-    """By task and size."""
-    counter = counter or TokenCounter(load_tokenizer(options.model))
-    given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
-    pairs = product(options.tasks, options.targets)
-    return {(task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given) for task, size in pairs}
-
-
-def _records(makers: Mapping[tuple[str, str], SampleMaker], job: Job) -> list[str]:
-    """The job's samples, each as one line of JSON."""
+def _records(makers: Makers, job: Job) -> list[str]:
+    """Return the job's samples, each as one line of JSON."""
     maker = makers[job.task, job.size]
     return [json.dumps(maker.sample(number), ensure_ascii=False) for number in range(job.first, job.end)]
-
-
-def _write_files(folder: Path, samples: int, jobs: Sequence[Job], job_records: Iterable[list[str]]) -> None:
-    """`<task>/<size>.json`, a JSON list with a sample a line, written as the samples come."""
-    with progress_bar("generate", sum(job.tokens for job in jobs), unit="tokens", unit_scale=True) as bar:
-        for job, records in zip(jobs, job_records, strict=True):
-            path = folder / job.task / f"{job.size}.json"
-            path.parent.mkdir(exist_ok=True)
-            with open(path, "a", encoding="utf-8", newline="\n") as file:
-                file.write("[\n" if job.first == 0 else ",\n")
-                file.write(",\n".join(records))
-                if job.end == samples:
-                    file.write("\n]\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-            bar.update(job.tokens)
 
 
 main = command(

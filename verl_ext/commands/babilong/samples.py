@@ -1,11 +1,12 @@
 """One sample: a story's facts inside background of an exact number of tokens.
 
-How exactness is reached. A text's tokens are not the sum of its parts' tokens: a tokenizer may merge across a join, add
-special tokens, or treat the first word of a text differently. The parts' counts, taken inside a running text, only plan
-the sample: whole background sentences, and a last one that is cut to fill what is left. Then the final text is
-tokenized, and the difference to the target changes the plan, until tokenizer(input) has exactly the target's number of
-tokens. Where that fails, other background is tried, and in the end the run ends with an error; no text of another
-length is returned. For tokenizers that split at spaces the first plan is right: a sample costs one pass over its text.
+A text's tokens are not the sum of its parts' tokens: a tokenizer may merge across a join, add special tokens, or treat
+the first word of a text differently. The parts' counts, taken inside a running text, only plan the sample: the order of
+facts and whole background sentences, and one more sentence that is cut to fill what is left. Then the whole text is
+tokenized, and the cut moves by the difference until tokenizer(input) has exactly the target's number of tokens; where
+no cut of a sentence does, another sentence is cut. This finds a text for every tokenizer whose count grows by one at
+some cut, however it merges; one that only gives, say, even counts ends the run with an error. For tokenizers that split
+at spaces the first plan is right: a sample costs one pass over its text.
 """
 
 import math
@@ -29,8 +30,8 @@ from verl_ext.values import UsageError, reason_of
 UNITS = {"": 1, "k": 1000, "M": 1_000_000}
 STORIES_TRIED = 1000  # for one whose facts fit
 WALKS_TRIED = 4  # stretches of background for one sample
-PLANS_TRIED = 8  # corrections for one stretch
-SPARE_SENTENCES = 20  # candidates for the sentence that is cut
+SENTENCES_TRIED = 20  # of a stretch, as the one that is cut
+CUTS_TRIED = 6  # of one sentence
 TOKENS_PER_FACT = 8  # the benchmark takes no story with more than a fact (or question) for every 8 tokens
 ANCHOR = "So it was."  # what a text follows when it is counted inside a running text
 BATCH = 1000  # texts counted at once
@@ -48,15 +49,22 @@ class TokenCounter:
         self.overhead = self.opening(ANCHOR)  # of a usual text
 
     def count(self, text: str) -> int:
-        """len(tokenizer(text).input_ids)."""
+        """Return len(tokenizer(text).input_ids)."""
         return len(self._encode([text])[0])
 
     def opening(self, text: str) -> int:
-        """Tokens that a text has more where it opens a whole than inside it: special tokens, and its first word's."""
-        return self.count(text) - int(self.in_context([text])[0])
+        """Return how many more tokens a text has as the start of a whole than inside it.
+
+        They are special tokens, and those of a first word that is encoded differently.
+        """
+        return self.count(text) - self.inside(text)
+
+    def inside(self, *texts: str) -> int:
+        """Return the tokens that texts add to a running text, all together."""
+        return int(self.in_context(texts).sum())
 
     def in_context(self, texts: Sequence[str]) -> np.ndarray:
-        """counts[len(texts)] int64: the tokens that each text adds when it follows a sentence and a space."""
+        """Return counts[len(texts)] int64: the tokens that each text adds when it follows a sentence and a space."""
         counts: list[int] = []
         for start in range(0, len(texts), BATCH):
             batch = [f"{ANCHOR} {text}" for text in texts[start : start + BATCH]]
@@ -70,7 +78,7 @@ class TokenCounter:
 
 @dataclass
 class Background:
-    """sentences[N], each of MIN_TOKENS tokens or more, and tokens[N] int64: what each adds to a running text.
+    """Background sentences[N] of MIN_TOKENS tokens or more, and tokens[N] int64: what each adds to a running text.
 
     `is_prose`: neighbours belong together and are used side by side; otherwise sentences come in any order.
     """
@@ -80,14 +88,14 @@ class Background:
     is_prose: bool
 
     @classmethod
-    def counted(cls, sentences: list[str], counter: TokenCounter, is_prose: bool) -> "Background":
-        """Those of the sentences that are long enough."""
+    def from_sentences(cls, sentences: list[str], counter: TokenCounter, is_prose: bool) -> "Background":
+        """Return the background of those sentences that are long enough."""
         tokens = counter.in_context(sentences)
         kept = np.flatnonzero(tokens >= MIN_TOKENS)
         return cls([sentences[number] for number in kept], tokens[kept], is_prose)
 
     def walk(self, rng: random.Random, target: int, spare: int) -> np.ndarray:
-        """Sentence numbers from a random start on, none twice: `target` tokens of them and `spare` sentences more."""
+        """Return sentence numbers from a random start on, none twice: for `target` tokens, and `spare` ones more."""
         total = len(self.sentences)
         start = rng.randrange(total)
         stride = 1
@@ -98,7 +106,7 @@ class Background:
 
 
 def filler_sentences(number: int) -> list[str]:
-    """The first `number` sentences of one fixed sequence, put together from the phrases of filler.yaml."""
+    """Return the first `number` sentences of one fixed sequence, put together from the phrases of filler.yaml."""
     file = resources.files("verl_ext.commands.babilong").joinpath("filler.yaml")
     phrases: Any = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))
     rng = random.Random("filler")
@@ -109,19 +117,12 @@ def filler_sentences(number: int) -> list[str]:
     return sentences
 
 
-def filler_background(number: int, counter: TokenCounter) -> Background:
-    """Generated prose of `number` sentences."""
-    return Background.counted(filler_sentences(number), counter, is_prose=False)
-
-
 def folder_background(folder: str, counter: TokenCounter, least_tokens: int = 0) -> Background:
-    """The sentences of every .txt file below `folder`, files by name, without each file's first and last sentence.
+    """Return the sentences of every .txt file below `folder`, without each file's first and last sentence.
 
-    Raises UsageError where there is no such file, one is not UTF-8, or all together have less than `least_tokens`.
+    Raises UsageError if there is no such file, one is not UTF-8, or all together have less than `least_tokens`.
     """
     files = sorted(path for path in Path(folder).rglob("*.txt") if path.is_file())
-    if not files:
-        raise UsageError(f"background must be a folder with .txt files; {folder} has none")
     sentences = []
     for file in files:
         try:
@@ -130,43 +131,33 @@ def folder_background(folder: str, counter: TokenCounter, least_tokens: int = 0)
             raise UsageError(f"background must be UTF-8 text; {file} is not at byte {error.start}") from error
         except OSError as error:
             raise UsageError(f"background must be readable; {file}: {reason_of(error)}") from error
-    background = Background.counted(sentences, counter, is_prose=True)
+    background = Background.from_sentences(sentences, counter, is_prose=True)
     tokens = int(background.tokens.sum())
-    if tokens < least_tokens:
+    if tokens < max(least_tokens, 1):
         raise UsageError(
             f"background must hold at least as many tokens as a sample ({least_tokens:,}) in sentences of {MIN_TOKENS}"
-            f" or more; got {tokens:,} in {folder}"
+            f" or more; got {tokens:,} in {len(files):,} .txt files of {folder}"
         )
     return background
 
 
 def split_sentences(text: str) -> list[str]:
-    """A text's sentences, white space inside them made single spaces."""
+    """Return a text's sentences, with white space inside them made single spaces."""
     ends = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
     sentences = (" ".join(text[start:end].split()) for start, end in pairwise(ends))
     return [sentence for sentence in sentences if sentence]
 
 
 def size_tokens(size: object) -> int | None:
-    """The tokens that a size stands for, as published files are named (0k, 1k, 32k, 1M) or a number; else None."""
+    """Return the tokens of a size, which is a number or named as published files are (0k, 1k, 32k, 1M); else None."""
     match = re.fullmatch(r"(\d{1,12})([kM]?)", str(size)) if not isinstance(size, bool) else None
     return int(match[1]) * UNITS[match[2]] if match else None
 
 
 def target_tokens(size: object, reserve_tokens: int) -> int:
-    """Tokens of an `input` of this size, what is kept for question and prompt taken off; 0 for facts alone (0k)."""
+    """Return the tokens of an `input`, with room left for question and prompt; 0 means facts alone (0k)."""
     tokens = size_tokens(size)
     return tokens - reserve_tokens if tokens else 0
-
-
-def most_facts(target: int) -> int:
-    """Facts that an input of `target` tokens may have where story.max_facts is null; none below two facts' tokens."""
-    return max(target // TOKENS_PER_FACT - 1, 0)
-
-
-def least_size(facts: int, reserve_tokens: int) -> int:
-    """The smallest size whose input may have so many facts."""
-    return (facts + 1) * TOKENS_PER_FACT + reserve_tokens
 
 
 @dataclass
@@ -186,8 +177,8 @@ class SampleMaker:
         self.target = target_tokens(self.size, self.reserve_tokens)
         self.max_facts = self.story.max_facts
         if self.max_facts is None and self.target:
-            self.max_facts = most_facts(self.target)
-        # the tokens [first, end) inside which every fact lies whole
+            self.max_facts = max(self.target // TOKENS_PER_FACT - 1, 0)
+        # Every fact lies whole inside the tokens [first, end).
         self.first, self.end = 0, self.target
         if isinstance(self.facts_within, (list, tuple)):
             self.first, self.end = self.facts_within[0], min(self.facts_within[1], self.target)
@@ -196,45 +187,38 @@ class SampleMaker:
         self._story = lru_cache(maxsize=4)(self._make_story)  # the questions of a story are neighbours
 
     def sample(self, number: int) -> dict[str, str]:
-        """{input, question, target}: question number % questions of story number // questions, and the facts before it.
+        """Return {input, question, target} of question `number` % questions of story `number` // questions.
 
-        Raises UsageError where no story fits or no text of exactly the size's tokens is found.
+        Raises UsageError if no story fits or no text of exactly the size's tokens is found.
         """
         facts, question, answer = self.story_part(number)
         text = self._text(facts, number) if self.target else " ".join(facts)
         return {"input": text, "question": question, "target": answer}
 
     def story_part(self, number: int) -> tuple[list[str], str, str]:
-        """The facts, question and answer of a sample: of the first story whose facts fit."""
+        """Return the facts, question and answer of a sample: of the first story whose facts fit."""
         story_number, question_number = divmod(number, self.story.questions_of(self.task))
-        room = min(self.end - self.first, self.target)
-        too_many: list[int] = []  # facts, and tokens, of stories that do not fit
-        too_long: list[int] = []
+        # Without room for the start of a sentence the tokens cannot be made exact.
+        room = max(min(self.end - self.first, self.target - MIN_TOKENS), 0) if self.target else math.inf
+        most = math.inf if self.max_facts is None else self.max_facts
+        needs: list[tuple[int, int]] = []  # numbers of facts and tokens of stories that do not fit
         for attempt in range(STORIES_TRIED):
             story = self._story(story_number, attempt)
             question = story.questions[question_number]
             facts = story.facts[: question.num_facts]
-            if self.max_facts is not None and len(facts) > self.max_facts:
-                too_many.append(len(facts))
-                continue
-            if self.target:
-                tokens = int(self.counter.in_context(facts).sum()) + self.counter.overhead
-                if tokens > room:
-                    too_long.append(tokens)
-                    continue
-            return facts, question.text, question.answer
-        what = f"must leave room for the facts of question {question_number + 1} of a {self.task} story"
-        if too_long:
-            key = "sizes" if self.facts_within is None else "facts_within"
-            which = f"(size {self.size}, reserve_tokens {self.reserve_tokens})"
-            raise UsageError(
-                f"{key} {what}, which need {min(too_long)} tokens or more; got {max(room, 0)} tokens {which}"
-            )
-        what += f", of which {STORIES_TRIED} stories have {min(too_many)} or more"
-        if self.story.max_facts is not None:
-            raise UsageError(f"story.max_facts {what}; got {self.story.max_facts}")
-        least = least_size(min(too_many), self.reserve_tokens)
-        raise UsageError(f"sizes {what}: {least} (reserve_tokens {self.reserve_tokens}); got {self.size}")
+            tokens = self.counter.inside(*facts) + self.counter.overhead if self.target else 0
+            if len(facts) <= most and tokens <= room:
+                return facts, question.text, question.answer
+            needs.append((len(facts), tokens))
+        fewest, least_tokens = map(min, zip(*needs, strict=True))
+        key = "sizes" if self.facts_within is None else "facts_within"
+        if fewest > most and self.story.max_facts is not None:
+            key = "story.max_facts"
+        raise UsageError(
+            f"{key} must leave room for question {question_number + 1} of a {self.task} story, which needs {fewest}"
+            f" facts and {least_tokens} tokens or more; got at most {most} facts in {room} tokens"
+            f" (size {self.size}, reserve_tokens {self.reserve_tokens})"
+        )
 
     def _make_story(self, story: int, attempt: int) -> Story:
         return make_story(self.task, self._rng("story", story, attempt), self.story)
@@ -243,19 +227,19 @@ class SampleMaker:
         return random.Random("/".join(map(str, (self.seed, self.task, self.size, *key))))
 
     def _text(self, facts: list[str], number: int) -> str:
-        """The facts at random places of background, together exactly the target's tokens."""
+        """Return the facts at random places of background, together exactly the target's tokens."""
         assert self.background is not None
         rng = self._rng("background", number)
         draws = sorted(rng.random() for _ in facts)  # sorted, so that facts keep their order
-        has_room = False
+        plans = 0
         for _ in range(WALKS_TRIED):
-            walk = self.background.walk(rng, self.target, SPARE_SENTENCES)
-            for text in self._texts(walk, facts, draws):
-                if text is not None:
+            walk = self.background.walk(rng, self.target, SENTENCES_TRIED)
+            for parts, cut, rest, wanted in self._plans(walk, facts, draws):
+                plans += 1
+                if text := self._fitted(parts, cut, rest, wanted):
                     return text
-                has_room = True
         which = f"(task {self.task}, size {self.size}, sample {number})"
-        if has_room:
+        if plans:
             raise UsageError(
                 f"no text of exactly {self.target} tokens was found with this tokenizer and background {which}"
             )
@@ -264,79 +248,82 @@ class SampleMaker:
             f" none found in tokens [{self.first}, {self.end}] {which}"
         )
 
-    def _texts(self, walk: np.ndarray, facts: list[str], draws: list[float]) -> Iterator[str | None]:
-        """Texts from one stretch of background: None for one of another length, whose excess corrects the next.
+    def _plans(
+        self, walk: np.ndarray, facts: list[str], draws: list[float]
+    ) -> Iterator[tuple[list[str], int, str, int]]:
+        """Yield the parts of a text in their order, the number of the cut one, what it is cut from, and its tokens.
 
-        Yields nothing where no fact may lie.
+        Yields nothing if facts may lie nowhere.
         """
-        fact_tokens = int(self.counter.in_context(facts).sum())
-        opening = self.counter.overhead
-        budget = self.target - opening - fact_tokens
-        for _ in range(PLANS_TRIED):
-            sentences, before = self._sentences(walk, budget)
-            before += self.counter.overhead
-            gaps = np.arange(len(before))
+        assert self.background is not None
+        fact_tokens = self.counter.inside(*facts)
+        room = self.target - self.counter.overhead - fact_tokens  # for background
+        ends = np.cumsum(self.background.tokens[walk])
+        fit = int(np.searchsorted(ends, room))  # the sentences that leave at least a token for the cut one
+        for attempt in range(SENTENCES_TRIED):
+            whole = max(fit - (attempt > 0), 0)  # one less from the second on: the cut has room in both directions
+            tokens = np.concatenate([[0], ends[:whole]])  # before each sentence
+            before = self.counter.overhead + np.append(tokens, room)
+            gaps = np.arange(len(before))  # gap g lies before sentence g
             if self.facts_within is not None:
                 # In the last gap all facts stand before the last one, in the first gap none: both must fit.
                 gaps = np.flatnonzero((before >= self.first) & (before + fact_tokens <= self.end))
             if not len(gaps):
                 return
+            rest = [self.background.sentences[number] for number in walk[fit + attempt : fit + attempt + 3]]
+            sentences = [*(self.background.sentences[number] for number in walk[:whole]), ""]
+            places = [int(gaps[int(draw * len(gaps))]) for draw in draws]
             parts: list[str] = []
-            done = 0
-            for fact, draw in zip(facts, draws, strict=True):  # gap g lies before sentence g
-                gap = int(gaps[int(draw * len(gaps))])
-                parts += [*sentences[done:gap], fact]
-                done = gap
-            parts += sentences[done:]
-            # What opening the text costs follows from its first part; the whole is tokenized once that is planned for.
-            excess = self.counter.opening(parts[0]) - opening
-            opening += excess
-            if not excess:
-                text = " ".join(parts)
-                excess = self.counter.count(text) - self.target
-                yield text if not excess else None
-            budget = max(budget - excess, 0)
+            for fact, start, end in zip(facts, [0, *places], places, strict=False):
+                parts += [*sentences[start:end], fact]
+            parts += sentences[places[-1] :]
+            opening = self.counter.opening(parts[0]) if parts[0] else self.counter.overhead
+            wanted = self.target - opening - fact_tokens - int(tokens[-1])
+            yield parts, parts.index(""), " ".join(rest), wanted
 
-    def _sentences(self, walk: np.ndarray, budget: int) -> tuple[Sequence[str], np.ndarray]:
-        """Sentences of about `budget` tokens, the last one cut; before[len + 1]: tokens before each gap."""
-        assert self.background is not None
-        ends = np.cumsum(self.background.tokens[walk])
-        whole = int(np.searchsorted(ends, budget, side="right"))
-        sentences = [self.background.sentences[number] for number in walk[:whole]]
-        before = np.concatenate([[0], ends[:whole]])
-        rest = budget - int(before[-1])
-        for number in walk[whole : whole + SPARE_SENTENCES]:
-            if 0 < rest <= self.background.tokens[number]:
-                piece = cut_to(self.background.sentences[number], rest, self.counter)
-                if piece is not None:
-                    return [*sentences, piece], np.append(before, budget)
-        return sentences, before
+    def _fitted(self, parts: list[str], cut: int, rest: str, wanted: int) -> str | None:
+        """Return the text of `parts` with as much of `rest` at `cut` as makes it exactly the target's tokens, or None.
+
+        The cut begins at `wanted` tokens, and moves by what the whole text has too many or too few.
+        """
+        for _ in range(CUTS_TRIED):
+            piece = cut_to(rest, wanted, self.counter)
+            if piece is None:
+                return None
+            text = " ".join([*parts[:cut], *filter(None, [piece]), *parts[cut + 1 :]])
+            excess = self.counter.count(text) - self.target
+            if not excess:
+                return text
+            wanted -= excess
+        return None
 
 
 def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:
-    """The start of `sentence` that has `tokens` tokens inside a running text; None where no start has.
+    """Return the start of `sentence` that has `tokens` tokens inside a running text; None if no start has.
 
-    After a word where possible, inside one otherwise, as the benchmark cuts its last sentence.
+    It ends after a word if possible, inside one otherwise, as the benchmark cuts its last sentence.
     """
+    if tokens <= 0:
+        return None if tokens else ""
     words = sentence.split(" ")
     whole = _most(len(words), tokens, lambda number: " ".join(words[:number]), counter)
     start = " ".join(words[:whole])
-    if whole and int(counter.in_context([start])[0]) == tokens:
+    if whole and counter.inside(start) == tokens:
         return start
     if whole == len(words):
         return None
     stem, word = (f"{start} " if start else ""), words[whole]
     letters = _most(len(word), tokens, lambda number: stem + word[:number], counter)
     piece = stem + word[:letters]
-    return piece if letters and int(counter.in_context([piece])[0]) == tokens else None
+    return piece if letters and counter.inside(piece) == tokens else None
 
 
 def _most(number: int, tokens: int, start: Callable[[int], str], counter: TokenCounter) -> int:
-    """The largest n ≤ number for which start(n) has at most `tokens` tokens, by bisection (more text, more tokens)."""
+    """Return the largest n ≤ number with at most `tokens` tokens in start(n), by bisection: more text, more tokens."""
     low, high = 0, number
     while low < high:
         middle = (low + high + 1) // 2
-        if int(counter.in_context([start(middle)])[0]) <= tokens:
+        if counter.inside(start(middle)) <= tokens:
             low = middle
         else:
             high = middle - 1

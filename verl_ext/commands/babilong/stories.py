@@ -1,14 +1,13 @@
 """bAbI stories of qa1 to qa5: facts, and questions after some of them, in the words of bAbI v1.2.
 
-Questions are asked about what the reader of the facts knows, never about what only the world knows. They keep bAbI's
-trailing space.
+A question is asked only about what the reader of the facts knows. It keeps bAbI's trailing space.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from verl_ext.values import Options, option
 
@@ -24,7 +23,7 @@ VERBS = {
     "give": ("gave", "handed", "passed"),
 }
 OPPOSITES = {"north": "south", "south": "north", "east": "west", "west": "east"}
-FACTS_PER_QUESTION = {"qa1": 2, "qa2": 3, "qa3": 3}  # of bAbI: before every question, of qa2 and qa3 the fewest
+FACTS_PER_QUESTION = {"qa1": 2, "qa2": 3, "qa3": 3}  # in bAbI: before every question; for qa2 and qa3 the fewest
 MOST_UNRELATED = 5  # facts of qa5 between a give event and the question about it
 
 
@@ -43,24 +42,15 @@ class StoryOptions(Options):
     )
 
     def questions_of(self, task: str) -> int:
-        """How many questions a story of the task has."""
+        """Return how many questions a story of the task has."""
         return 1 if task == "qa4" else self.questions
 
     def facts_between(self, task: str) -> int:
-        """Facts of qa1, qa2 or qa3 before every question, of qa2 and qa3 the fewest."""
+        """Return the number of facts before every question of qa1, and the fewest of qa2 and qa3."""
         return self.facts_per_question or FACTS_PER_QUESTION[task]
 
-    def fewest_facts(self, task: str, question: int) -> int:
-        """Facts before question 0, 1, … of any story of the task at least; of qa1 and qa4, exactly so many."""
-        if task == "qa4":
-            return 2
-        if task == "qa5":
-            return question + 2  # a get, and a give event for every question
-        return (question + 1) * self.facts_between(task)
 
-
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question asked after the story's first `num_facts` facts, which are all that it needs."""
 
     num_facts: int
@@ -68,21 +58,8 @@ class Question:
     answer: str
 
 
-@dataclass
-class Story:
-    """Facts in their order, and the questions of the story."""
-
-    facts: list[str] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
-
-    def ask(self, text: str, answer: str) -> None:
-        """Ask after the facts so far."""
-        self.questions.append(Question(len(self.facts), text, answer))
-
-
-@dataclass(frozen=True)
-class Event:
-    """move: actor to the place `thing`; get, drop: the object `thing`; give: the object `thing` to `recipient`."""
+class Event(NamedTuple):
+    """A move of `actor` to the place `thing`, or a get, drop or give (to `recipient`) of the object `thing`."""
 
     kind: str
     actor: str
@@ -91,11 +68,11 @@ class Event:
 
 
 class World:
-    """Where every actor is, where every object lies that nobody holds, and who holds the others; and what a reader of
-    the facts knows of it, by bAbI's rules.
+    """Places of actors and objects, and the part of them that a reader of the facts knows, by bAbI's rules.
 
-    known_places: of actors, from the first move on. known_paths: for each object every place that it was in, in order:
-    that of its holder, or where its holder dropped it; None while the holder's place is unknown.
+    holders: of the objects that somebody holds; the others have a place in object_places. known_places: of actors, from
+    the first move on. known_paths: for each object every place that it was in, in order: that of its holder, or where
+    its holder dropped it; None while the holder's place is unknown.
     """
 
     def __init__(self, actor_places: Mapping[str, str], object_places: Mapping[str, str]) -> None:
@@ -106,7 +83,7 @@ class World:
         self.known_paths: dict[str, list[str | None]] = {}
 
     def possible(self, kinds: Sequence[str]) -> list[Event]:
-        """Every event of these kinds that is valid now, in a fixed order."""
+        """Return every event of these kinds that is valid now, in a fixed order."""
         here, events = self.actor_places, []
         for kind in kinds:
             if kind == "move":
@@ -143,102 +120,96 @@ class World:
             if not path or path[-1] != place:
                 path.append(place)
 
-    def perform_random(self, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
-        """Perform an event and return it: of a random group of kinds, drawn again while none of the group is possible.
 
-        Some group must have a possible event; a move always is.
+@dataclass
+class Story:
+    """Facts in their order, and the questions of the story."""
+
+    facts: list[str] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
+
+    def tell(self, world: World, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
+        """Perform a random event and add its fact in words; everything but a move may end in "there".
+
+        A group of kinds is drawn, again if none of its events is possible; a move always is.
         """
         events: list[Event] = []
         while not events:
-            events = self.possible(rng.choice(groups))
+            events = world.possible(rng.choice(groups))
         event = rng.choice(events)
-        self.perform(event)
+        world.perform(event)
+        receiver = f" to {event.recipient}" if event.recipient else ""
+        there = rng.choice(("", " there")) if event.kind != "move" else ""
+        self.facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{receiver}{there}.")
         return event
 
-
-def tracking_world(rng: random.Random) -> World:
-    """The world of qa1, qa2 and qa3: actors at their fixed hidden places, objects anywhere."""
-    return World(STARTS, {thing: rng.choice(PLACES) for thing in OBJECTS})
-
-
-def giving_world(rng: random.Random) -> World:
-    """The world of qa5: actors and objects anywhere."""
-    return World({actor: rng.choice(PLACES) for actor in GIVERS}, {thing: rng.choice(PLACES) for thing in OBJECTS})
+    def ask(self, text: str, answer: str) -> None:
+        """Ask a question after the facts so far."""
+        self.questions.append(Question(len(self.facts), text, answer))
 
 
 def make_story(task: str, rng: random.Random, options: StoryOptions) -> Story:
-    """A story of the task, qa1 to qa5."""
+    """Return a story of the task, qa1 to qa5."""
     return _STORIES[task](rng, options)
 
 
-def _tell(story: Story, world: World, groups: Sequence[Sequence[str]], rng: random.Random) -> Event:
-    """One more event, and its fact in words; everything but a move may end in "there"."""
-    event = world.perform_random(groups, rng)
-    receiver = f" to {event.recipient}" if event.recipient else ""
-    there = rng.choice(("", " there")) if event.kind != "move" else ""
-    story.facts.append(f"{event.actor} {rng.choice(VERBS[event.kind])} the {event.thing}{receiver}{there}.")
-    return event
+def _objects(rng: random.Random) -> dict[str, str]:
+    return {thing: rng.choice(PLACES) for thing in OBJECTS}
 
 
 def _where_is_actor(rng: random.Random, options: StoryOptions) -> Story:
-    story, world = Story(), tracking_world(rng)
+    story, world = Story(), World(STARTS, _objects(rng))
     for _ in range(options.questions):
         for _ in range(options.facts_between("qa1")):
-            _tell(story, world, [("move",)], rng)
+            story.tell(world, [("move",)], rng)
         actor = rng.choice(sorted(world.known_places))
         story.ask(f"Where is {actor}? ", world.known_places[actor])
     return story
 
 
 def _where_is_object(rng: random.Random, options: StoryOptions) -> Story:
-    def question(paths: dict[str, list[str | None]]) -> tuple[str, str] | None:
-        places = {thing: path[-1] for thing, path in paths.items() if path[-1] is not None}
-        if not places:
-            return None
-        thing = rng.choice(sorted(places))
-        return f"Where is the {thing}? ", places[thing]
-
-    return _object_story(rng, options.questions, options.facts_between("qa2"), question)
-
-
-def _where_was_object(rng: random.Random, options: StoryOptions) -> Story:
-    def question(paths: dict[str, list[str | None]]) -> tuple[str, str] | None:
-        pairs = {}  # (place before, place), of places that the object was in once: "before the office" is one moment
-        for thing, path in paths.items():
-            if found := [(a, b) for a, b in pairwise(path) if a and b and path.count(b) == 1]:
-                pairs[thing] = found
-        if not pairs:
-            return None
-        thing = rng.choice(sorted(pairs))
-        before, place = rng.choice(pairs[thing])
-        return f"Where was the {thing} before the {place}? ", before
-
-    return _object_story(rng, options.questions, options.facts_between("qa3"), question)
-
-
-def _object_story(
-    rng: random.Random,
-    questions: int,
-    facts: int,
-    question: Callable[[dict[str, list[str | None]]], tuple[str, str] | None],
-) -> Story:
-    """Random gets, drops and moves; from the fact number `facts` after a question on, the next one in two is asked."""
-    story, world = Story(), tracking_world(rng)
-    since_question = 0
-    while len(story.questions) < questions:
-        # get, drop and move are equally likely; what a get or drop becomes depends on what is possible.
-        _tell(story, world, [("get", "drop"), ("get", "drop"), ("move",)], rng)
-        since_question += 1
-        if since_question >= facts and rng.random() < 0.5 and (asked := question(world.known_paths)):
-            story.ask(*asked)
-            since_question = 0
+    story = Story()
+    for world in _object_worlds(story, rng, options.questions, options.facts_between("qa2")):
+        places = {thing: path[-1] for thing, path in world.known_paths.items() if path[-1] is not None}
+        if places:
+            thing = rng.choice(sorted(places))
+            story.ask(f"Where is the {thing}? ", places[thing])
     return story
 
 
-def _what_is_in_direction(rng: random.Random, options: StoryOptions) -> Story:
-    """Three rooms in a line, two relations in either order, one of them asked for, each from the side of either room.
+def _where_was_object(rng: random.Random, options: StoryOptions) -> Story:
+    story = Story()
+    for world in _object_worlds(story, rng, options.questions, options.facts_between("qa3")):
+        pairs = {}  # (place before, place), of places that the object was in once: "before the office" is one moment
+        for thing, path in world.known_paths.items():
+            if found := [(a, b) for a, b in pairwise(path) if a and b and path.count(b) == 1]:
+                pairs[thing] = found
+        if pairs:
+            thing = rng.choice(sorted(pairs))
+            before, place = rng.choice(pairs[thing])
+            story.ask(f"Where was the {thing} before the {place}? ", before)
+    return story
 
-    As in bAbI a question means the relation that a fact states: rooms two steps away do not count.
+
+def _object_worlds(story: Story, rng: random.Random, questions: int, facts: int) -> Iterator[World]:
+    """Tell of random gets, drops and moves; yield the world whenever a question may be asked, until all are.
+
+    That is after one fact in two, from the fact number `facts` after a question on.
+    """
+    world = World(STARTS, _objects(rng))
+    while len(story.questions) < questions:
+        # A get or drop, whichever is possible, is twice as likely as a move.
+        story.tell(world, [("get", "drop"), ("get", "drop"), ("move",)], rng)
+        since_question = len(story.facts) - (story.questions[-1].num_facts if story.questions else 0)
+        if since_question >= facts and rng.random() < 0.5:
+            yield world
+
+
+def _what_is_in_direction(rng: random.Random, options: StoryOptions) -> Story:
+    """Return three rooms in a line: two relations in either order, and a question about one of them.
+
+    Each is told from the side of either room. As in bAbI a question means the relation that a fact states: rooms two
+    steps away do not count.
     """
 
     def from_either_side(place: str, direction: str, other: str) -> tuple[str, str, str]:
@@ -257,18 +228,18 @@ def _what_is_in_direction(rng: random.Random, options: StoryOptions) -> Story:
 
 
 def _who_gave_what(rng: random.Random, options: StoryOptions) -> Story:
-    """Gets and moves until somebody gives something; up to five unrelated facts; a question about that give event.
+    """Return gets and moves until somebody gives something, up to five unrelated facts, and a question about the gift.
 
-    It is the last one of the story so far, so that no later event answers the question otherwise.
+    It is the last gift of the story so far, so that no later event answers the question otherwise.
     """
-    story, world = Story(), giving_world(rng)
+    story, world = Story(), World({actor: rng.choice(PLACES) for actor in GIVERS}, _objects(rng))
     for _ in range(options.questions):
         gift = None
         while gift is None or gift.kind != "give":
-            gift = _tell(story, world, [("get",), ("give",), ("move",)], rng)
+            gift = story.tell(world, [("get",), ("give",), ("move",)], rng)
         for _ in range(rng.randint(0, MOST_UNRELATED)):
-            _tell(story, world, [("get",), ("move",)], rng)
-        giver, thing, receiver = gift.actor, gift.thing, gift.recipient
+            story.tell(world, [("get",), ("move",)], rng)
+        _, giver, thing, receiver = gift
         forms = (
             (f"What did {giver} give to {receiver}? ", thing),
             (f"Who gave the {thing} to {receiver}? ", giver),

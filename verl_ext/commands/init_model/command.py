@@ -1,6 +1,7 @@
 """`verl-ext init-model`: its options, and the folder that it writes: architecture, tokenizer, random weights."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -38,7 +39,6 @@ class InitModelOptions(OutputOptions):
     """A model from scratch: a Hugging Face folder with random weights, and a tokenizer that is trained or copied."""
 
     marker: ClassVar[str] = MARKER
-    maps: ClassVar[dict[str, str]] = {"config": "fields of the model's config to values"}
 
     model: str = option(REQUIRED, f"{', '.join(PRESETS)}, a config.json, or a folder with one", required=True)
     config: dict[str, Any] = option(
@@ -52,19 +52,19 @@ class InitModelOptions(OutputOptions):
     )
     tokenizer: TokenizerOptions = option(TokenizerOptions, "exactly one of tokenizer.path and tokenizer.train_on")
 
-    def problems(self) -> list[str]:
-        """One line for every mistake that can be seen without transformers and without opening a source."""
-        problems = [problem] if (problem := model_problem(self.model)) else []
+    def problems(self) -> Iterator[str | None]:
+        """Yield a line for every mistake that can be seen without transformers and without opening a source."""
+        yield model_problem(self.model)
         model = None if self.model in PRESETS else self.model
         paths = (model, self.tokenizer.path, *self.tokenizer.train_patterns)
-        problems += self.output_problems("the model, a tokenizer, its text", *paths)
+        yield from self.output_problems("the model, a tokenizer, its text", *paths)
         for key in GIVEN_KEYS.keys() & self.config.keys():
-            problems.append(f"config must not set {key}, which {GIVEN_KEYS[key]} gives; got {self.config[key]}")
-        return [*problems, *self.tokenizer.source_problems()]
+            yield f"config must not set {key}, which {GIVEN_KEYS[key]} gives; got {self.config[key]}"
+        yield from self.tokenizer.source_problems()
 
 
 def init_model(options: InitModelOptions) -> str:
-    """Write the model to `output_dir`; return what it is, in lines. Raises UsageError and DataError, each one line."""
+    """Write the model to `output_dir`; return its description in lines. Raises UsageError and DataError."""
     import torch  # heavy, as transformers: not for a command with a mistake in it
     import transformers
 
@@ -73,68 +73,64 @@ def init_model(options: InitModelOptions) -> str:
     text = None
     if options.tokenizer.path is None:
         text = TrainingText(options.tokenizer.train_patterns, options.tokenizer.text_key)
-        config = hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # mistakes in it, before the training
+        config = hf_config(fitted(fields, options.tokenizer.vocab_size, {}))  # refuses mistakes before the training
         check_memory(count_parameters(meta_model(config))[0], options.dtype)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
-        tokenizer = _tokenizer(options.tokenizer, text)
+        if text is None:
+            tokenizer = read_tokenizer(str(options.tokenizer.path), "tokenizer.path")
+        else:
+            tokenizer = trained_tokenizer(text, options.tokenizer)
+            if not text.characters:
+                patterns = ", ".join(options.tokenizer.train_patterns)
+                raise DataError(f"tokenizer.train_on must hold text; got none in {patterns}")
         num_tokens = max(tokenizer.get_vocab().values()) + 1
-        ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
-        config = hf_config(fitted(fields, num_tokens, ids))
-        count = count_parameters(meta_model(config))[0]
-        check_memory(count, options.dtype)
-        print(f"random weights: {count:,}", file=sys.stderr)
+        config = hf_config(fitted(fields, num_tokens, {name: getattr(tokenizer, name) for name in TOKEN_IDS}))
+        total, outside = count_parameters(meta_model(config))
+        check_memory(total, options.dtype)
+        print(f"random weights: {total:,}", file=sys.stderr)
         model = random_model(config, options.seed, options.dtype)
         model.save_pretrained(folder.path, max_shard_size=SHARD_BYTES)
         follow_umask(folder.path)
         tokenizer.save_pretrained(folder.path)
         origin = {key: value for key, value in asdict(options).items() if key not in ("output_dir", "overwrite")}
-        origin["parameters"], origin["parameters_without_embeddings"] = count_parameters(model)
-        # the weights' bits depend on them
-        origin["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-        write_json(folder.path / MARKER, origin)
+        # The weights' bits depend on the versions.
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        counts = {"parameters": total, "parameters_without_embeddings": outside}
+        write_json(folder.path / MARKER, {**origin, **counts, "versions": versions})
         num_bytes = sum(file.stat().st_size for file in folder.path.iterdir())
         folder.publish()
-    lines = _tokenizer_lines(options.tokenizer, tokenizer, text) + _model_lines(options, model, num_tokens, num_bytes)
-    return "\n".join([*lines, f"written to {options.output_dir}"])
+    return "\n".join(
+        [
+            *_tokenizer_lines(options.tokenizer, tokenizer, text),
+            f"model       {options.model}, {model.config.architectures[0]}: {total:,} parameters, {outside:,} without "
+            "embeddings",
+            f"weights     {options.dtype}, seed {options.seed}; the folder has {num_bytes / 1e6:,.1f} MB",
+            *_model_notes(model.config, num_tokens),
+            f"written to {options.output_dir}",
+        ]
+    )
 
 
-def _tokenizer(options: TokenizerOptions, text: TrainingText | None) -> Any:
-    if text is None:
-        return read_tokenizer(str(options.path), "tokenizer.path")
-    tokenizer = trained_tokenizer(text, options)
-    if not text.characters:
-        raise DataError(f"tokenizer.train_on must hold text; got none in {', '.join(options.train_patterns)}")
-    return tokenizer
-
-
-def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingText | None) -> list[str]:
+def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingText | None) -> Iterator[str]:
     tokens = {name: getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad")}
     special = [f"{name} {token} = {getattr(tokenizer, f'{name}_token_id')}" for name, token in tokens.items() if token]
-    lines = [f"tokenizer   {len(tokenizer):,} tokens; {', '.join(special) or 'no special ones'}"]
-    if text is not None:
-        lines[0] += f"; trained on {text.characters:,} characters of {len(text.files):,} files"
-        if len(tokenizer) < options.vocab_size:
-            asked = f"tokenizer.vocab_size={options.vocab_size:,}"
-            lines.append(f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {asked}")
+    line = f"tokenizer   {len(tokenizer):,} tokens; {', '.join(special) or 'no special ones'}"
+    yield line + (f"; trained on {text.characters:,} characters of {len(text.files):,} files" if text else "")
+    if text and len(tokenizer) < options.vocab_size:
+        asked = f"tokenizer.vocab_size={options.vocab_size:,}"
+        yield f"note: the text has pairs to merge for {len(tokenizer):,} tokens, not for {asked}"
     if tokenizer.eos_token_id is None:
-        lines.append("note: the tokenizer has no end-of-text token, which data of documents needs between them")
-    return lines
+        yield "note: the tokenizer has no end-of-text token, which data of documents needs between them"
 
 
-def _model_lines(options: InitModelOptions, model: Any, num_tokens: int, num_bytes: int) -> list[str]:
+def _model_notes(config: Any, num_tokens: int) -> Iterator[str]:
     from verl_ext.config.support import model_support_problems  # heavy: it imports verl
 
-    total, outside = count_parameters(model)
-    name = f"{options.model}, {model.config.architectures[0]}"
-    lines = [
-        f"model       {name}: {total:,} parameters, {outside:,} without embeddings",
-        f"weights     {options.dtype}, seed {options.seed}; the folder has {num_bytes / 1e6:,.1f} MB",
-    ]
-    if model.config.vocab_size > num_tokens:
-        rows = f"{model.config.vocab_size:,} rows of the vocabulary, of which the tokenizer uses {num_tokens:,}"
-        lines.append(f"note: {rows}; config.vocab_size=null makes as many as it uses")
-    problems = model_support_problems(model.config)
-    return lines + [f"note: this project's trainer refuses such a model: {problem}" for problem in problems]
+    if config.vocab_size > num_tokens:
+        rows = f"{config.vocab_size:,} rows of the vocabulary, of which the tokenizer uses {num_tokens:,}"
+        yield f"note: {rows}; config.vocab_size=null makes as many as it uses"
+    for problem in model_support_problems(config):
+        yield f"note: this project's trainer refuses such a model: {problem}"
 
 
 main = command(

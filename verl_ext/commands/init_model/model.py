@@ -1,6 +1,6 @@
 """The model: a preset's or a config.json's fields with the user's over them, as transformers' config, and its weights.
 
-A preset is a file of `presets/`: the keys of a config.json, in YAML, without what the tokenizer gives.
+A preset is a file of `presets/`: the keys of a config.json, in YAML, without those that the tokenizer gives.
 """
 
 import json
@@ -21,10 +21,12 @@ PRESETS = tuple(sorted(file.name.removesuffix(".yaml") for file in _PRESETS.iter
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of a config.json, but not of a model that has yet to be trained in full precision.
 _NOT_TAKEN = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
+_HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_OTHER_SIZES = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
 
 
 def model_problem(model: str) -> str | None:
-    """One line where `model` is no preset, no config.json and no folder with one. ./NAME is a folder NAME."""
+    """Return one line if `model` is no preset, no config.json and no folder with one. ./NAME is a folder NAME."""
     if model in PRESETS or os.path.isfile(_config_file(model)):
         return None
     if os.path.isdir(model):
@@ -33,7 +35,7 @@ def model_problem(model: str) -> str | None:
 
 
 def read_fields(model: str) -> Fields:
-    """The fields of a preset or of a config.json; UsageError where that is none."""
+    """Return the fields of a preset or of a config.json; raise UsageError if there are none."""
     if model in PRESETS:
         text = _PRESETS.joinpath(f"{model}.yaml").read_text(encoding="utf-8")
         preset: Any = OmegaConf.to_container(OmegaConf.create(text))
@@ -54,7 +56,7 @@ def _config_file(model: str) -> Path:
 
 
 def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
-    """`fields` with `changes` (the option `config`) over them, under the architecture's own names for its keys.
+    """Return `fields` with `changes` (the option `config`) over them, under the architecture's own names.
 
     head_dim = hidden_size / num_attention_heads and the layer_types of layers that are all alike follow the changed
     sizes. Raises UsageError for a key that the architecture lacks.
@@ -63,11 +65,10 @@ def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
     names = cls.attribute_map
     known = {key for key in cls.__dataclass_fields__ if not key.startswith("_")} | names.keys() | fields.keys()
     known |= {"rope_theta"} if "rope_parameters" in known else set()
-    for key in changes:
-        if key not in known:
-            nearest = nearest_name(key, sorted(known))
-            hint = f"; nearest: config.{nearest}" if nearest else ""
-            raise UsageError(f"unknown key config.{key} of {cls.model_type}{hint}")
+    for key in changes.keys() - known:
+        nearest = nearest_name(key, sorted(known))
+        hint = f"; nearest: config.{nearest}" if nearest else ""
+        raise UsageError(f"unknown key config.{key} of {cls.model_type}{hint}")
     own = {names.get(key, key): value for key, value in changes.items()}
     fields = {names.get(key, key): value for key, value in fields.items()}
     heads, head_dim = fields.get("num_attention_heads") or 0, fields.get("head_dim") or 0
@@ -82,10 +83,10 @@ def changed(fields: Fields, changes: Mapping[str, Any]) -> Fields:
 
 
 def fitted(fields: Fields, num_tokens: int, token_ids: Mapping[str, int | None]) -> Fields:
-    """`fields` for a tokenizer of `num_tokens` with these ids (`TOKEN_IDS`; absent: none).
+    """Return `fields` for a tokenizer of `num_tokens` with these ids (`TOKEN_IDS`; absent: none).
 
-    A vocab_size of the fields stays where it is larger, as published models pad theirs; null or absent, it becomes
-    `num_tokens`. Raises UsageError where it is smaller.
+    A vocab_size of the fields stays if it is larger, as published models pad theirs; null or absent, it becomes
+    `num_tokens`. Raises UsageError if it is smaller.
     """
     vocab_size = fields.get("vocab_size") or num_tokens
     if isinstance(vocab_size, int) and vocab_size < num_tokens:
@@ -95,7 +96,7 @@ def fitted(fields: Fields, num_tokens: int, token_ids: Mapping[str, int | None])
 
 
 def config_class(model_type: str) -> Any:
-    """transformers' config class of a causal language model; UsageError where it has none."""
+    """Return transformers' config class of a causal language model; raise UsageError if it has none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -107,13 +108,13 @@ def config_class(model_type: str) -> Any:
 
 
 def hf_config(fields: Fields) -> Any:
-    """The config of `fields`; UsageError with one line where no model can be built of it, on the meta device."""
+    """Return the config of `fields`; raise UsageError with one line if no model can be built of it."""
     cls = config_class(fields["model_type"])
     if problems := list(filter(None, _problems(fields, cls))):
         raise UsageError("; ".join(problems))
     try:
-        if hasattr(cls, "head_dim") and _size(fields, cls, "head_dim")[1] is None:
-            size, heads = (_size(fields, cls, name)[1] for name in ("hidden_size", "num_attention_heads"))
+        if hasattr(cls, "head_dim") and _value(fields, cls, "head_dim") is None:
+            size, heads = (_value(fields, cls, name) for name in ("hidden_size", "num_attention_heads"))
             fields = {**fields, "head_dim": size // heads}
         config = cls.from_dict(fields)
         meta_model(config)
@@ -124,22 +125,22 @@ def hf_config(fields: Fields) -> Any:
     return config
 
 
-def _size(fields: Fields, cls: Any, name: str) -> tuple[str, Any]:
-    """The dotted key of a size, under the architecture's own name for it, and its value or the class's default."""
+def _value(fields: Fields, cls: Any, name: str) -> Any:
+    """Return a field's value, under the architecture's own name for it, or the class's default."""
     own = cls.attribute_map.get(name, name)
-    return f"config.{own}", fields.get(own, getattr(cls, own, None))
+    return fields.get(own, getattr(cls, own, None))
 
 
 def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
-    """A line for each value that transformers builds a model of which cannot run, or refuses by a KeyError."""
+    """Yield a line for each value of which transformers would build a model that cannot run."""
     from transformers.activations import ACT2FN
 
-    of_heads = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    others = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-    sizes = [_size(fields, cls, name) for name in (*of_heads, *others)]
-    small = [f"{key} must be at least 1; got {value}" for key, value in sizes if isinstance(value, int) and value < 1]
-    yield from small
-    (size_key, size), (heads_key, heads), (kv_key, kv_heads), (dim_key, head_dim) = sizes[:4]
+    keys = {name: f"config.{cls.attribute_map.get(name, name)}" for name in (*_HEAD_SIZES, *_OTHER_SIZES)}
+    values = {name: _value(fields, cls, name) for name in keys}
+    small = [name for name, value in values.items() if isinstance(value, int) and value < 1]
+    yield from (f"{keys[name]} must be at least 1; got {values[name]}" for name in small)
+    size, heads, kv_heads, head_dim = (values[name] for name in _HEAD_SIZES)
+    size_key, heads_key, kv_key, dim_key = (keys[name] for name in _HEAD_SIZES)
     if not small and isinstance(size, int) and isinstance(heads, int):
         if head_dim is None and size % heads:
             yield f"{size_key} must be divisible by {heads_key} ({heads}); got {size}"
@@ -153,7 +154,7 @@ def _problems(fields: Fields, cls: Any) -> Iterator[str | None]:
 
 
 def meta_model(config: Any) -> Any:
-    """The model that `config` describes, without memory for its weights."""
+    """Return the model that `config` describes, without memory for its weights."""
     import torch  # heavy, here and below: not for a command with a mistake in it
     from transformers import AutoModelForCausalLM
 
@@ -162,7 +163,7 @@ def meta_model(config: Any) -> Any:
 
 
 def random_model(config: Any, seed: int, dtype: str) -> Any:
-    """The model of `config` with the weights of its architecture's own initialization, on the CPU.
+    """Return the model of `config` with the weights of its architecture's own initialization, on the CPU.
 
     The draw depends on the config and the seed, not on `dtype`: bfloat16 weights are the float32 ones, rounded.
     """
@@ -182,7 +183,7 @@ def random_model(config: Any, seed: int, dtype: str) -> Any:
 
 
 def check_memory(parameters: int, dtype: str) -> None:
-    """Raise UsageError when the weights of so many parameters do not fit into this machine's free memory."""
+    """Raise UsageError if the weights of so many parameters do not fit into this machine's free memory."""
     from verl_ext.engines.activations import available_memory
 
     needed, available = parameters * (4 if dtype == "float32" else 6), available_memory()  # drawn in float32
@@ -195,15 +196,7 @@ def check_memory(parameters: int, dtype: str) -> None:
 
 
 def count_parameters(model: Any) -> tuple[int, int]:
-    """Parameters in all, tied ones once, and those outside embeddings and the output head."""
-    import torch
-
+    """Return the number of parameters, tied ones once, and of those outside embeddings and the output head."""
     head = model.get_output_embeddings()
-    sizes = {id(weight): weight.numel() for weight in model.parameters()}
-    embeddings = {
-        id(weight)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) or module is head
-        for weight in module.parameters()
-    }
-    return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight not in embeddings)
+    own_head = 0 if head is None or head.weight is model.get_input_embeddings().weight else head.weight.numel()
+    return model.num_parameters(), model.num_parameters(exclude_embeddings=True) - own_head

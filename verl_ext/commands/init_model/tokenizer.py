@@ -11,7 +11,7 @@ from verl_ext.progress import progress_bar
 from verl_ext.text.json_records import BadRecord, parse_line
 from verl_ext.text.readers import read_chunks, text_blocks
 from verl_ext.text.records import PlainText, parse_record
-from verl_ext.text.sources import SourceFile, find_source_files, total_bytes
+from verl_ext.text.sources import FORMATS, SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenizer import check_template, path_problems, read_template
 from verl_ext.values import DataError, Options, option, show
 
@@ -24,6 +24,7 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 BYTES = 256  # tokens that a byte-level tokenizer has beside special ones and merges
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class TokenizerOptions(Options):
     path: str | None = option(None, "tokenizer to copy: a folder or a name on the Hub; exclusive with train_on")
     train_on: Any = option(
         [],
-        "byte-level BPE trained on these files, folders, globs or URLs (txt, jsonl, json, csv, tsv, also as .gz, .bz2, "
-        ".xz, .zst; parquet; Arrow): a record's text_key, or every message of a chat",
+        f"byte-level BPE trained on a record's text_key, or every message of a chat, of these {FORMATS}",
     )
     text_key: str = option("text", "the field of a record that is its text")
     vocab_size: int = option(6400, "size of the vocabulary, including the 256 bytes and the special tokens")
@@ -50,6 +50,7 @@ class TokenizerOptions(Options):
 
     @property
     def train_patterns(self) -> list[str]:
+        """The paths and globs of `train_on`."""
         return as_list(self.train_on)
 
     @property
@@ -60,10 +61,10 @@ class TokenizerOptions(Options):
         return list(dict.fromkeys(token for token in tokens if token))
 
     def problems(self) -> Iterator[str]:
-        """A line for every mistake that can be seen without loading a tokenizer or opening a text."""
+        """Yield a line for every mistake that can be seen without loading a tokenizer or opening a text."""
         if self.train_on != [] and not is_names(self.train_on):
             yield f"tokenizer.train_on must be a path, a glob or a list of them; got {show(self.train_on)}"
-        for name in ("bos_token", "eos_token", "pad_token"):
+        for name in NAMED_TOKENS:
             if getattr(self, name) == "":
                 yield f"tokenizer.{name} must be a text or null; got ''"
         if not all(isinstance(token, str) and token for token in self.special_tokens):
@@ -71,14 +72,14 @@ class TokenizerOptions(Options):
             return
         least = BYTES + len(self.all_special_tokens)
         if self.vocab_size < least:
-            what = f"{least}, the {BYTES} bytes and the special tokens"
-            yield f"tokenizer.vocab_size must be at least {what}; got {self.vocab_size}"
+            must = f"tokenizer.vocab_size must be at least {least}, the {BYTES} bytes and the special tokens"
+            yield f"{must}; got {self.vocab_size}"
         template = self.chat_template
         if template is not None and template != CHATML and not os.path.isfile(template):
             yield f"tokenizer.chat_template must be {CHATML}, a file that exists, or null; got {show(template)}"
 
     def source_problems(self) -> Iterator[str]:
-        """A line where not exactly one source is given, or settings beside a tokenizer that is copied as it is."""
+        """Yield a line if not exactly one source is given, or settings beside a tokenizer that is copied as it is."""
         if bool(self.path) == bool(self.train_on):
             got = f"{self.path} and {self.train_patterns}" if self.path else "neither"
             yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
@@ -91,9 +92,9 @@ class TokenizerOptions(Options):
 
 
 class TrainingText:
-    """Iterates over the text of files: blocks of text files, and what records say; `characters` counts what was read.
+    """The text of files: blocks of text files, and texts of records; `characters` counts those that were read.
 
-    Raises UsageError for files that are missing or of no known format, DataError for what cannot be used.
+    Raises UsageError for files that are missing or of no known format, DataError for content that cannot be used.
     """
 
     def __init__(self, patterns: Sequence[str], text_key: str) -> None:
@@ -102,20 +103,17 @@ class TrainingText:
         self.characters = 0
 
     def __iter__(self) -> Iterator[str]:
-        self.characters = 0
-        total = total_bytes(self.files)
-        texts = (text for file in self.files for text in self._texts(file))
+        texts = (pair for file in self.files for pair in self._texts(file))
         first = list(islice(texts, 1))  # before the bar: files with a mistake at their start show none
-        with progress_bar("training text", total, unit="B", unit_scale=True) as bar:
+        with progress_bar("training text", total_bytes(self.files), unit="B", unit_scale=True) as bar:
             for text, num_bytes in chain(first, texts):
                 self.characters += len(text)
+                bar.update(num_bytes)
                 if text:
                     yield text
-                bar.update(num_bytes if total is None else min(num_bytes, total - bar.n))
-            bar.update((total or bar.n) - bar.n)
 
     def _texts(self, file: SourceFile) -> Iterator[tuple[str, int]]:
-        """The file's texts, and the bytes of it that were read for each."""
+        """Yield the file's texts, and the bytes of it that were read for each."""
         if file.kind == "text":
             try:
                 yield from text_blocks(file.path)
@@ -133,7 +131,7 @@ class TrainingText:
 
 
 def record_texts(record: Any, text_key: str) -> list[str]:
-    """What a record says: its field `text_key`, or else every message of the chat that it is to `verl-ext tokenize`."""
+    """Return a record's field `text_key`, or else every message of the chat that `verl-ext tokenize` would read."""
     if isinstance(record, dict) and record.get(text_key) is not None:
         if not isinstance(text := record[text_key], str):
             raise BadRecord("non_string_content", f"{text_key} must be a string; got {type(text).__name__}")
@@ -151,8 +149,11 @@ def record_texts(record: Any, text_key: str) -> list[str]:
 
 
 def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
-    """A transformers tokenizer trained on `texts`, of fewer than `options.vocab_size` tokens where they have too few
-    pairs to merge. Raises UsageError for a chat template's file that cannot be read as text, or is no Jinja."""
+    """Return a transformers tokenizer trained on `texts`.
+
+    It has fewer than `options.vocab_size` tokens if they have too few pairs to merge. Raises UsageError for a chat
+    template's file that cannot be read as text, or is no Jinja.
+    """
     from transformers import PreTrainedTokenizerFast
 
     template = options.chat_template
@@ -161,19 +162,19 @@ def trained_tokenizer(texts: Iterable[str], options: TokenizerOptions) -> Any:
     elif template is not None:
         template = read_template(template, "tokenizer.chat_template")
         check_template(template, str(options.chat_template), "tokenizer.chat_template")
+    named = {name: token for name in NAMED_TOKENS if (token := getattr(options, name)) is not None}
     bpe = train_bpe(texts, options.vocab_size, options.all_special_tokens)
-    named = {name: getattr(options, name) for name in ("bos_token", "eos_token", "pad_token")}
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **{name: token for name, token in named.items() if token is not None},
+        tokenizer_object=bpe, chat_template=template, clean_up_tokenization_spaces=False, **named
     )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Any:
-    """A `tokenizers.Tokenizer` of at most `vocab_size` tokens: special ones from id 0, the 256 bytes, merges inside
-    GPT-2's pieces of text. The same texts in the same order give the same tokenizer."""
+    """Return a `tokenizers.Tokenizer` of at most `vocab_size` tokens.
+
+    They are the special ones from id 0, the 256 bytes, and merges inside GPT-2's pieces of text. The same texts in the
+    same order give the same tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Which source each sample of a blend is drawn from.
+"""The order in which the samples of a blend are drawn from its sources.
 
 `blend_order` keeps the count c_i of every source after every k samples at |c_i - w_i·k| <= 1 - 1/(2D-2) < 1, for D
 sources of weights w_i that sum to 1: R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
@@ -35,7 +35,9 @@ Order = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 
 def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, block: int = BLOCK) -> Order:
-    """(int16[n]: source of each sample, int64[n]: which of that source's samples). Sources of weight 0 are not drawn.
+    """Return (int16[n]: source of each sample, int64[n]: its number in that source).
+
+    Sources of weight 0 are not drawn.
 
     Raises:
         ValueError: weights negative, all zero or not finite; more than 32,767 of them; `key` is named.
@@ -59,10 +61,10 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, bl
 def megatron_blend_order(
     weights: Sequence[float], n: int, key: str = "data.blend", *, compiled: bool = True, block: int = BLOCK
 ) -> Order:
-    """`blend_order` by megatron-core's rule: the arrays of a BlendedDataset of these weights and n samples.
+    """Return the order by megatron-core's rule: the arrays of a BlendedDataset of these weights and n samples.
 
     One of BlendedMegatronDatasetBuilder is given weights that are `normalised` already, and normalises them again.
-    `compiled`: use megatron-core's loop where it is installed. Raises ValueError as `blend_order` does.
+    `compiled`: use megatron-core's loop if it is installed. Raises ValueError as `blend_order` does.
     """
     check_weights(weights, key)
     drawn = np.flatnonzero(weights).astype(np.int16)
@@ -85,19 +87,21 @@ BLEND_RULES: dict[str, Callable[[Sequence[float], int, str], Order]] = {
 
 
 def megatron_source_samples(shares: Sequence[float], n: int) -> list[int]:
-    """How many samples of each source megatron-core asks for, for a blend of n; more epochs are shuffled together, or
-    apart, for more samples. `shares`: its weights, `normalised`."""
+    """Return the samples of each source that megatron-core asks for, for a blend of n.
+
+    Their number decides which epochs are shuffled together. `shares`: its weights, `normalised`.
+    """
     return [math.ceil(math.ceil(n * share) * (1 + MEGATRON_SURPLUS)) for share in shares]
 
 
 def normalised(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights as shares of their sum, to the bit as megatron-core's `normalize`."""
+    """Return weights as shares of their sum, to the bit as megatron-core's `normalize`."""
     array = np.array(weights, np.float64)
     return array / np.sum(array)
 
 
 def check_weights(weights: Sequence[float], key: str = "data.blend") -> None:
-    """ValueError where a blend's weights cannot be used."""
+    """Raise ValueError if a blend's weights cannot be used."""
     shown = str(list(weights)) if len(weights) <= 8 else f"{list(weights[:8])} and {len(weights) - 8} more"
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"{key} must have weights that are finite and at least 0; got {shown}")
@@ -108,7 +112,7 @@ def check_weights(weights: Sequence[float], key: str = "data.blend") -> None:
 
 
 def _whole_parts(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the proportion of the weights, without a common divisor."""
+    """Return whole numbers in the proportion of the weights, without a common divisor."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     parts = [int(weight * scale) for weight in exact]
@@ -117,7 +121,7 @@ def _whole_parts(weights: Sequence[float]) -> list[int]:
 
 
 def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> NDArray[np.int64]:
-    """int64[n]: for each place, how often its source comes before it."""
+    """Return int64[n]: for each place, how often its source comes before it."""
     numbers = np.empty(len(source), np.int64)
     counts = np.zeros(num_sources, np.int64)
     for first in range(0, len(source), block):
@@ -131,7 +135,7 @@ def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> 
 
 
 def _scheduled(parts: list[int]) -> Iterator[int]:
-    """Tijdeman's order of two sources or more, without end; the weights are parts/sum(parts)."""
+    """Yield Tijdeman's order of two sources or more, without end; the weights are parts/sum(parts)."""
     sources, total = len(parts), sum(parts)
     whole = total * (2 * sources - 2)  # in units of which s = total
     weights = [part * (2 * sources - 2) for part in parts]
@@ -157,7 +161,7 @@ def _scheduled(parts: list[int]) -> Iterator[int]:
 
 
 def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> None:
-    """Megatron's sources: the first of the largest w·k - c, where k = 1 for the first sample as well."""
+    """Fill `out` with Megatron's sources: the first of the largest w·k - c; k = 1 for the first sample as well."""
     counts, lags = np.zeros(len(shares)), np.empty(len(shares))
     for step in range(len(out)):
         np.multiply(shares, max(step, 1), out=lags)
@@ -169,8 +173,10 @@ def _fill_most_behind(shares: NDArray[np.float64], out: NDArray[np.int16]) -> No
 
 @functools.cache
 def megatron_helpers() -> Any:
-    """megatron-core's module of compiled loops; None where it is not installed. Only that file is loaded: importing
-    the package takes seconds and warns of what it lacks on machines without a GPU."""
+    """Return megatron-core's module of compiled loops, None if it is not installed.
+
+    Only that file is loaded: importing the package takes seconds and prints warnings on machines without a GPU.
+    """
     try:
         core = find_spec("megatron.core")
         folders = [f"{folder}/datasets" for folder in core.submodule_search_locations or ()] if core else []

@@ -1,9 +1,9 @@
-"""Megatron's indexed form of a tokenized corpus, as megatron-core 0.16 writes it: PREFIX.bin and PREFIX.idx.
+r"""Megatron's indexed form of a tokenized corpus, as megatron-core 0.16 writes it: PREFIX.bin and PREFIX.idx.
 
 PREFIX.bin holds the token ids of all sequences one after the other, PREFIX.idx where each begins, all little-endian:
 
     byte             size  field
-    0                34    MMIDIDX\\0\\0, version 1 (8 bytes), dtype code of .bin (1), N sequences (8), M (8)
+    0                34    MMIDIDX\0\0, version 1 (8 bytes), dtype code of .bin (1), N sequences (8), M (8)
     34               4·N   lengths int32, in tokens
     34 + 4·N         8·N   pointers int64, the byte of .bin where each sequence begins
     34 + 12·N        8·M   document indices int64: 0, then the number of sequences before the end of each document
@@ -14,7 +14,6 @@ GPTDataset shuffles and cuts sequences; here the sequences of a document stay to
 """
 
 import contextlib
-import hashlib
 import os
 import struct
 from functools import cached_property
@@ -23,6 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from verl_ext.files import fingerprint
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -88,7 +89,7 @@ class IndexWriter:
         self.num_tokens += len(tokens)
 
     def close(self, block: int = BLOCK) -> None:
-        """Write what follows from the lengths, and the header."""
+        """Write the pointers and document indices, then the header, and close the files."""
         documents, begin = self.num_documents, 0
         lengths_at, pointers_at, borders_at, _ = _offsets(documents, documents + 1)
         for first in range(0, documents, block):
@@ -116,7 +117,7 @@ class IndexWriter:
 
 
 class TokenIndex:
-    """The documents of PREFIX.bin and PREFIX.idx, memory-mapped; nothing is read before it is asked for or checked.
+    """The documents of PREFIX.bin and PREFIX.idx, memory-mapped; nothing is read before it is needed or checked.
 
     lengths int32[D] (int64 where a document of several sequences needs it), pointers int64[D] (bytes), num_documents,
     num_sequences, num_tokens, dtype; files: (PREFIX.bin, PREFIX.idx). A document of no sequence is left out; where all
@@ -164,13 +165,11 @@ class TokenIndex:
     @cached_property
     def digest(self) -> str:
         """16 hex digits of the header and the lengths: the same for corpora that are sampled in the same way."""
-        found = hashlib.sha256(self._idx[: HEADER.size + 4 * self.num_sequences].data)
-        if self.num_documents < self.num_sequences:
-            found.update(self.lengths.data)
-        return found.hexdigest()[:16]
+        joined = [self.lengths] if self.num_documents < self.num_sequences else []
+        return fingerprint(self._idx[: HEADER.size + 4 * self.num_sequences], *joined, digits=16)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Tokens start..stop-1 of a document (to its end where `stop` is None), as a view."""
+        """Return tokens start..stop-1 of a document (to its end if `stop` is None), as a view."""
         length = self.lengths.item(document)
         stop = length if stop is None else stop
         assert 0 <= start <= stop <= length, "a document's tokens must lie inside it"
@@ -178,13 +177,13 @@ class TokenIndex:
         return self._tokens[first + start : first + stop]
 
     def gather(self, document: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]) -> NDArray[Any]:
-        """Tokens start[p]..stop[p]-1 of document[p] for every piece p, one after the other, as a new array."""
+        """Return tokens start[p]..stop[p]-1 of document[p] for every piece p, one after the other, as a new array."""
         first = self.pointers[document] // self.dtype.itemsize
         begins, ends = (first + start).tolist(), (first + stop).tolist()
         return np.concatenate([self._tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
 
     def token_range(self, first: int = 0, last: int | None = None, *, block: int = BLOCK_TOKENS) -> tuple[int, int]:
-        """(lowest, highest) token id of documents first..last-1; (0, -1) where they have no token."""
+        """Return (lowest, highest) token id of documents first..last-1; (0, -1) if they have no token."""
         begin, end = self._first_token(first), self._first_token(self.num_documents if last is None else last)
         blocks = (self._tokens[at : min(at + block, end)] for at in range(begin, end, block))
         lowest, highest = zip(*[(part.min(), part.max()) for part in blocks] or [(0, -1)], strict=True)
@@ -206,7 +205,7 @@ class TokenIndex:
             ) from error
 
     def _read_header(self, size: int) -> tuple[np.dtype[Any], int, int]:
-        """(dtype of .bin, N, M) of an .idx of `size` bytes."""
+        """Return (dtype of .bin, N, M) of an .idx of `size` bytes."""
         with open(self.files[1], "rb") as file:
             head = file.read(HEADER.size)
         if head[: len(MAGIC)] != MAGIC:
@@ -227,7 +226,7 @@ class TokenIndex:
         return integers[code], sequences, borders
 
     def _check_sequences(self, block: int) -> None:
-        """Every length at least 0, every pointer where the lengths before it end."""
+        """Check that every length is at least 0 and every pointer the end of the lengths before it."""
         begin = 0
         for first in range(0, self.num_sequences, block):  # copies, because the file's own arrays are not aligned
             lengths, pointers = (array[first : first + block].copy() for array in (self.lengths, self.pointers))
@@ -248,7 +247,7 @@ class TokenIndex:
             raise ValueError(f"{self.key} must have {wanted}; got {size} bytes in {self.files[0]}")
 
     def _longest_document(self, borders: NDArray[np.int64], block: int) -> int:
-        """The most sequences of a document, after checking that the document indices go from 0 to N, never down."""
+        """Return the most sequences of a document; check that the document indices go from 0 to N, never down."""
         requirement = f"have document indices that go from 0 to its {self.num_sequences} sequences and never fall"
         if len(borders) == 0:
             raise self._idx_error(requirement, "none")
@@ -270,21 +269,21 @@ class TokenIndex:
 
 
 def _offsets(sequences: int, borders: int) -> tuple[int, int, int, int]:
-    """The bytes of an .idx where lengths, pointers and document indices begin, and where it ends, without modes."""
+    """Return the bytes of an .idx at which lengths, pointers and document indices begin, and its end without modes."""
     pointers_at = HEADER.size + 4 * sequences
     borders_at = pointers_at + 8 * sequences
     return HEADER.size, pointers_at, borders_at, borders_at + 8 * borders
 
 
 def _pointers(lengths: NDArray[Any], itemsize: int, begin: int) -> tuple[NDArray[np.int64], int]:
-    """(the byte where each sequence begins, the byte where the last one ends), from byte `begin` on."""
+    """Return (the byte at which each sequence begins, the byte at which the last ends), from byte `begin` on."""
     sizes = lengths.astype(np.int64) * itemsize
     ends = np.cumsum(sizes) + begin
     return ends - sizes, int(ends[-1])
 
 
 def _mapped(path: str, dtype: Any) -> NDArray[Any]:
-    """The whole file, read-only, as a plain array: slices of np.memmap cost five times as much."""
+    """Map the whole file, read-only, as a plain array: slices of np.memmap cost five times as much."""
     if os.path.getsize(path) == 0:  # cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r").view(np.ndarray)

@@ -14,7 +14,6 @@ Where the last epoch gives less than 80 % of its samples, its documents and samp
 those of all epochs before. The indices, and the order of a blend, are kept as .npy files of a cached folder.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.megatron.blend import BLEND_RULES, Order, check_weights
 from verl_ext.data.megatron.index import TokenIndex
-from verl_ext.files import cached_folder
-from verl_ext.text.tokenized import digest, file_facts
+from verl_ext.files import cached_folder, file_state, fingerprint
 from verl_ext.values import first_line
 
 FORMAT = 1  # to be raised when the same input gives other arrays
@@ -55,7 +53,7 @@ class SampleIndices:
         return len(self.shuffle_index)
 
     def begins_as(self, other: "SampleIndices", first: int) -> bool:
-        """Whether the first so many samples are those of other indices of the same documents."""
+        """Return whether the first so many samples are those of other indices of the same documents."""
         if not first:
             return True
         rows = self.shuffle_index[:first]
@@ -68,7 +66,7 @@ class SampleIndices:
         )
 
     def pieces(self, k: int) -> Pieces:
-        """The tokens of sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
+        """Return sample k as pieces of documents, none of them empty: (document, start, stop) int64[P] each."""
         row = self.shuffle_index.item(k)
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         document = self.document_index[first : last + 1].astype(np.int64)
@@ -80,7 +78,7 @@ class SampleIndices:
         return (document, start, stop) if full.all() else (document[full], start[full], stop[full])
 
     def piece_counts(self, block: int = BLOCK) -> NDArray[np.int64]:
-        """int64[n]: non-empty pieces of each sample."""
+        """Return int64[n]: non-empty pieces of each sample."""
         counts = np.empty(len(self), np.int64)
         for row in range(0, len(self), block):
             place = self.sample_index[row : row + block + 1, 0]
@@ -95,7 +93,7 @@ class SampleIndices:
 
 
 class EpochPlan(NamedTuple):
-    """How often the documents are repeated, and how many samples that gives."""
+    """The epochs of a number of samples, and the samples that they give."""
 
     epochs: int
     samples: int
@@ -103,7 +101,7 @@ class EpochPlan(NamedTuple):
 
 
 def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
-    """ValueError where a corpus has fewer tokens than one sample needs."""
+    """Raise ValueError if a corpus has fewer tokens than one sample needs."""
     if num_tokens < needed:
         raise ValueError(
             f"{key} must have the {needed} tokens that a sample of data.seq_len needs; got {num_tokens} tokens"
@@ -111,12 +109,12 @@ def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
 
 
 def epochs_needed(num_tokens: int, seq_len: int, num_samples: int | None) -> int:
-    """Epochs of num_tokens tokens that num_samples samples of seq_len targets need (None: one epoch)."""
+    """Return the epochs of num_tokens tokens that num_samples samples of seq_len targets need (None: one epoch)."""
     return 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // num_tokens))
 
 
 def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str) -> EpochPlan:
-    """The epochs and samples that Megatron takes. There may be more samples than asked for.
+    """Return the epochs and samples that Megatron takes. There may be more samples than asked for.
 
     Raises:
         ValueError: fewer tokens than one sample has, seq_len + 1; `key` is named.
@@ -132,7 +130,7 @@ def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str
 
 
 def count_tokens(lengths: NDArray[Any], documents: NDArray[Any] | None = None) -> int:
-    """Tokens of `documents` (None: all)."""
+    """Return the tokens of `documents` (None: all)."""
     return int((lengths if documents is None else lengths[documents]).sum(dtype=np.int64))
 
 
@@ -146,7 +144,7 @@ def build_sample_indices(
     *,
     block: int = BLOCK,
 ) -> SampleIndices:
-    """The indices of `documents` (numbers into `lengths`; None: all) for at least num_samples samples; None: one epoch.
+    """Return the indices of `documents` (numbers into `lengths`; None: all) for at least num_samples (None: an epoch).
 
     Raises:
         ValueError: fewer tokens than one sample has; `key` is named.
@@ -177,7 +175,7 @@ def build_sample_indices(
 
 
 class CachedSampleIndices(SampleIndices):
-    """The memory-mapped arrays of a cached folder, as which it is pickled."""
+    """The memory-mapped arrays of a cached folder; it pickles as the folder."""
 
     def __init__(self, folder: Path, index: TokenIndex, shapes: Shapes) -> None:
         super().__init__(**_mapped(folder, shapes), lengths=index.lengths)
@@ -190,7 +188,7 @@ class CachedSampleIndices(SampleIndices):
 def cached_sample_indices(
     root: Path, index: TokenIndex, documents: NDArray[Any] | None, seq_len: int, num_samples: int | None, seed: int
 ) -> SampleIndices:
-    """`build_sample_indices` of `documents` of `index` (None: all), kept in a folder of `root`.
+    """Return `build_sample_indices` of `documents` of `index` (None: all), kept in a folder of `root`.
 
     Raises:
         ValueError: a corpus shorter than one sample (names index.key); a root that cannot be written, arrays that are
@@ -206,15 +204,15 @@ def cached_sample_indices(
         built = build_sample_indices(index.lengths, chosen, seq_len, num_samples, seed, index.key)
         return {name: getattr(built, name) for name in shapes}
 
-    of_documents = None if chosen is None else hashlib.sha256(chosen.data).hexdigest()
-    facts = [file_facts(index.files), index.digest, of_documents, seq_len, num_samples, seed]
+    of_documents = None if chosen is None else fingerprint(chosen, digits=64)
+    facts = [[file_state(path) for path in index.files], index.digest, of_documents, seq_len, num_samples, seed]
     return CachedSampleIndices(_cached(root, "samples", facts, build), index, shapes)
 
 
 def cached_blend(
     root: Path, weights: Sequence[float], n: int, rule: str = "tijdeman", key: str = "data.blend"
 ) -> Order:
-    """The order of n samples of a blend by one of BLEND_RULES, kept in a folder of `root`.
+    """Return the order of n samples of a blend by one of BLEND_RULES, kept in a folder of `root`.
 
     Raises:
         ValueError: weights that cannot be used (names `key`); a root that cannot be written, arrays that are not what
@@ -229,7 +227,7 @@ def cached_blend(
 
 
 def _cached(root: Path, kind: str, facts: list[Any], build: Callable[[], Mapping[str, NDArray[Any]]]) -> Path:
-    """The folder of `root` that holds the arrays of `build`, which follow from `facts` alone."""
+    """Return the folder of `root` that holds the arrays of `build`, which follow from `facts` alone."""
 
     def make(folder: Path) -> None:
         for name, array in build().items():
@@ -239,11 +237,11 @@ def _cached(root: Path, kind: str, facts: list[Any], build: Callable[[], Mapping
                 np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
                 file.write(array.data)
 
-    return cached_folder(root, f"{kind}-{digest([FORMAT, *facts])}", make, key=KEY)
+    return cached_folder(root, f"{kind}-{fingerprint([FORMAT, *facts])}", make, key=KEY)
 
 
 def _mapped(folder: Path, shapes: Shapes) -> dict[str, NDArray[Any]]:
-    """The arrays of a folder, read-only, as plain arrays: np.memmap costs more at every access."""
+    """Return the arrays of a folder, read-only, as plain arrays: np.memmap costs more at every access."""
     arrays, must = {}, f"{KEY} must hold the indices that were written there"
     for name, shape in shapes.items():
         path = folder / f"{name}.npy"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl_ext.files import whole_file
+from verl_ext.files import atomic_write
 
 _KEYS = {"memory_state_dict", "global_step"}
 
@@ -22,7 +22,7 @@ def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, tor
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().clone() for name, tensor in memory_state_dict.items()}
-    with whole_file(path) as partial, open(partial, "wb") as file:
+    with atomic_write(path) as partial, open(partial, "wb") as file:
         torch.save({"memory_state_dict": state, "global_step": int(global_step)}, file)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,20 @@
+"""A composed configuration, typed and checked as the trainer does it, for a machine of the test's choice."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_ext.config.check import check_run
+from verl_ext.config.model import ModelFacts
+from verl_ext.config.resolve import resolve_run
+from verl_ext.config.run import Machine, RunConfig
+
+
+def typed(composed: DictConfig, *machine: Any) -> RunConfig:
+    """Type a copy of a configuration for `Machine(*machine)`."""
+    return resolve_run(composed.copy(), Machine(*machine))
+
+
+def checked(composed: DictConfig, *machine: Any, hf_config: Any = None) -> ModelFacts:
+    """Raise ValueError as the trainer would, before a model is loaded; else give what is known of the model."""
+    return check_run(typed(composed, *machine), hf_config)

@@ -1,0 +1,50 @@
+"""Options that a resumed run must share with its checkpoint say so where they stand."""
+
+import pytest
+
+from verl_ext.checkpoint.resume import options_that, shared_options, upstream_options
+from verl_ext.config import compose
+from verl_ext.config.model import PackedModel, QwenTitansModel
+from verl_ext.config.resolve import resolve_device
+from verl_ext.config.run import TrainerOptions
+from verl_ext.config.schema import dataset_families
+from verl_ext.data.dataset import DataOptions
+from verl_ext.losses import LossOptions
+from verl_ext.values import plain
+
+OF_EVERY_FAMILY = {"train_batch_size", "seed", "drop_last", "shuffle", "balance", "cost"}
+OF_PACKS = OF_EVERY_FAMILY | {"max_tokens", "strategy", "over_length", "mixture"}
+
+
+@pytest.mark.parametrize("family", dataset_families().values())
+def test_the_options_that_decide_the_packs_are_shared_in_every_family_that_has_them(family):
+    keys = set(options_that("same", [DataOptions, family.Options]))
+    splits = {"train_ratio"} if hasattr(family.Options, "train_ratio") else set()
+    assert keys == {f"data.{name}" for name in OF_PACKS | splits}
+
+
+def test_a_longer_stream_may_change_what_the_data_is_and_how_much_of_it_is_drawn():
+    families = dataset_families()
+    assert options_that("may_grow", [DataOptions, families["multidoc"].Options]) == [
+        *("data.train_dir", "data.num_samples")
+    ]
+    assert options_that("may_grow", [DataOptions, families["packed"].Options]) == ["data.train_dir"]
+
+
+def test_the_seed_the_loss_and_the_memorys_part_are_shared():
+    assert options_that("same", [TrainerOptions, LossOptions]) == [
+        *("trainer.seed", "loss.mode", "loss.category_weights", "loss.documents_per_pack")
+    ]
+    assert options_that("same", [QwenTitansModel]) == ["model.train"]
+    assert options_that("same", [PackedModel]) == []
+
+
+def test_values_are_those_of_the_configuration_and_verls_own_keys_are_there():
+    config = compose(["data.max_tokens=64", "optim.lr=1e-3", "parallel=cpu"])
+    resolve_device(config, None)
+    values = plain(config)
+    shared = shared_options(values, [DataOptions, dataset_families()["packed"].Options])
+    assert (shared["data.max_tokens"], shared["data.seed"]) == (64, 42)
+    upstream = upstream_options(values)
+    assert upstream["optim.lr"] == 1e-3
+    assert {key.partition(".")[0] for key in upstream} == {"model", "optim", "engine"}

@@ -1,0 +1,330 @@
+"""Saving: a checkpoint that is whole or not there, written while training waits or goes on.
+
+A save is collective and has three parts, so that a checkpoint's name stands for a whole one: every rank writes into
+`global_step_N.partial`, has its files on the disk and takes their checksums; rank 0 writes manifest.json of all of
+them; rank 0 renames the folder, then the tracker. A run that is killed in between leaves the checkpoint before.
+"""
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from verl.utils import hdfs_io
+from verl.utils.device import get_torch_device
+
+from verl_ext.checkpoint import layout, state
+from verl_ext.checkpoint.export import Export, adapters_of
+from verl_ext.checkpoint.resume import RunState
+from verl_ext.config.run import RunConfig
+from verl_ext.engines.step import StepEngine
+from verl_ext.files import atomic_write, follow_umask, sync, write_errors, write_json
+from verl_ext.models.qwen_titans import save_memory_checkpoint
+from verl_ext.values import first_line, reason_of
+
+_LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, where ranks wait for one that writes most
+_SETTINGS_OF_A_RUN = ("chunk_size", "output_std")  # those that another run of the same memory may change
+
+
+class NotWritten(OSError):
+    """A part of a checkpoint that a rank could not write, as on a full disk; raised by every rank."""
+
+
+@contextmanager
+def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise on all ranks what a rank raises inside: :class:`NotWritten` for an OSError, with the rank and the reason.
+
+    Collective over a group, all ranks if it is None; inside, a rank that may fail joins no other collective than
+    those of torch's checkpoints, whose errors are shared already.
+    """
+    failures: dict[int, BaseException] = {}
+    raised: Exception | CheckpointException | None = None
+    try:
+        yield
+    except CheckpointException as error:
+        failures, raised = {rank: cause for rank, (cause, _) in error.failures.items()}, error
+    except Exception as error:
+        failures, raised = {dist.get_rank(): error}, error
+    own: list[tuple[bool, str]] = []
+    for rank, cause in failures.items():
+        words = reason_of(cause) if isinstance(cause, OSError) else first_line(cause)
+        own.append((isinstance(cause, OSError), f"rank {rank}: {words}"))
+    told: list[list[tuple[bool, str]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(told, own, group)
+    if any(told):
+        # A mistake of the program comes before a full disk.
+        is_of_files, words = min(failure for of_rank in told for failure in of_rank)
+        if is_of_files:
+            raise NotWritten(words)
+        raise RuntimeError(words) from raised
+
+
+class Snapshot:
+    """The content of a checkpoint, collected from an engine at one step, to be written then or later.
+
+    FSDP1, and optimizers of other packages than torch, whose states have forms of their own, keep verl's files: one of
+    each kind a rank, which are written at once.
+    """
+
+    def __init__(self, engine: StepEngine, folder: Path, later: bool = False) -> None:
+        """Collect it; collective.
+
+        Args:
+            engine: an initialised engine.
+            folder: the folder to write into.
+            later: whether training goes on before :meth:`write`: tensors are copied to the host.
+        """
+        get_torch_device().synchronize()  # verl offloads weights and states without waiting for their copies
+        self.engine, self.folder = engine, folder
+        manager = engine.checkpoint_manager
+        self.state: dict[str, torch.Tensor] = {}
+        self.extra: dict[str, Any] | None = None
+        if state.is_elastic(engine):
+            self.state = state.collected_tensors(engine)
+            self.extra = state.schedule_state(engine) if manager.should_save_extra else None
+        else:
+            self._write_as_verl()
+        if later and self.state:
+            engine.host_copies = engine.host_copies or state.HostCopies()
+            self.state = engine.host_copies.copy(self.state)
+        # verl exports a model itself, but one with adapters by PEFT's names, which plain transformers cannot load.
+        exports = state.is_elastic(engine) or (engine._is_lora and manager.should_save_hf_model)
+        self.export = Export(engine) if exports else None
+
+    def _write_as_verl(self) -> None:
+        engine, manager = self.engine, self.engine.checkpoint_manager
+        contents = manager.checkpoint_save_contents
+        if engine._is_lora:
+            manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
+        try:
+            engine.save_checkpoint(str(self.folder))
+        finally:
+            manager.checkpoint_save_contents = contents
+        with errors_shared(), write_errors(self.folder):
+            if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
+                torch.save(engine.scaler.state_dict(), self.folder / state.SCALER)
+            if engine.rank == 0 and (self.folder / layout.EXPORT).is_dir():
+                follow_umask(self.folder / layout.EXPORT)
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write it; collective over a group, all ranks if it is None.
+
+        Raises:
+            NotWritten: a file cannot be written.
+        """
+        if self.engine.host_copies is not None:
+            self.engine.host_copies.wait()
+        with errors_shared(group):
+            if self.state:
+                state.StateWriter(self.folder / state.STATE).write(self.state, group)
+        with errors_shared(group):
+            if self.engine.rank == 0:
+                if self.extra is not None:
+                    write_json(self.folder / state.EXTRA, self.extra)
+                if self.state and self.engine._is_lora:
+                    write_json(self.folder / state.ADAPTERS, adapters_of(self.engine.module))
+                if self.export is not None:
+                    self.export.write(self.folder / layout.EXPORT)
+
+
+class Checkpoints:
+    """The checkpoints of a run, which it saves, and of which it resumes one.
+
+    Args:
+        config: of the run.
+        engine: an initialised engine.
+        run_state: what the checkpoints are made with.
+        resumed: the checkpoint that the run resumes from, verified; None: it begins anew.
+        join: waits for the thread that writes a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: StepEngine,
+        run_state: RunState,
+        resumed: Path | None,
+        join: Callable[[threading.Thread], None] = threading.Thread.join,
+    ) -> None:
+        self.folder = Path(config.trainer.default_local_dir)
+        self.options = config.trainer
+        self.contents = tuple(config.values["checkpoint"]["save_contents"])
+        self.engine, self.run_state, self.resumed = engine, run_state, resumed
+        self.is_rank0 = dist.get_rank() == 0
+        self._later = config.values["checkpoint"].get("async_save", False)
+        # A writer thread's collectives must not meet those of training.
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+        self.last = 0  # the step of the last whole checkpoint, 0 before the first
+        self._join = join
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def resume(self) -> int:
+        """Load the checkpoint that the run resumes from, and return its step, 0 without one; collective.
+
+        Raises:
+            ValueError: the checkpoint cannot be read, or the run disagrees with it.
+        """
+        if self.resumed is None:
+            return 0
+        state.load_engine(self.engine, self.resumed, self.options.allow_pickled_checkpoints)
+        self.run_state.load_state_dict(layout.saved_run_state(self.resumed))
+        self.last = step = layout.step_of(self.resumed)
+        if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
+            for later in reversed(
+                layout.saved_folders(self.folder)
+            ):  # damaged, or of a part of the run that is given up
+                if layout.step_of(later) > step:
+                    aside = _set_aside(later)
+                    print(f"warning: {later} is of a later step and is set aside as {aside.name}", file=sys.stderr)
+            self._track(step)
+        return step
+
+    def save(self, step: int) -> None:
+        """Write ``global_step_<step>``; collective. With `checkpoint.async_save` a thread of each rank writes it.
+
+        Raises:
+            NotWritten: a rank could not write its part; raised by :meth:`finish` if threads write. The files that were
+                written are removed, earlier checkpoints are as before.
+        """
+        assert self._writing is None, "the checkpoint before is finished first"
+        folder = self.folder / f"global_step_{step}"
+        if self.is_rank0:
+            print(f"Saving checkpoint to: {folder}")
+        with self._removed_on_failure(folder):
+            with errors_shared():
+                if self.is_rank0:
+                    shutil.rmtree(_partial(folder), ignore_errors=True)
+                    _partial(folder).mkdir(parents=True)
+            snapshot = Snapshot(self.engine, _partial(folder), self._later)
+        run_state = self.run_state.state_dict()
+        if not self._later:
+            self._complete(folder, snapshot, run_state)
+            return
+
+        def complete() -> None:
+            try:
+                self._complete(folder, snapshot, run_state)
+            except BaseException as error:  # raised by finish(), in the thread that trains
+                self._failure = error
+
+        self._writing = threading.Thread(target=complete, name=f"the checkpoint of step {step}", daemon=True)
+        self._writing.start()
+
+    def finish(self) -> None:
+        """Wait until a checkpoint that threads write is whole; NotWritten as :meth:`save`."""
+        if self._writing is None:
+            return
+        self._join(self._writing)
+        self._writing, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def _removed_on_failure(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self.is_rank0:
+                shutil.rmtree(_partial(folder), ignore_errors=True)
+            if isinstance(error, NotWritten):
+                raise NotWritten(f"{folder} cannot be written: {error}") from error
+            raise
+
+    def _complete(self, folder: Path, snapshot: Snapshot, run_state: dict[str, Any]) -> None:
+        """Write a snapshot, and make it a checkpoint once it is whole."""
+        partial = _partial(folder)
+        with self._removed_on_failure(folder):
+            snapshot.write(self._group)
+            own: dict[str, layout.FileFacts] = {}
+            with errors_shared(self._group):
+                own = layout.files_of_rank(partial, dist.get_rank())
+            of_ranks: list[dict[str, layout.FileFacts]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, own, self._group)
+            with errors_shared(self._group):
+                if self.is_rank0:
+                    _refuse_unseen(partial, of_ranks)
+                    files = {name: facts for files in of_ranks for name, facts in files.items()}
+                    elastic = state.is_elastic(self.engine)
+                    layout.Manifest(
+                        layout.step_of(folder), len(of_ranks), self.contents, run_state, elastic, files
+                    ).write(partial)
+                    for path in (partial / layout.MANIFEST, *filter(Path.is_dir, partial.rglob("*")), partial):
+                        sync(path)
+                    if folder.exists():
+                        _set_aside(folder)
+                    os.replace(partial, folder)
+                    sync(self.folder)
+                    self._track(layout.step_of(folder))
+        if self.is_rank0:
+            self._remove_oldest()
+            if hdfs := self.options.default_hdfs_dir:
+                hdfs_io.makedirs(hdfs, exist_ok=True)
+                hdfs_io.copy(src=str(folder), dst=hdfs, dirs_exist_ok=True)
+        dist.barrier(self._group)
+        self.last = layout.step_of(folder)
+
+    def _track(self, step: int) -> None:
+        with atomic_write(self.folder / layout.TRACKER) as written:
+            written.write_text(str(step))
+            sync(written)
+        sync(self.folder)
+
+    def _remove_oldest(self) -> None:
+        """Keep `trainer.max_ckpt_to_keep`, those from before a resume included; the newest is whole by now."""
+        kept = self.options.max_ckpt_to_keep
+        for old in layout.saved_folders(self.folder)[: -kept if kept else 0]:
+            try:
+                os.replace(old, _partial(old))  # never half a checkpoint under a checkpoint's name
+                shutil.rmtree(_partial(old))
+            except OSError as error:
+                print(f"warning: {old} cannot be removed: {error.strerror}", file=sys.stderr)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{layout.PARTIAL}")
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a checkpoint so that nothing reads it, and return its new path."""
+    aside = folder.with_name(f"{folder.name}{layout.SET_ASIDE}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    return aside
+
+
+def _refuse_unseen(folder: Path, of_ranks: list[dict[str, layout.FileFacts]]) -> None:
+    """Raise ValueError if this rank does not see a file that another one wrote."""
+    for rank, files in enumerate(of_ranks):
+        for name, facts in files.items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != facts.bytes:
+                raise ValueError(
+                    "trainer.default_local_dir must be a folder that all ranks share; got "
+                    f"{folder.parent}, where rank 0 does not see what rank {rank} wrote: {folder.name}/{name}"
+                )
+
+
+def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
+    """Write the memory alone, of a model that has one, and beside it the settings that its weights are of; collective.
+
+    NotWritten on every rank if the disk is full.
+    """
+    memory = engine.memory_state_dict()
+    try:
+        with errors_shared(), write_errors(folder):  # no rank goes on, and exits, before it is written
+            if memory and dist.get_rank() == 0:
+                assert settings is not None
+                save_memory_checkpoint(folder / layout.FINAL_MEMORY, memory, step)
+                of_weights = {name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_RUN}
+                write_json(folder / layout.MEMORY_SETTINGS, of_weights)
+    except NotWritten as error:
+        raise NotWritten(f"{folder / layout.FINAL_MEMORY} cannot be written: {error}") from error

@@ -1,0 +1,366 @@
+"""The state of an engine that a checkpoint holds: how it is collected, written, read and restored.
+
+    state/__<rank>_0.distcp    the slices of tensors that a rank wrote, by torch.distributed.checkpoint
+    state/.metadata            which slice of which tensor lies where: for any number of ranks to read
+      model.<name>                      parameters and persistent buffers; tied ones once
+      optimizer.<name>.<exp_avg, …>     what the optimizer keeps of a parameter, none for one without a gradient so far
+    extra.json                 the learning-rate schedule, and the scale of fp16's gradients
+    adapters.json              of a LoRA run: how an export merges them (verl_ext.checkpoint.export)
+
+Options of the optimizer (lr, betas) are the configuration's and not saved; nor is any state of random numbers, which
+follow from `trainer.seed`, the step and the rank. Nothing that is read runs code: tensors are read by
+``torch.load(weights_only=True)``, and of the metadata, a pickle, only torch's own descriptions of tensors.
+"""
+
+import logging
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from verl.utils.fsdp_utils import offload_fsdp_optimizer
+
+from verl_ext.files import is_inside, write_errors
+from verl_ext.text.json_records import parse_json
+from verl_ext.values import first_line, refuse
+
+STATE, EXTRA, ADAPTERS = "state", "extra.json", "adapters.json"
+SCALER = "gradient_scaler.pt"  # beside verl's files, in place of extra.json
+MODEL, OPTIMIZER = "model.", "optimizer."
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+}
+_UINT32 = np.zeros(0, np.uint32)  # numpy's random state, which verl saves, is an array of them
+_NUMPY_RNG_GLOBALS: list[Any] = [_UINT32.__reduce__()[0], np.ndarray, np.dtype, type(_UINT32.dtype)]
+_log = logging.getLogger(__name__)
+
+
+def is_elastic(engine: Any) -> bool:
+    """Return whether an engine's checkpoints are read by any number of ranks."""
+    return isinstance(engine.module, FSDPModule) and engine.optimizer_config.optimizer_impl == "torch.optim"
+
+
+def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that `checkpoint.save_contents` asks for, by their names in a checkpoint; collective."""
+    manager, module = engine.checkpoint_manager, engine.module
+    state: dict[str, torch.Tensor] = {}
+    if manager.should_save_model:
+        state |= model_state(module, adapters_only=manager.should_save_lora_only and engine._is_lora)
+    if manager.should_save_optimizer:
+        state |= optimizer_state(module, engine.optimizer)
+    return state
+
+
+def model_state(module: torch.nn.Module, adapters_only: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model under FSDP2, or of its LoRA adapter alone; copying into them changes the model."""
+    tensors = module.state_dict()  # FSDP2 puts its sharded parameters in place of gathered ones first
+    once = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return {
+        MODEL + name: tensor
+        for name, tensor in tensors.items()
+        if name in once and (not adapters_only or is_adapter(name))
+    }
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a tensor is one of PEFT's, by verl's rule."""
+    return "lora_" in name or ".adapter_" in name
+
+
+def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the state that an optimizer keeps of a model's parameters.
+
+    Raises:
+        ValueError: a state is neither a number nor sharded as its parameter.
+    """
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    state: Any = get_optimizer_state_dict(module, optimizer)["state"]
+    for name, values in state.items():
+        for key, value in values.items():
+            if not (isinstance(value, torch.Tensor) and (value.ndim == 0 or value.shape == shapes[name])):
+                raise ValueError(
+                    "optim.optimizer must keep numbers and tensors of its parameters' shapes to be saved; got "
+                    f"{type(optimizer).__name__}, whose {key} of {name} is neither"
+                )
+    return _flat(state)
+
+
+def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{OPTIMIZER}{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+
+
+class StateWriter(dcp.FileSystemWriter):
+    """A writer of tensors into a folder, each rank its slices."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), sync_files=False)
+
+    def write(self, state: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Write the tensors; collective over a group, all ranks if it is None. All raise an error of one rank."""
+        dcp.save(dict(state), storage_writer=self, process_group=group)
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Write this rank's slices; OSError if that fails, whichever library fails."""
+        with write_errors(Path(self.path)):  # here: other ranks get the error alone, without those before it
+            return super().write_data(*args, **kwargs)
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave out the path of the folder, which is renamed afterwards."""
+        return StorageMeta()
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which is kept from one save to the next, page-locked if there is CUDA.
+
+    With CUDA, sharded tensors, which nothing but an optimizer's step changes, are copied on a stream of their own while
+    training goes on.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def copy(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Begin to copy over the copies before; :meth:`wait` before these are read."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        return {name: self._copied(name, tensor) for name, tensor in state.items()}
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        memory = self._memory.get(name)
+        if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
+            memory = torch.empty_like(local, device="cpu", pin_memory=self._stream is not None)
+            self._memory[name] = memory
+        if not isinstance(tensor, DTensor):  # a buffer may change in a forward pass
+            return memory.copy_(local)
+        with torch.cuda.stream(self._stream):
+            memory.copy_(local, non_blocking=self._stream is not None)
+        return DTensor(memory, tensor._spec, requires_grad=False)
+
+    def wait(self) -> None:
+        """Wait on the host until the copies are whole."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def hold_device(self) -> None:
+        """Have what the device does next wait for the copies; the host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class StateReader(dcp.FileSystemReader):
+    """A reader of a folder's tensors that refuses metadata that could do more than describe them."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata by :func:`read_metadata`."""
+        return read_metadata(Path(self.path))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read which tensors lie where in a folder; ValueError if that is unknown, or leads to other folders."""
+    path = folder / ".metadata"
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        files = {info.relative_path for info in metadata.storage_data.values()}
+        is_sound = isinstance(metadata.storage_meta, StorageMeta) and all(
+            isinstance(entry, TensorStorageMetadata)
+            and isinstance(entry.properties.dtype, torch.dtype)
+            and sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
+            for entry in metadata.state_dict_metadata.values()
+        )
+        is_sound = is_sound and all(Path(name).name == name and is_inside(folder / name, folder) for name in files)
+    except OSError:
+        raise
+    except Exception as error:  # an unpickler raises whatever the bytes lead it to
+        raise ValueError(f"{path} must be the metadata of torch.distributed.checkpoint; got another file") from error
+    if not is_sound:
+        raise ValueError(f"{path} must be of tensors in files beside it; got the metadata of something else")
+    return metadata
+
+
+def _entries(folder: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
+    entries: dict[str, Any] = read_metadata(folder).state_dict_metadata
+    return {name: entry for name, entry in entries.items() if name.startswith(prefix)}
+
+
+def read_tensors(
+    folder: Path, prefix: str, allocate: Callable[..., torch.Tensor] = torch.empty
+) -> dict[str, torch.Tensor]:
+    """Read the whole tensors whose names have a prefix, in this process alone; their names come without it.
+
+    ``allocate(size, dtype=…)`` makes the tensors to read into. ValueError if one cannot be read.
+    """
+    entries = _entries(folder, prefix)
+    try:
+        state = {name: allocate(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+        _read(state, folder, no_dist=True)
+    except ValueError:
+        raise
+    except Exception as error:  # sizes that no memory has
+        raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(error)}") from error
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def _read(state: dict[str, torch.Tensor], folder: Path, **options: Any) -> None:
+    """Read the tensors of a folder into those of `state`; ValueError if one cannot be read."""
+    try:
+        dcp.load(state, storage_reader=StateReader(str(folder)), **options)
+    except CheckpointException as error:  # no Exception; all ranks have it
+        cause = next((cause for cause, _ in error.failures.values()), error)
+        raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(cause)}") from error
+
+
+def load_engine(engine: Any, folder: Path, allow_pickles: bool = False) -> None:
+    """Read the parts of a checkpoint that `checkpoint.load_contents` asks for into an engine; collective.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, is of another model, or holds pickles that are not allowed.
+    """
+    manager = engine.checkpoint_manager
+    if not (folder / STATE).is_dir():
+        _load_as_verl(engine, folder, allow_pickles)
+        return
+    if manager.should_load_optimizer:  # before the weights, on which it runs a step of learning rate 0
+        _load_optimizer(folder / STATE, engine.module, engine.optimizer)
+    if manager.should_load_model:
+        _load_model(folder / STATE, engine.module)
+    if manager.should_load_extra:
+        schedule, scaler = read_extra(folder)
+        _resume_schedule(engine.lr_scheduler, schedule)
+        _resume_scaler(engine, scaler, folder)
+    if engine._is_offload_optimizer:
+        offload_fsdp_optimizer(engine.optimizer)
+
+
+def _load_model(folder: Path, module: torch.nn.Module) -> None:
+    """Copy a saved model into one under FSDP2."""
+    saved = _entries(folder, MODEL)
+    state = model_state(module, adapters_only=bool(saved) and all(map(is_adapter, saved)))
+    _refuse(folder, "lacks", state.keys() - saved.keys())
+    _refuse(folder, "has the unknown", saved.keys() - state.keys())
+    _refuse(folder, "has another shape of", (name for name in state if state[name].shape != saved[name].size))
+    _read(state, folder)
+
+
+def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer its saved state, its options stay; a parameter without one has none afterwards."""
+    saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in _entries(folder, OPTIMIZER)}
+    optimizer.zero_grad()  # torch makes the states to read into by a step, if there are no gradients
+    own: Any = get_optimizer_state_dict(module, optimizer)["state"]
+    _refuse(folder, "has an optimizer state of the unknown", saved - own.keys())
+    if saved:
+        state = _flat({name: values for name, values in own.items() if name in saved})
+        _read(state, folder)
+    for name, parameter in module.named_parameters():
+        if name not in saved:
+            optimizer.state.pop(parameter, None)
+
+
+def _refuse(folder: Path, problem: str, names: Iterable[str]) -> None:
+    if listed := sorted(names):
+        more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
+        raise ValueError(f"a checkpoint must be of the model of model.path; {folder} {problem} {listed[0]}{more}")
+
+
+def schedule_state(engine: Any) -> dict[str, Any]:
+    """Return the content of extra.json."""
+    scaler = None if engine.scaler is None else dict(engine.scaler.state_dict())
+    return {"lr_scheduler": dict(engine.lr_scheduler.state_dict()), "scaler": scaler}
+
+
+def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Read the states of the schedule and of fp16's scaler in a checkpoint's folder; ValueError if there is none."""
+    path = folder / EXTRA
+    try:
+        extra = parse_json(path.read_text(encoding="utf-8"))
+        schedule, scaler = extra["lr_scheduler"], extra["scaler"]
+        if not isinstance(schedule["last_epoch"], int) or not (scaler is None or isinstance(scaler["scale"], float)):
+            raise TypeError("its last_epoch or scale is no number")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} must hold the state of a schedule; it cannot be read as one") from error
+    return schedule, scaler
+
+
+def _resume_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
+    """Put a schedule of the configuration at the saved step."""
+    of_options = ("base_lrs", "lr_lambdas", "_last_lr")
+    schedule.load_state_dict({**schedule.state_dict(), **{k: v for k, v in saved.items() if k not in of_options}})
+    rates = [base * at(schedule.last_epoch) for base, at in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+def _resume_scaler(engine: Any, saved: dict[str, Any] | None, folder: Path) -> None:
+    if engine.scaler is not None and saved is not None:
+        engine.scaler.load_state_dict(saved)
+    elif engine.scaler is not None and engine.rank == 0:
+        _log.warning("%s is not of an fp16 run: the loss scale starts anew", folder)
+
+
+def _load_as_verl(engine: Any, folder: Path, allow_pickles: bool) -> None:
+    """Read verl's own files; the options of optimizer and schedule that they hold give way to the configuration's."""
+    problem = None
+    try:
+        for path in sorted(folder.glob(f"*_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")):
+            check_file_of_verl(path, allow_pickles)
+    except ValueError as error:
+        problem = str(error)
+    told: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, problem)  # ranks would wait in verl's barriers for one that fails while it loads
+    refuse([next(filter(None, told), None)])
+    schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    base_lrs = list(schedule.base_lrs)
+    engine.load_checkpoint(str(folder))
+    for group, own in zip(engine.optimizer.param_groups, options, strict=True):
+        group.update(own)
+    schedule.base_lrs = base_lrs
+    _resume_schedule(schedule, schedule.state_dict())
+    if engine.checkpoint_manager.should_load_extra:
+        path = folder / SCALER
+        _resume_scaler(engine, torch.load(path, weights_only=True) if path.is_file() else None, folder)
+
+
+def check_file_of_verl(path: Path, allow_pickles: bool = False) -> None:
+    """Raise ValueError for a file of verl's own form that cannot be read, or holds more than tensors and plain values.
+
+    verl reads it afterwards as any pickle; a file that passes calls nothing but what builds tensors and numpy's state.
+    """
+    try:
+        with torch.serialization.safe_globals(_NUMPY_RNG_GLOBALS):
+            torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickles)
+    except Exception as error:
+        unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if unknown is None:
+            raise ValueError(f"a checkpoint must be whole; {path} cannot be read: {first_line(error)}") from error
+        raise ValueError(
+            f"a checkpoint must hold tensors and plain values alone; {path} has a pickle of {unknown[0]}: "
+            "trainer.allow_pickled_checkpoints=true reads it, and runs the code that is in it"
+        ) from error

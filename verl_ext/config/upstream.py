@@ -1,0 +1,91 @@
+"""verl's nodes: the values that packs can have in them, checked before verl builds its dataclasses without looking."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from hydra.utils import get_class
+
+from verl_ext.values import choice_problem, show, type_problems
+
+_PACKS_SET_IT = "data.max_tokens and data.micro_batch_size_per_gpu decide what a forward holds"
+# key: (the one value it may have, why)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "model.use_remove_padding": (True, "packs have no padding to keep"),
+    "model.use_fused_kernels": (False, "verl 0.9.1's fused head fails under FSDP2"),
+    "model.model_type": ("language_model", "packs train language models"),
+    "model.mtp.enable": (False, "packs train the next token alone"),
+    "model.tiled_mlp.enabled": (False, "verl's SFT engine does not apply it; model.tile_tokens is what works here"),
+    "model.enable_activation_offload": (
+        False,
+        "verl's computes the head and its logits twice; model.activation_offload=true is what works here",
+    ),
+    "model.lora.rank": (0, "it is Megatron's; model.lora_rank is the one that works here"),
+    "engine.forward_only": (False, "it would not train"),
+    "engine.qat.enable": (False, "it was never run with packs"),
+    "engine.use_dynamic_bsz": (True, _PACKS_SET_IT),
+    "engine.micro_batch_size_per_gpu": (None, _PACKS_SET_IT),
+    "engine.max_token_len_per_gpu": (None, _PACKS_SET_IT),
+    "engine.infer_micro_batch_size_per_gpu": (None, _PACKS_SET_IT),
+    "engine.infer_max_token_len_per_gpu": (None, _PACKS_SET_IT),
+}
+_CHOICES = {"engine.strategy": ("fsdp", "fsdp2"), "optim.lr_scheduler_type": ("constant", "cosine")}
+_DTYPES = ("fp32", "bf16", "fp16")
+_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+# key: (whether it holds, the requirement)
+_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "engine.ulysses_sequence_parallel_size": (lambda size: size >= 1, "at least 1"),
+    "model.lora_rank": (lambda rank: rank >= 0, "at least 0"),
+    "optim.lr": (lambda lr: 0 < lr < math.inf, "above 0 and finite"),
+    "optim.clip_grad": (lambda norm: norm > 0, "above 0"),
+    "optim.lr_warmup_steps_ratio": (lambda share: 0 <= share <= 1, "from 0 to 1"),
+    "optim.min_lr_ratio": (lambda share: 0 <= (share or 0) <= 1, "from 0 to 1"),
+}
+
+
+def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
+    """Give a line for each value of verl's nodes that is of another type, or out of bounds."""
+    ill_typed: list[str] = []
+    for name in ("model", "engine", "optim", "checkpoint"):
+        cls = get_class(values[name]["_target_"])
+        if is_dataclass(cls):
+            ill_typed += type_problems(cls, {key: value for key, value in values[name].items() if value != "???"}, name)
+    yield from ill_typed
+    for key, (holds, requirement) in _BOUNDS.items():
+        value = select(values, key)
+        if not any(line.startswith(f"{key} ") for line in ill_typed) and not holds(value):
+            yield f"{key} must be {requirement}; got {show(value)}"
+    for key, choices in _CHOICES.items():
+        yield choice_problem(key, select(values, key), choices)
+    for name, dtype in (values["engine"].get("mixed_precision") or {}).items():
+        if dtype:
+            yield choice_problem(f"engine.mixed_precision.{name}", dtype, _DTYPES)
+    betas = values["optim"]["betas"]
+    is_pair = isinstance(betas, list) and len(betas) == 2
+    if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        yield f"optim.betas must be two numbers from 0 to below 1; got {show(betas)}"
+    for name in ("save_contents", "load_contents"):  # the second is the first unless it is given
+        contents = values["checkpoint"][name]
+        if isinstance(contents, str) or contents is None:
+            yield f"checkpoint.{name} must be a list of {', '.join(_CONTENTS)}; got {show(contents)}"
+        else:
+            yield from (choice_problem(f"checkpoint.{name}", content, _CONTENTS) for content in contents)
+
+
+def fixed_value_problems(
+    values: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]] = REFUSED, condition: str = ""
+) -> Iterator[str]:
+    """Give a line for each option that has another value than the one it may have here, with the reason."""
+    for key, (allowed, why) in fixed.items():
+        if (value := select(values, key, allowed)) != allowed:
+            yield f"{key} must be {show(allowed)}{condition}: {why}; got {show(value)}"
+
+
+def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the value of a dotted key of nested mappings; the default if a node lacks it."""
+    for name in key.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return default
+        values = values[name]
+    return values

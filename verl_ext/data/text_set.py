@@ -1,0 +1,122 @@
+"""TextSet: the base of sets of texts, which are tokenized once, into the cache, when they are opened."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl_ext.data.arrow import TokenizedData
+from verl_ext.data.dataset import split_rows
+from verl_ext.data.left_out import DroppedDocuments
+from verl_ext.data.sft import SFTDataSet, SFTOptions
+from verl_ext.files import default_root
+from verl_ext.text.sources import SourceFile
+from verl_ext.text.tokenized import read_report, tokenized
+from verl_ext.values import option, options_of
+
+IGNORED = -100  # the label that Hugging Face losses leave out
+
+
+@dataclass(frozen=True)
+class TextSetOptions(SFTOptions):
+    """Options of a set of texts, which are tokenized when it is opened."""
+
+    train_ratio: float = option(
+        1.0,
+        "share of train_dir that is trained on where val_dir is null; 1: no validation",
+        above=0,
+        most=1,
+        resume="same",
+    )
+    cache_dir: str | None = option(None, "where tokenized files are kept; null: the cache of Hugging Face datasets")
+
+
+class TextSet(SFTDataSet):
+    """Base of sets of texts, whose rows have labels besides.
+
+    Whole files are tokenized once for each tokenizer and set of encoder options, whatever the split, max_samples and
+    the packs; after that rows are read from the cache.
+
+    Two constructor forms give the same rows: the family's own, with a path, a tokenizer and max_length; and verl's,
+    `(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of `config`
+    that `Options` has. An argument that is given wins. A path may be a list of paths.
+
+    encoder: the class that makes documents of files; its `Options` are a part of the family's. cut_reason: what the
+    report calls a document that lost tokens when it was tokenized; cuts_targets: these tokens were targets. split:
+    "train" or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
+    """
+
+    needs_tokenizer = True
+    requires_max_tokens = False
+    encoder: ClassVar[Any]
+    cut_reason: str
+    cuts_targets = False
+    split: str | None
+    files: tuple[str, ...]
+
+    @staticmethod
+    @abstractmethod
+    def find_files(paths: Sequence[str], key: str) -> tuple[list[SourceFile], dict[int, str]]:
+        """Return (files, category number -> name) of paths; ValueError, which names `key`, if there are none."""
+
+    def __init__(
+        self,
+        path: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        max_length: int | None = None,
+        *,
+        split: str | None = None,
+        **given: Any,
+    ) -> None:
+        self.split = split
+        padding = getattr(tokenizer, "eos_token_id", None)
+        super().__init__(path, padding_value=padding, tokenizer=tokenizer, max_length=max_length, **given)
+
+    def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[TokenizedData, NDArray[np.int64] | None]:
+        options: Any = self.options
+        files, names = self.find_files(paths, key)
+        if tokenizer is None:
+            raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
+        self.files = tuple(file.path for file in files)
+        of_encoder = self.encoder.Options
+        encoder = self.encoder(tokenizer, of_encoder(**{n: getattr(options, n) for n in options_of(of_encoder)}), key)
+        folder = tokenized(files, names, encoder, default_root("verl_ext_tokenized", options.cache_dir))
+        data = TokenizedData([str(folder)], key)
+        return data, split_rows(len(data), self.split, options.train_ratio, options.seed)
+
+    def __getitem__(self, pack: int) -> dict[str, torch.Tensor]:
+        """Return row `pack`: 1-D tensors of one length, those of an SFTDataSet and labels int64."""
+        row = super().__getitem__(pack)
+        row["labels"] = torch.where(row["loss_mask"] == 1, row["input_ids"], IGNORED)
+        return row
+
+    @cached_property
+    def over_length_report(self) -> list[DroppedDocuments]:
+        """Documents that were cut when they were tokenized, then those longer than a pack (needs the scan).
+
+        Tokens are counted before the cut.
+        """
+        columns, rows = self._data.document_columns, self._in_use
+        assert columns is not None, "tokenized() writes them"
+        full, lengths = columns.full_length[rows], self._data.lengths[rows]
+        cut = full > lengths
+        report = replace(self._dropped, total=int(full.sum(dtype=np.int64))).by_category(
+            self.cut_reason, rows[cut], full[cut], lengths[cut]
+        )
+        for row in report:
+            row.targets_removed = row.tokens_removed if self.cuts_targets else 0
+        return [*report, *super().over_length_report]
+
+    def changed_documents(self) -> list[DroppedDocuments]:
+        """Return the report of an SFTDataSet and, for the training part, the records that gave no document."""
+        bad = [
+            DroppedDocuments(category, f"bad record: {reason}", documents)
+            for category, counts in read_report(self.folders[0])["categories"].items()
+            for reason, documents in counts["bad_records"].items()
+        ]
+        return [*super().changed_documents(), *([] if self.split == "val" else bad)]

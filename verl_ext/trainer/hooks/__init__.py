@@ -1,0 +1,23 @@
+"""The hooks of the training loop, a file each, and their table in the order of their calls."""
+
+from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.hang import HangHook
+from verl_ext.trainer.hooks.profile import ProfileHook
+from verl_ext.trainer.hooks.progress import ProgressHook
+from verl_ext.trainer.hooks.saving import SavingHook
+from verl_ext.trainer.hooks.spikes import SpikeHook
+from verl_ext.trainer.hooks.stop import SkippedStepsHook, StopHook
+from verl_ext.trainer.hooks.tracking import TrackingHook
+from verl_ext.trainer.hooks.validation import ValidationHook
+
+HOOKS: tuple[type[Hook], ...] = (
+    ProfileHook,
+    ProgressHook,
+    SpikeHook,
+    SkippedStepsHook,
+    TrackingHook,
+    ValidationHook,
+    StopHook,
+    SavingHook,
+    HangHook,  # The last: from its call on, the next batch counts.
+)

@@ -1,0 +1,73 @@
+"""The base of hooks, and the outcome of a step that they are given."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from verl_ext.metrics import StepSums
+from verl_ext.trainer.batch import StepBatch
+
+if TYPE_CHECKING:
+    from verl_ext.trainer.trainer import SFTTrainer
+
+
+@dataclass
+class StepOutcome:
+    """The outcome of one optimizer step.
+
+    Attributes:
+        batch: this rank's share of the step.
+        grad_norm: of all ranks, before clipping.
+        lr: the learning rate that the step used.
+        sums: the loss and the counts of all ranks; None if they were not asked for, or nothing was computed.
+        nll: ℓ_t of this rank's micro-batches if spikes are watched and something was computed.
+    """
+
+    batch: StepBatch
+    grad_norm: float
+    lr: float
+    sums: StepSums | None
+    nll: list[torch.Tensor] | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the engine left the parameters as they were."""
+        return not math.isfinite(self.grad_norm)
+
+
+class Hook:
+    """A watcher of the training loop.
+
+    Every rank has the same hooks and calls them in the same order, so that a hook may use collectives. A ValueError or
+    OSError of a constructor ends the run on every rank.
+
+    Args:
+        trainer: whose model is built and whose checkpoint is loaded.
+    """
+
+    def __init__(self, trainer: "SFTTrainer") -> None:
+        self.trainer, self.run, self.options = trainer, trainer.run, trainer.config.trainer
+
+    def pre_step(self, step: int) -> None:
+        """Act before a step, which is counted from 1."""
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Act after a step."""
+
+    def post_save(self, step: int, seconds: float) -> None:
+        """Act after a checkpoint was saved, or its saving begun; training waited so long."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take metrics that :meth:`SFTTrainer.log` is given."""
+
+    def stop(self, step: int) -> None:
+        """Act in place of the next step if a rank was asked to stop; `step` was the last one."""
+
+    def post_train(self) -> None:
+        """Act after the last step of the run."""
+
+    def close(self) -> None:
+        """Act when training has ended in order: after the last step, or after a stop."""

@@ -1,0 +1,94 @@
+"""Checkpoints, every `trainer.save_freq` steps, after the last one and when a run stops."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+from verl_ext.checkpoint.save import NotWritten, save_final_memory
+from verl_ext.config.run import AFTER_EACH_EPOCH
+from verl_ext.trainer.distributed import RunFailed, RunRanks
+from verl_ext.trainer.hang import watch
+from verl_ext.trainer.hooks.base import Hook, StepOutcome
+
+
+class SavingHook(Hook):
+    """The saving of checkpoints; one that cannot be written costs a warning, but the last ends the run.
+
+    Data files that have changed end it too: they are compared before each checkpoint and after each epoch.
+    """
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Save a checkpoint if one is due."""
+        saves = self.run.is_due(step, self.options.save_freq)
+        if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
+            with self.trainer.progress.paused(), self._training_waits(step):
+                self._refuse_changed_data()
+                if saves:
+                    self._save(step)
+
+    def stop(self, step: int) -> None:
+        """Save a checkpoint of the last completed step, unless there is one."""
+        checkpoints = self.trainer.checkpoints
+        with self._training_waits(step), self._tolerate_failed_save("the run ends"):
+            with self._tolerate_failed_save():
+                checkpoints.finish()
+            if checkpoints.last != step:
+                self._refuse_changed_data()
+                checkpoints.save(step)
+                checkpoints.finish()
+
+    def post_train(self) -> None:
+        """Write the memory that a model with one has learned."""
+        watch.mark("the end of the run", "trainer.save_timeout")
+        done = max(self.trainer.first_step, self.run.total_steps)  # an earlier run may have gone further
+        with _failed_end():
+            save_final_memory(self.trainer.engine, self.run.output, done, self.run.memory)
+
+    def _save(self, step: int) -> None:
+        checkpoints, since = self.trainer.checkpoints, time.perf_counter()
+        with self._tolerate_failed_save():  # the one before, which threads wrote
+            checkpoints.finish()
+        if step == self.run.total_steps:
+            with _failed_end():
+                checkpoints.save(step)
+                checkpoints.finish()
+        else:
+            with self._tolerate_failed_save():
+                checkpoints.save(step)
+        seconds = time.perf_counter() - since
+        for hook in self.trainer.hooks:
+            hook.post_save(step, seconds)
+
+    @contextlib.contextmanager
+    def _training_waits(self, step: int) -> Iterator[None]:
+        """Put training under the limit of a save, whose lines stand above the bar."""
+        with self.trainer.progress.aside(), watch.within("trainer.save_timeout", f"the checkpoint of step {step}"):
+            yield
+
+    def _refuse_changed_data(self) -> None:
+        """End the run before a checkpoint is made of it if the content of its data files has changed."""
+        if self.run.content is None:
+            return
+        if changed := next(filter(None, RunRanks().gather(self.run.files.changed())), None):
+            with self._tolerate_failed_save():
+                self.trainer.checkpoints.finish()  # of the data as it was
+            self.run.files.verify_content(self.run.content, changed, RunRanks())
+
+    @contextlib.contextmanager
+    def _tolerate_failed_save(self, then: str = "training goes on") -> Iterator[None]:
+        """Turn NotWritten, which every rank raises, into a warning."""
+        try:
+            yield
+        except NotWritten as error:
+            if self.trainer.is_rank0:
+                print(f"warning: {then} without a checkpoint: {error}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _failed_end() -> Iterator[None]:
+    """End the run if its last checkpoint cannot be written: its result would be lost."""
+    try:
+        yield
+    except NotWritten as error:
+        raise RunFailed(f"the end of the run is not saved: {error}") from error

@@ -1,0 +1,134 @@
+"""Spikes of the loss: the documents of steps whose loss stands out, or that were skipped.
+
+    loss > trainer.spike_factor · median of the last 64 losses of trained steps (once there are 8)
+
+    spikes.jsonl    one line a step, beside the run's checkpoints: step, reason ("spike" or "skipped"), loss, reference
+                    (the median), the packs of all data-parallel ranks, and their documents, the worst first
+
+A document is a row of a dataset's folder: {"folder", "row", "start", "tokens", "target_tokens", "category", "pack",
+"loss"}. start is above 0 for a piece of a document that was split; category is that of most of its targets, null for
+none; loss is the mean over its targets, null where it has none or the step has no loss. A loss that is not finite is
+"nan" or "inf".
+
+Nothing is summed by document while training goes on: ℓ_t of the step's tokens is kept on the device, 4 bytes a token,
+and read by the steps that are written.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl_ext.checkpoint.layout import SPIKES
+from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.tracking import continued_lines
+from verl_ext.values import reason_of
+
+if TYPE_CHECKING:
+    from verl_ext.trainer.trainer import SFTTrainer
+
+WINDOW, LEAST = 64, 8  # losses that the median is of, and the fewest that it is taken of
+
+Document = dict[str, Any]
+
+
+class SpikeHook(Hook):
+    """The watch over every step's loss if `trainer.spike_factor` is set.
+
+    A checkpoint holds the recent losses and the number of spikes.
+    """
+
+    def __init__(self, trainer: "SFTTrainer") -> None:
+        super().__init__(trainer)
+        if trainer.is_rank0 and self.options.spike_factor is not None:
+            continued_lines(self.run.output / SPIKES, trainer.first_step)
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Write the step to the file if it is a spike or was skipped. All data-parallel ranks have the same loss."""
+        state, factor, rank = self.trainer.run_state, self.options.spike_factor, self.trainer.rank
+        if factor is None:
+            return
+        loss = math.nan if outcome.sums is None else outcome.sums.loss
+        recent = state.recent_losses
+        reference = statistics.median(recent) if len(recent) >= LEAST else None
+        is_spike = not outcome.skipped and reference is not None and loss > factor * reference
+        if not outcome.skipped:
+            state.recent_losses = [*recent, loss][-WINDOW:]
+        state.spikes += is_spike
+        if not (is_spike or outcome.skipped):
+            return
+        packs = self.run.plan.rank_packs(step - 1, rank.rank, rank.size)
+        documents = sorted(rank.gather(self._documents(packs, outcome)), key=_badness)
+        if self.trainer.is_rank0:
+            facts = {"step": step, "reason": "spike" if is_spike else "skipped", "loss": _as_json(loss)}
+            facts |= {"reference": reference, "packs": self.run.plan.packs(step - 1).tolist()}
+            self._write({**facts, "documents": [{**one, "loss": _as_json(one["loss"])} for one in documents]})
+        over = f" is over {factor:g} × the median {reference:.4g}" if is_spike else ", skipped"
+        self.trainer.progress.say(
+            f"step {step}: loss {loss:.4g}{over}; its documents are in {SPIKES}{worst_line(documents)}"
+        )
+
+    def _documents(self, packs: Sequence[int | None], outcome: StepOutcome) -> list[Document]:
+        """List the documents of this rank's packs, with their losses if the step has some."""
+        losses = None if outcome.nll is None else torch.cat(outcome.nll).double().cpu().numpy()
+        category, found, begin = outcome.batch.category_index.numpy(), [], 0
+        for pack, length in zip(packs, outcome.batch.pack_lengths, strict=True):
+            part = slice(begin, begin + length)
+            if pack is not None:
+                found += self._of_pack(pack, category[part], None if losses is None else losses[part])
+            begin += length
+        return found
+
+    def _of_pack(self, pack: int, category: NDArray[Any], losses: NDArray[Any] | None) -> list[Document]:
+        """List the documents of a pack; category and losses [T] are of the token that each position predicts."""
+        dataset = self.run.train_set
+        places = dataset.documents_of(pack)
+        ends = np.cumsum([place.tokens for place in places])
+        predicts = np.flatnonzero(category >= 0)
+        of_document = np.searchsorted(ends, predicts + 1, side="right")  # where the predicted token lies
+        names = (None, *dataset.categories.names)
+        found = []
+        for number, place in enumerate(places):
+            own = predicts[of_document == number]
+            found.append(
+                {
+                    **place._asdict(),
+                    "target_tokens": len(own),
+                    "category": names[np.bincount(category[own]).argmax()] if len(own) else None,
+                    "pack": pack,
+                    "loss": float(losses[own].mean()) if losses is not None and len(own) else None,
+                }
+            )
+        return found
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        path = self.run.output / SPIKES
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(facts, ensure_ascii=False, allow_nan=False) + "\n")
+        except OSError as error:
+            print(f"warning: {path} cannot be written: {reason_of(error)}", file=sys.stderr, flush=True)
+
+
+def worst_line(documents: Sequence[Document]) -> str:
+    """Name the worst of documents, which comes first; empty if all that have a loss are alike."""
+    losses = [document for document in documents if document["loss"] is not None]
+    if not losses or (len(losses) > 1 and _badness(losses[0]) == _badness(losses[-1])):
+        return ""
+    return "; worst: row {row} of {folder}, loss {loss:.4g}".format(**losses[0])
+
+
+def _badness(document: Document) -> tuple[bool, float]:
+    """Order documents: losses that are not finite, then the highest, then those without one."""
+    loss = document["loss"]
+    return loss is None, 0.0 if loss is None else -loss if math.isfinite(loss) else -math.inf
+
+
+def _as_json(loss: float | None) -> float | str | None:
+    return loss if loss is None or math.isfinite(loss) else str(loss)

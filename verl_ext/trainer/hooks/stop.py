@@ -1,0 +1,42 @@
+"""The early ends of a run: a request to stop, and too many skipped steps in a row."""
+
+from verl_ext.trainer.distributed import RunFailed
+from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.signals import requests
+
+
+class StopHook(Hook):
+    """The request to stop, on which the ranks have agreed in `SFTTrainer.train_step`.
+
+    It stands before the hook that saves: the launcher must know even if the save takes long.
+    """
+
+    def stop(self, step: int) -> None:
+        """Print which signal stops the run, and after which step."""
+        requests.write_unfinished_marker()
+        signal = requests.pending or "a signal to another rank"
+        self.trainer.progress.say(
+            f"{signal}: stopping after step {step} of {self.run.total_steps}. Run the same command to resume."
+        )
+
+
+class SkippedStepsHook(Hook):
+    """The count of skipped steps; more than `trainer.max_skipped_steps` in a row end the run."""
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Count a skipped step, and end the run after too many."""
+        state, limit = self.trainer.run_state, self.options.max_skipped_steps
+        if not outcome.skipped:
+            state.skipped_in_a_row = 0
+            return
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
+        self.trainer.progress.say(
+            f"step {step} skipped: no finite gradient, or no target of a weight above 0 ({state.skipped_steps} so far)"
+        )
+        if state.skipped_in_a_row > limit:
+            self.trainer.checkpoints.finish()
+            raise RunFailed(  # on every rank: all see the same gradient norms
+                f"stopping after step {step}: {state.skipped_in_a_row} consecutive steps had a non-finite gradient or "
+                f"no weighted target (limit: trainer.max_skipped_steps={limit})"
+            )

@@ -1,0 +1,218 @@
+"""verl's tracking on rank 0. A resumed run continues the metrics file and the tracked runs.
+
+    run_ids.json    {"wandb": "dz5g909n"}    the ids of the runs, beside the checkpoints
+
+wandb and swanlab read an id, and whether its run may be continued, from the environment; one that is set there wins.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from verl.utils.device import get_torch_device
+from verl.utils.tracking import Tracking
+
+from verl_ext.checkpoint.layout import METRICS, RUN_IDS
+from verl_ext.config.run import RunConfig
+from verl_ext.files import atomic_write, write_json
+from verl_ext.redaction import redacted, redacted_text
+from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.values import first_line, reason_of
+
+if TYPE_CHECKING:
+    from verl_ext.trainer.trainer import SFTTrainer
+
+# tracker: (variable of its run's id, variable that lets a run of that id be continued)
+_VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
+_FILE_PATH = "VERL_FILE_LOGGER_PATH"
+
+
+class TrackingHook(Hook):
+    """The log of the metrics of every `trainer.log_freq` steps, and of other hooks, on rank 0."""
+
+    def __init__(self, trainer: "SFTTrainer") -> None:
+        super().__init__(trainer)
+        self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
+        loggers: dict[str, Any] = {} if self.tracking is None else self.tracking.logger
+        if "console" in loggers:
+            loggers["console"] = trainer.progress  # verl's prints every number with 17 digits
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Log the metrics of a step that is due."""
+        if self.tracking is None or outcome.sums is None or not self.run.is_due(step, self.options.log_freq):
+            return
+        engine, state, train_set = self.trainer.engine, self.trainer.run_state, self.run.train_set
+        metrics = outcome.sums.report("train", train_set.categories.names)
+        metrics["train/pack_fill"] = metrics["train/tokens"] / (metrics["train/packs"] * train_set.max_tokens)
+        metrics["train/grad_norm"] = outcome.grad_norm
+        metrics["train/lr"] = outcome.lr
+        if engine.scaler is not None:
+            metrics["train/loss_scale"] = engine.scaler.get_scale()
+        if engine.router_loss is not None:
+            metrics["train/router_loss"] = engine.router_loss.value.item()
+        metrics["train/epoch"] = step / self.run.steps_per_epoch
+        metrics["train/skipped_steps"] = state.skipped_steps
+        if self.options.spike_factor is not None:
+            metrics["train/spikes"] = state.spikes
+        metrics["train/tokens_per_second"] = self.trainer.progress.tokens_per_second()
+        metrics["train/memory_gib"] = get_torch_device().max_memory_reserved() / 2**30  # rank 0's peak
+        self.trainer.progress.show(metrics)
+        self.log(metrics, step)
+
+    def post_save(self, step: int, seconds: float) -> None:
+        """Log how long training waited for a checkpoint."""
+        self.log({"train/save_pause": seconds}, step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Give metrics to verl's tracking."""
+        if self.tracking is not None:
+            with self.trainer.progress.aside(), log_tracker_errors(f"metrics of step {step} are lost"):
+                self.tracking.log(metrics, step)
+
+    def close(self) -> None:
+        """End the tracked runs."""
+        if self.tracking is not None:
+            with log_tracker_errors("trainer.logger did not end in order"):
+                self.tracking.finish()
+
+
+@contextmanager
+def log_tracker_errors(loss: str) -> Iterator[None]:
+    """Log a warning instead of failing when a tracker raises OSError: a full disk, or a server that is gone."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {loss}: {redacted_text(reason_of(error))}", file=sys.stderr, flush=True)
+
+
+def open_tracking(config: RunConfig, first_step: int) -> Tracking:
+    """Open the loggers that `trainer.logger` names.
+
+    verl's ``file`` logger opens its file anew even on resume; the lines up to ``first_step`` are put back here. Unless
+    ``VERL_FILE_LOGGER_PATH`` says otherwise it lies beside the checkpoints as ``metrics.jsonl``. wandb and swanlab go
+    on with the run that they began before ``first_step``; at step 0 they begin a new one.
+
+    Raises:
+        ValueError: a logger cannot begin, for want of a login, a package or a server.
+    """
+    folder, loggers = Path(config.trainer.default_local_dir), config.trainer.loggers
+    kept: list[bytes] = []
+    if "file" in loggers:
+        path = Path(os.environ.setdefault(_FILE_PATH, str(folder / METRICS)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_until(path, first_step) if first_step else []
+        if not first_step:
+            _set_aside(path)
+        backup = path.with_name(f"{path.name}.before_resume")
+        if kept and not backup.exists():
+            os.replace(path, backup)  # until the lines are written again below
+    ids = read_run_ids(folder) if first_step else {}
+    sys.argv[1:] = map(redacted_text, sys.argv[1:])  # Hydra has read it; trackers upload it
+    try:
+        with continued_runs(ids, loggers), _without_terminal():
+            tracking = Tracking(
+                config.trainer.project_name,
+                config.trainer.experiment_name,
+                default_backend=loggers,
+                config=redacted(config.values),
+            )
+    except Exception as error:  # each tracker has exceptions of its own
+        raise ValueError(
+            f"trainer.logger must name trackers that can begin; got {loggers} ({first_line(error)}); without a login "
+            "there are WANDB_MODE=offline and SWANLAB_MODE=offline"
+        ) from error
+    keep_run_ids(folder, ids, tracking.logger)
+    if kept:
+        tracking.logger["file"].fp.write(b"".join(kept))
+        backup.unlink()
+    return tracking
+
+
+def read_run_ids(folder: Path) -> dict[str, str]:
+    """Read the ids that :func:`keep_run_ids` wrote into a run's folder; none if it wrote nothing.
+
+    Raises:
+        ValueError: the file is no JSON object.
+    """
+    path = folder / RUN_IDS
+    if not path.is_file():
+        return {}
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        ids = None
+    if not isinstance(ids, dict):
+        raise ValueError(f"trainer.default_local_dir: {RUN_IDS} must be a JSON object of run ids; got {path}")
+    return ids
+
+
+def keep_run_ids(folder: Path, earlier: Mapping[str, str], loggers: Mapping[str, Any]) -> None:
+    """Write the ids of the runs that verl's ``Tracking.logger`` has begun, beside `earlier` ones of other trackers."""
+    runs = {"wandb": lambda wandb: wandb.run, "swanlab": lambda swanlab: swanlab.get_run()}
+    begun = {name: getattr(runs[name](loggers[name]), "id", None) for name in _VARIABLES if name in loggers}
+    ids = {**earlier, **{name: run_id for name, run_id in begun.items() if run_id}}
+    if ids:
+        write_json(folder / RUN_IDS, ids)
+    else:
+        (folder / RUN_IDS).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+
+
+@contextmanager
+def continued_runs(ids: Mapping[str, str], loggers: Sequence[str]) -> Iterator[None]:
+    """Set the environment in which `loggers` continue the runs of these ids, and restore it afterwards."""
+    variables: dict[str, str] = {}
+    for name in _VARIABLES.keys() & ids.keys() & set(loggers):
+        run_id, resume = _VARIABLES[name]
+        variables |= {run_id: ids[name], resume: "allow"}
+    added = {name: value for name, value in variables.items() if not os.environ.get(name)}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextmanager
+def _without_terminal() -> Iterator[None]:
+    """Make a tracker without a login raise instead of asking for one while every other rank waits."""
+    terminal = sys.stdin
+    with open(os.devnull) as sys.stdin:
+        try:
+            yield
+        finally:
+            sys.stdin = terminal
+
+
+def continued_lines(path: Path, first_step: int) -> None:
+    """Keep the lines up to `first_step` of a JSONL file; at step 0 the whole file is set aside."""
+    if not first_step:
+        _set_aside(path)
+    elif path.is_file():
+        kept = _lines_until(path, first_step)
+        with atomic_write(path) as partial:
+            partial.write_bytes(b"".join(kept))
+
+
+def _set_aside(path: Path) -> None:
+    if path.is_file():  # of a run that ended before its first checkpoint
+        os.replace(path, path.with_name(f"{path.name}.before_restart"))
+
+
+def _lines_until(path: Path, step: int) -> list[bytes]:
+    """Read the lines of steps up to ``step``, without those that a kill or a full disk has torn."""
+    backup = path.with_name(f"{path.name}.before_resume")
+    source = backup if backup.exists() else path  # a resume that was killed at the wrong moment left its backup
+    if not source.exists():
+        return []
+    kept = []
+    for line in source.read_bytes().splitlines(keepends=True):
+        with suppress(orjson.JSONDecodeError, LookupError, TypeError):
+            if orjson.loads(line)["step"] <= step:
+                kept.append(line)
+    return kept
