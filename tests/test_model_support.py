@@ -7,21 +7,27 @@ from verl_ext.config.check import read_hf_config
 from verl_ext.config.support import model_support_problems
 
 
-@pytest.mark.parametrize("name", ["Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "LlamaConfig", "MistralConfig"])
-def test_attention_models_are_supported(name):
+PLAIN = ("Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "LlamaConfig", "MistralConfig")
+MIXED = ("Qwen3NextConfig", "Qwen3_5TextConfig", "NemotronHConfig", "Lfm2Config", "MambaConfig", "JambaConfig")
+SCORES = ("Gemma2Config", "GptOssConfig", "Llama4TextConfig")
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *MIXED, *SCORES])
+def test_models_that_keep_documents_apart_are_supported(name):
     assert model_support_problems(getattr(transformers, name)()) == []
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Gemma2Config", "must not cap attention logits; got attn_logit_softcapping=50.0"),
-        ("Qwen3NextConfig", "must have attention layers alone, which keep documents apart; got linear_attention"),
-        ("MambaConfig", "must dispatch its attention through transformers' AttentionInterface"),
+        ("RecurrentGemmaConfig", "whose state over time is known"),
+        ("RwkvConfig", "must keep the documents of a pack apart"),
+        ("FalconConfig", "cannot be tried with packed attention"),
+        ("BloomConfig", "another document's tokens change a document's logits"),
+        ("BartConfig", "a document's logits in a pack differ from those that it has alone"),
         ("DogeConfig", "must have plain causal attention; doge uses an attention mask that it computes"),
         ("Qwen3VLConfig", "must be a text model; it has vision_config"),
         ("T5Config", "must be a causal language model that transformers has"),
-        ("GptOssConfig", "must have plain causal attention; gpt_oss uses attention sinks"),
     ],
 )
 def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):

@@ -308,10 +308,12 @@ def choose_backend(
     return requested
 
 
-def fallback_notices(chosen: str, dropout: float, capability: tuple[int, int] | None, head_size: int) -> list[str]:
+def fallback_notices(
+    chosen: str, restriction: float | None, capability: tuple[int, int] | None, head_size: int
+) -> list[str]:
     """Name the installed packages that ``auto`` prefers to the kernel that it chose, and why they failed."""
     notices = []
-    for name in _of_packages(dropout, capability, head_size):
+    for name in _of_packages(restriction, capability, head_size):
         if name == chosen:
             break
         module = _TORCH_KERNELS[name].module if name in _TORCH_KERNELS else name

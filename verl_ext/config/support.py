@@ -16,19 +16,20 @@ from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, fl
 from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
+from verl_ext.layers import mixers_of, unknown_mixers
+from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.values import nearest_name
+from verl_ext.values import first_line, nearest_name
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
 
 SP = "engine.ulysses_sequence_parallel_size"
 CP = "parallel.context_parallel_size"
+_TRIED: dict[str, str | None] = {}  # what a trial of each config found in this process
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-_APART = {"full_attention", "sliding_attention", "attention"}
 _ELSEWHERE = {  # what these compute outside query, key and value, where a packed attention does not see it
-    "gpt_oss": "attention sinks",
     "doge": "an attention mask that it computes",
     "glm_moe_dsa": "an attention mask that it computes",
     "deepseek_v4": "an attention mask that it computes",
@@ -75,7 +76,14 @@ class Architecture:
         """Of queries and keys; latent attention has it in two parts."""
         if rotated := getattr(self.text, "qk_rope_head_dim", None):
             return self.text.qk_nope_head_dim + rotated
-        return getattr(self.text, "head_dim", None) or self.text.hidden_size // self.text.num_attention_heads
+        if self.heads is None:
+            return 128  # of no attention
+        return getattr(self.text, "head_dim", None) or self.text.hidden_size // self.heads[0]
+
+    @property
+    def softcap(self) -> float | None:
+        """The bound of attention logits; None without one."""
+        return getattr(self.text, "attn_logit_softcapping", None)
 
 
 def model_class(hf_config: Any) -> Any:
@@ -94,9 +102,8 @@ def model_class(hf_config: Any) -> Any:
 def model_support_problems(hf_config: Any) -> list[str]:
     """List reasons why packs would leak between documents in this architecture, or be computed wrongly.
 
-    Models whose attention transformers does not dispatch would ignore the packed attention; recurrent, convolutional
-    and chunked layers carry a state across documents; logit soft-capping and attention sinks are not computed by it.
-    Remote code is not read; the attention itself refuses what it lacks.
+    A small model of the same class is tried on a pack (verl_ext.layers.probe). The reasons that are known by name come
+    first.
     """
     if getattr(hf_config, "model_type", None) == "qwen_titans":
         return ["model.path holds a Qwen with long-term memory, which needs model=qwen_titans; got another model group"]
@@ -104,7 +111,7 @@ def model_support_problems(hf_config: Any) -> list[str]:
     problems = list(_packing_problems(model))
     if model.cls is not None and hasattr(model.text, "is_decoder") and not problems:
         problems += _encoder_problems(model)
-    return problems
+    return problems or _layer_problems(model)
 
 
 def _packing_problems(model: Architecture) -> Iterator[str]:
@@ -114,13 +121,6 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
         yield f"{name} must be a causal language model that transformers has; it has none for this config"
     if modal := [kind for kind in ("vision_config", "audio_config") if getattr(hf_config, kind, None) is not None]:
         yield f"{name} must be a text model; it has {', '.join(modal)}, whose inputs packs do not carry"
-    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
-        yield f"{name} must dispatch its attention through transformers' AttentionInterface; {cls.__name__} does not"
-    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    if others := sorted(kinds - _APART):
-        yield f"{name} must have attention layers alone, which keep documents apart; got {', '.join(others)}"
-    if cap := getattr(text, "attn_logit_softcapping", None):
-        yield f"{name} must not cap attention logits; got attn_logit_softcapping={cap}"
     if text.model_type in _ELSEWHERE:
         yield f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
     if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
@@ -145,6 +145,38 @@ def _encoder_problems(model: Architecture) -> list[str]:
     return []
 
 
+def _layer_problems(model: Architecture) -> list[str]:
+    """Read from its modules, and from a trial, whether a pack's documents are kept apart."""
+    if model.module is not None and (unknown := unknown_mixers(model.module)):
+        known = "layers whose state over time is known (verl_ext/layers/mixers.py)"
+        return [f"model.path: {model.name} must have {known}; got {', '.join(unknown)}"]
+    problem = _mixed_documents(model)
+    return [] if problem is None else [f"model.path: {model.name} must keep the documents of a pack apart; {problem}"]
+
+
+def _mixed_documents(model: Architecture) -> str | None:
+    """Try a small model on a pack, once for each config; None if its documents are kept apart."""
+    key = f"{model.cls} {model.hf_config.to_json_string(use_diff=False)}"
+    if key not in _TRIED:
+        _TRIED[key] = _trial(model)
+    return _TRIED[key]
+
+
+def _trial(model: Architecture) -> str | None:
+    from transformers import AutoModelForCausalLM
+
+    cls = model.cls or AutoModelForCausalLM
+    try:
+        trial = trial_model(model.hf_config, cls)
+    except Exception as error:  # small sizes do not suit the config, or the model builds its own attention
+        is_known = model.cls is None or getattr(cls, "_supports_attention_backend", False)
+        return None if is_known else f"{cls.__name__} cannot be tried with packed attention: {first_line(error)}"
+    try:
+        return isolation_problem(trial)
+    except Exception as error:  # a model's code raises whatever it meets
+        return f"a trial of {type(trial).__name__} fails: {first_line(error)}"
+
+
 def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Give a line for each option that this architecture cannot have."""
     block, row = config.loss.head_block_mib, -(-row_bytes(model.text.vocab_size, torch.bfloat16) // 2**20)
@@ -158,6 +190,11 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     if config.model_options.tile_tokens is not None and model.module is not None and not any(tileable(model.module)):
         yield untileable(f"a {model.name}", config.model_options.tile_tokens)
     yield from lora_problems(config, model)
+    if config.plan.gpu_memory is not None and model.module is not None:
+        states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time != "attention"}
+        if states:
+            why = f"the memory of {', '.join(sorted(states))} is not predicted"
+            yield f"plan.gpu_memory must be null for a {model.name}: {why}; got {config.plan.gpu_memory}"
 
 
 def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
@@ -246,7 +283,9 @@ def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
             f"document's length: flash attention needs {limit}"
         )
     if not limit and asked == "auto":
-        yield from fallback_notices(backend, attention_dropout(model.hf_config), capability, model.head_size)
+        yield from fallback_notices(
+            backend, attention_dropout(model.hf_config) or model.softcap, capability, model.head_size
+        )
 
 
 def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str | None]:
@@ -257,7 +296,8 @@ def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str |
     dtype, capability = _DTYPES.get(config.param_dtype, torch.bfloat16), config.machine.capability
     limit = flash_limit(dtype, model.head_size, capability)
     dropout, device = attention_dropout(model.hf_config), config.trainer.device
-    return choose_backend(config.attention.backend, device, limit, dropout, capability, model.head_size), limit
+    size, asked = model.head_size, config.attention.backend
+    return choose_backend(asked, device, limit, dropout, capability, size, model.softcap), limit
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
@@ -300,6 +340,14 @@ def attention_dropout(hf_config: Any) -> float:
     given = [getattr(text, name, None) for name in _DROPOUT]
     given.append(getattr(getattr(text, "attn_config", None), "attn_pdrop", None))  # DBRX
     return max(float(value or 0) for value in given)
+
+
+def attention_layers(text: Any) -> int:
+    """Count the layers of a text config that have attention, whose cost grows with the square of a length."""
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    return (
+        sum("attention" in kind and kind != "linear_attention" for kind in kinds) if kinds else text.num_hidden_layers
+    )
 
 
 def windowed_layers(text: Any) -> tuple[int, int | None]:

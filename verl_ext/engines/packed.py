@@ -25,6 +25,7 @@ from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precis
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device
+from verl_ext.layers import RunningPack, attach, install
 from verl_ext.losses import BLOCK_BYTES, HEADS, token_nll
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
@@ -66,6 +67,9 @@ class PackedEngine(StepEngine):
             self.ulysses_sequence_parallel_size = ranks
         restore_rope_precision(module)
         choose_rope_by_document(module, self.shards)
+        pack = RunningPack(self.shards, self.ulysses_parallel_group if self.use_ulysses_sp else None)
+        attach(module, pack)
+        install(module, pack)
         return module
 
     def initialize(self) -> None:

@@ -30,6 +30,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from verl_ext.layers import MIXERS
+
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -326,7 +328,8 @@ def _is_known(module: nn.Module) -> bool:
         or type(part) in _PARTS
         or _is_norm(part)
         or (
-            type(part).__module__.startswith("transformers.")
+            type(part).__name__ not in MIXERS
+            and type(part).__module__.startswith("transformers.")
             and any(True for _ in part.children())
             and not list(part.parameters(recurse=False))
         )

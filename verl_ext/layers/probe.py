@@ -5,10 +5,13 @@ must stay equal to the last bit, and equal those that it has alone. Whatever a m
 attention that is not dispatched, masks without positions, remote code, a layer that a new release brings.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 
 from verl_ext.attention.layout import document_layout
 from verl_ext.attention.packed import PACKED_ATTENTION
@@ -31,8 +34,11 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
     small = shrunk(config, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        build = getattr(cls, "_from_config", None) or cls.from_config
-        model = build(small, attn_implementation=PACKED_ATTENTION).float()
+        given: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION}
+        if hasattr(cls, "_from_config"):
+            model = cls._from_config(small, **given).float()
+        else:  # an Auto class; the config of remote code was read with the user's consent
+            model = cls.from_config(small, trust_remote_code=True, **given).float()
         for name, weight in model.named_parameters():
             if weight.dim() >= 2 and not name.endswith("A_log"):  # of such a size that attention is far from even
                 nn.init.normal_(weight, std=0.5 if "embed" in name else weight[0].numel() ** -0.5)
@@ -44,7 +50,19 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
     return model.eval()
 
 
+@contextmanager
+def _on_one_rank() -> Iterator[None]:
+    """Keep an engine's exchange of heads out of a trial."""
+    group = get_ulysses_sequence_parallel_group()
+    set_ulysses_sequence_parallel_group(None)
+    try:
+        yield
+    finally:
+        set_ulysses_sequence_parallel_group(group)
+
+
 @torch.no_grad()
+@_on_one_rank()
 def isolation_problem(model: nn.Module) -> str | None:
     """Return how a model mixes the documents of a pack, None if it keeps them apart.
 

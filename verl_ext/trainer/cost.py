@@ -13,7 +13,7 @@ row, so the ratio holds for a training step. The unit is 2·heads·d operations:
 from typing import Any
 
 from verl_ext.attention import HeadPadding
-from verl_ext.config.support import windowed_layers
+from verl_ext.config.support import attention_layers, windowed_layers
 from verl_ext.packing import TOKENS, CostModel
 
 # Operations that a GPU does while its link moves one bf16 element: 400 TFLOP/s against 400 GB/s. An order of magnitude.
@@ -30,7 +30,9 @@ def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
     if kind == "tokens":
         return TOKENS
     text, ranks = hf_config.get_text_config(), ulysses
-    hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    if (heads := getattr(text, "num_attention_heads", None)) is None:
+        return TOKENS  # no attention: every token costs the same
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head = getattr(text, "head_dim", None) or hidden // heads
     projections = 2 * hidden * head * (2 * heads + 2 * kv_heads)
@@ -39,7 +41,7 @@ def cost_model(kind: str, hf_config: Any, ulysses: int) -> CostModel:
     per_token = layers * (projections + _mlp(text, hidden) + _OPERATIONS_PER_ELEMENT * moved)
     per_token += 2 * hidden * text.vocab_size
     windowed, window = windowed_layers(text)
-    return CostModel(round(per_token / (2 * padded.heads * head)), layers - windowed, windowed, window)
+    return CostModel(round(per_token / (2 * padded.heads * head)), attention_layers(text) - windowed, windowed, window)
 
 
 def _mlp(text: Any, hidden: int) -> float:
