@@ -23,8 +23,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "minimax": {"layer_types": _HYBRID, "num_hidden_layers": 4},
-    # transformers' own forward on a CPU is wrong for documents longer than a chunk.
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"], "chunk_size": 64},
+    # On a CPU transformers' own forward is wrong for documents longer than a chunk, and clamps by time_step_min.
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"], "chunk_size": 64, "time_step_min": 1e-30},
     "qwen3_5_moe_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "qwen3_5_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "qwen3_next": {"layer_types": _HYBRID, "num_hidden_layers": 4},
@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "zamba2": {
         **{"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
-        **{"chunk_size": 64, "hybrid_layer_ids": [1, 3]},
+        **{"chunk_size": 64, "hybrid_layer_ids": [1, 3], "time_step_min": 1e-30},
         **{"num_key_value_heads": 4, "attention_head_dim": 32, "attention_hidden_size": 128},
     },
 }
@@ -66,5 +66,3 @@ def in_float64(*models: nn.Module) -> None:
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._experts_implementation = "eager"  # grouped products have no fp64
-            if hasattr(module, "time_step_min"):
-                module.time_step_min = 0.0  # transformers clamps by it on a CPU alone

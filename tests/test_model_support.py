@@ -24,7 +24,6 @@ def test_models_that_keep_documents_apart_are_supported(name):
         ("RwkvConfig", "must keep the documents of a pack apart"),
         ("FalconConfig", "cannot be tried with packed attention"),
         ("BloomConfig", "another document's tokens change a document's logits"),
-        ("BartConfig", "a document's logits in a pack differ from those that it has alone"),
         ("DogeConfig", "must have plain causal attention; doge uses an attention mask that it computes"),
         ("Qwen3VLConfig", "must be a text model; it has vision_config"),
         ("T5Config", "must be a causal language model that transformers has"),
