@@ -163,10 +163,7 @@ def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, na
 def test_a_function_that_is_not_named_rightly_is_one_line(keys, line, tmp_path, tiny_model, file):
     keys = [key.replace("FILE", str(file)) for key in keys]
     with pytest.raises(ValueError, match=rf"^{line}[^\n]*$"):
-        checked(
-            compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys]),
-            world_size=1,
-        )
+        checked(compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", "trainer.device=cpu", *keys]), 1)
 
 
 def test_a_pack_that_the_function_cannot_do_is_one_line_as_well(tmp_path):
