@@ -24,7 +24,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "minimax": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     # On a CPU transformers' own forward is wrong for documents longer than a chunk, and clamps by time_step_min.
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"], "chunk_size": 64, "time_step_min": 1e-30},
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "attention", "mamba", "moe"], "chunk_size": 64, "time_step_min": 1e-30},
+    },
     "qwen3_5_moe_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "qwen3_5_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "qwen3_next": {"layer_types": _HYBRID, "num_hidden_layers": 4},

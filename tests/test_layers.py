@@ -97,7 +97,7 @@ def _share(model, shards, group):
 
 
 def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone():
-    (errors,) = run_ranks(_errors, 1, SEAMS + ("jamba",), 1, 1)
+    (errors,) = run_ranks(_errors, 1, (*SEAMS, "jamba"), 1, 1)
     assert max(errors.values()) < 1e-11, errors
 
 
@@ -187,7 +187,7 @@ def test_every_row_of_the_table_is_a_layer_of_a_family_here():
 
 def test_installing_is_of_one_model():
     first, _ = packed_and_plain("bamba")
-    second, plain = packed_and_plain("bamba")
+    second, _ = packed_and_plain("bamba")
     pack = RunningPack()
     attach(first, pack)
     install(first, pack)

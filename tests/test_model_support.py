@@ -6,7 +6,6 @@ import transformers
 from verl_ext.config.check import read_hf_config
 from verl_ext.config.support import model_support_problems
 
-
 PLAIN = ("Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "LlamaConfig", "MistralConfig")
 MIXED = ("Qwen3NextConfig", "Qwen3_5TextConfig", "NemotronHConfig", "Lfm2Config", "MambaConfig", "JambaConfig")
 SCORES = ("Gemma2Config", "GptOssConfig", "Llama4TextConfig")

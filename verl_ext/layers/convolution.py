@@ -53,7 +53,9 @@ class Halo:
         gathered = {t: held + rank * width + i for rank, tails in enumerate(sent) for i, t in enumerate(tails)}
         own = [t for start, end in shards.spans(tokens) for t in range(start, end)]
         place = {t: row for row, t in enumerate(own)}
-        read, kept, lengths = [], [], []
+        read: list[int] = []
+        kept: list[int] = []
+        lengths: list[int] = []
         for first, last in shards.spans(tokens):
             for document, start, end in pieces(offsets, first, last):
                 halo = range(max(offsets[document], start - taps + 1), start)
@@ -83,11 +85,12 @@ def convolve(
     **_: object,
 ) -> torch.Tensor:
     """Convolve ``x[1, C, L]`` with ``weight[C, K]`` inside documents; the signature is causal_conv1d_fn's."""
-    assert pack.layout is not None
-    rows, layout, halo = x.squeeze(0).transpose(0, 1), pack.layout, None  # [L, C]
+    whole = pack.layout
+    assert whole is not None
+    rows, layout, halo = x.squeeze(0).transpose(0, 1), whole, None  # [L, C]
     if pack.group is not None:
         taps = weight.size(-1)
-        halo = pack.derived(("halo", taps), lambda: Halo.from_layout(pack.layout, pack.shards, taps))
+        halo = pack.derived(("halo", taps), lambda: Halo.from_layout(whole, pack.shards, taps))
         others = _GatherRows.apply(rows[halo.sent], pack.group)
         rows, layout = torch.cat([rows, others])[halo.read], halo.layout
     kernel = convolution_kernel(x.device.type)

@@ -55,13 +55,13 @@ class Deal:
             torch.cat([torch.arange(*span) for span in replace(shards, rank=rank).spans(tokens)])
             for rank in range(shards.ranks)
         ]
-        own = rank_of[held[shards.rank]]
+        goes_to = rank_of[held[shards.rank]]
         come = [tokens_of[rank_of[tokens_of] == shards.rank] for tokens_of in held]
-        send, place = own.argsort(stable=True), row_of[torch.cat(come)]
+        send, place = goes_to.argsort(stable=True), row_of[torch.cat(come)]
         lengths = [offsets[d + 1] - offsets[d] for d in documents[shards.rank]]
         return cls(
             send=pinned(send, device).to(device, non_blocking=True),
-            send_sizes=own.bincount(minlength=shards.ranks).tolist(),
+            send_sizes=goes_to.bincount(minlength=shards.ranks).tolist(),
             place=pinned(place, device).to(device, non_blocking=True),
             receive_sizes=[len(part) for part in come],
             offsets=(0, *accumulate(lengths)),
@@ -117,9 +117,11 @@ def _run(
 ) -> torch.Tensor:
     length, outputs = hidden.size(1), []
     for start, end in pairwise(offsets):
-        cut = slice(start, end)
-        own = {name: _mapped(value, length, lambda x, cut=cut: x[:, cut]) for name, value in others.items()}
-        output = layer(hidden[:, cut], **own)
+
+        def cut(x: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
+            return x[:, start:end]
+
+        output = layer(cut(hidden), **{name: _mapped(value, length, cut) for name, value in others.items()})
         outputs.append(output if isinstance(output, torch.Tensor) else output[0])
     return torch.cat(outputs, dim=1)
 

@@ -53,8 +53,9 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
 @contextmanager
 def _on_one_rank() -> Iterator[None]:
     """Keep an engine's exchange of heads out of a trial."""
-    group = get_ulysses_sequence_parallel_group()
-    set_ulysses_sequence_parallel_group(None)
+    group: Any = get_ulysses_sequence_parallel_group()
+    no_group: Any = None
+    set_ulysses_sequence_parallel_group(no_group)
     try:
         yield
     finally:

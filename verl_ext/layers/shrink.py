@@ -112,7 +112,7 @@ def _small_ids(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _layers_of_each_kind(values: Mapping[str, Any]) -> int:
-    """The fewest first layers that have every kind of layer, at least 2."""
+    """Return the fewest first layers that have every kind of layer, at least 2."""
     layers = 2
     for name in _KINDS:
         kinds: Sequence[Any] = values.get(name) or ()

@@ -157,7 +157,8 @@ def placed_ranks(
         for group in ready[:count]:
             where = PlacementGroupSchedulingStrategy(group)
             given: Any = {"num_cpus": per_node, "num_gpus": per_node * on_gpu, "scheduling_strategy": where}
-            remote: Any = ray.remote(max_concurrency=2, **given)  # `stop` is heard while `run` waits
+            given["max_concurrency"] = 2  # `stop` is heard while `run` waits
+            remote: Any = ray.remote(**given)
             actors.append(remote(Node).remote())
         places = ray.get([actor.place.remote() for actor in actors])
         order = sorted(range(count), key=lambda node: (places[node].address, places[node].node))  # as before a restart

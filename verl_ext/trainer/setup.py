@@ -110,14 +110,14 @@ class Run:
         return step == self.total_steps or (every > 0 and step % every == 0)
 
     def run_state(self) -> resume.RunState:
-        """What this run's checkpoints say of it, and what one that it resumes must say."""
+        """Return the facts that this run's checkpoints hold, and that one that it resumes must share."""
         allowed = list(self.config.trainer.allow_resume_mismatch)
         if self.extends:  # PackDataset.extends compares the rest
             allowed += resume.options_that("may_grow", [DataOptions, self.config.dataset_class.Options])
         return resume.RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What makes a step number mean the same packs, and the weights the same model."""
+        """Return the values that make a step number mean the same packs, and the weights the same model."""
         config, values = self.config, self.config.values
         model = {f"model.config.{key}": value for key, value in self.model_config.items()}
         if self.memory is not None:
