@@ -147,7 +147,11 @@ def _encoder_problems(model: Architecture) -> list[str]:
 
 def _layer_problems(model: Architecture) -> list[str]:
     """Read from its modules, and from a trial, whether a pack's documents are kept apart."""
-    if model.module is not None and (unknown := unknown_mixers(model.module)):
+    try:
+        module = model.module
+    except Exception:  # a class raises whatever its config leads it to; its loader names it
+        return []
+    if module is not None and (unknown := unknown_mixers(module)):
         known = "layers whose state over time is known (verl_ext/layers/mixers.py)"
         return [f"model.path: {model.name} must have {known}; got {', '.join(unknown)}"]
     problem = _mixed_documents(model)
