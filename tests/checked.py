@@ -8,6 +8,7 @@ from verl_ext.config.check import check_run
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
+from verl_ext.config.support import Architecture, model_support_problems
 
 
 def typed(composed: DictConfig, *machine: Any) -> RunConfig:
@@ -18,3 +19,8 @@ def typed(composed: DictConfig, *machine: Any) -> RunConfig:
 def checked(composed: DictConfig, *machine: Any, hf_config: Any = None) -> ModelFacts:
     """Raise ValueError as the trainer would, before a model is loaded; else give what is known of the model."""
     return check_run(typed(composed, *machine), hf_config)
+
+
+def support_problems(hf_config: Any) -> list[str]:
+    """Give the reasons why an architecture is not trained on packs."""
+    return model_support_problems(Architecture(hf_config))

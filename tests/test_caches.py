@@ -204,7 +204,7 @@ def test_a_file_that_make_cannot_read_is_named_and_the_cache_is_not(tmp_path):
         (OSError(errno.EIO, "Input/output error"), "{root}/abc cannot be made: Input/output error"),
         (OSError("broken\nmore of it"), "{root}/abc cannot be made: broken"),
         (PermissionError(errno.EACCES, "Permission denied", "/b.txt"), "/b.txt: Permission denied"),
-        (OSError(errno.ENOSPC, "Full", "/tmp/b"), "/tmp/b: Full"),
+        (OSError(errno.ENOSPC, "Full", "/full/b"), "/full/b: Full"),
         (OSError(errno.ENOSPC, "Full"), "data.cache_dir must be a folder that can be written; got {root}: Full"),
         (
             OSError(errno.EFBIG, "Too large"),

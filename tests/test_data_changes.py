@@ -17,9 +17,9 @@ from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
 from verl_ext.data.content import DataFiles
 from verl_ext.data.dataset import ONE_RANK, DataFile
-from verl_ext.files import checksum, joined
+from verl_ext.files import checksum, fingerprint, joined
 from verl_ext.text.documents import Counts, Documents
-from verl_ext.text.tokenized import DatasetWriter, digest
+from verl_ext.text.tokenized import DatasetWriter
 
 
 def written_by_us(folder: Path) -> str:
@@ -84,9 +84,9 @@ def test_the_checksum_of_a_long_file_is_that_of_its_blocks(tmp_path, monkeypatch
     path.write_bytes(bytes(range(250)))
     blocks = [checksum(path, begin, 100) for begin in (0, 100, 200)]
     assert blocks[2] == checksum(path, 200)
-    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == digest([joined(blocks)])
+    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == fingerprint([joined(blocks)])
     path.write_bytes(bytes(range(100, 200)) + bytes(range(100)) + bytes(range(200, 250)))
-    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == digest(
+    assert DataFiles([DataFile(str(path))], "data.train_dir").digest(ONE_RANK) == fingerprint(
         [joined([*blocks[1::-1], blocks[2]])]
     )
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.checked import support_problems
 from verl_ext.commands.init_model.model import (
     PRESETS,
     changed,
@@ -12,7 +13,6 @@ from verl_ext.commands.init_model.model import (
     random_model,
     read_fields,
 )
-from verl_ext.config.support import model_support_problems
 from verl_ext.engines.router import asks_for_router_loss
 
 # Parameters in all and without embeddings, at MiniMind's vocabulary of 6,400 where the preset names none.
@@ -34,7 +34,7 @@ def test_every_preset_has_its_counts_here():
 def test_a_preset_has_the_parameters_that_it_claims(name):
     config = hf_config(fitted(read_fields(name), 6400, {"eos_token_id": 2, "pad_token_id": 0}))
     assert count_parameters(meta_model(config)) == COUNTS[name]
-    assert model_support_problems(config) == []
+    assert support_problems(config) == []
 
 
 def test_minimind_is_as_wide_and_deep_as_minimind():

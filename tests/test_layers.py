@@ -1,5 +1,6 @@
 """Layers with a state over time give a document in a pack what it has alone, on any number of ranks."""
 
+import sys
 from itertools import accumulate, pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.small_models import in_float64, packed_and_plain
 from verl_ext.attention import DocumentLayout, SequenceShards
 from verl_ext.attention.context import ContextGroups, ContextLayout
-from verl_ext.layers import MIXERS, RunningPack, attach, install, mixers_of, unknown_mixers
+from verl_ext.layers import MIXERS, RunningPack, mixers_of, unknown_mixers
 from verl_ext.layers.convolution import convolve
 from verl_ext.layers.dealing import dealt
 
@@ -185,11 +186,13 @@ def test_every_row_of_the_table_is_a_layer_of_a_family_here():
     assert seen == set(MIXERS)
 
 
-def test_installing_is_of_one_model():
-    first, _ = packed_and_plain("bamba")
-    second, _ = packed_and_plain("bamba")
-    pack = RunningPack()
-    attach(first, pack)
-    install(first, pack)
-    assert pack.layout is None
-    assert next(mixers_of(second))[0].running_pack is not pack
+def test_a_pack_leaves_the_names_of_a_modeling_module_as_they_were():
+    model, _ = packed_and_plain("bamba")
+    scope = vars(sys.modules[type(next(mixers_of(model))[0]).__module__])
+    before = {name: scope[name] for name in ("causal_conv1d_fn", "mamba_chunk_scan_combined")}
+    positions = torch.cat([torch.arange(9), torch.arange(11)])
+    layout = DocumentLayout.from_lengths([9, 11], "cpu")
+    model(
+        input_ids=torch.randint(3, 190, (1, 20)), position_ids=positions[None], document_layout=layout, use_cache=False
+    )
+    assert {name: scope[name] for name in before} == before

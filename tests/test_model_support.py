@@ -3,8 +3,9 @@
 import pytest
 import transformers
 
+from tests.checked import support_problems
 from verl_ext.config.check import read_hf_config
-from verl_ext.config.support import model_support_problems
+from verl_ext.layers import MIXERS
 
 PLAIN = ("Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "LlamaConfig", "MistralConfig")
 MIXED = ("Qwen3NextConfig", "Qwen3_5TextConfig", "NemotronHConfig", "Lfm2Config", "MambaConfig", "JambaConfig")
@@ -13,7 +14,7 @@ SCORES = ("Gemma2Config", "GptOssConfig", "Llama4TextConfig")
 
 @pytest.mark.parametrize("name", [*PLAIN, *MIXED, *SCORES])
 def test_models_that_keep_documents_apart_are_supported(name):
-    assert model_support_problems(getattr(transformers, name)()) == []
+    assert support_problems(getattr(transformers, name)()) == []
 
 
 @pytest.mark.parametrize(
@@ -29,9 +30,15 @@ def test_models_that_keep_documents_apart_are_supported(name):
     ],
 )
 def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):
-    problems = model_support_problems(getattr(transformers, name)())
+    problems = support_problems(getattr(transformers, name)())
     assert any(reason in problem for problem in problems), problems
     assert all(problem.startswith(f"model.path: {name}") for problem in problems)
+
+
+def test_places_that_a_layer_counts_from_the_packs_first_token_are_found_by_a_trial(monkeypatch):
+    monkeypatch.delitem(MIXERS, "Llama4TextAttention")
+    (problem,) = support_problems(transformers.Llama4TextConfig(max_position_embeddings=4096))  # not tried before
+    assert "a document's logits in a pack differ from those that it has alone" in problem
 
 
 def _configs_of_encoders() -> list[type]:
@@ -43,7 +50,7 @@ def _configs_of_encoders() -> list[type]:
 
 @pytest.mark.parametrize("cls", _configs_of_encoders(), ids=lambda cls: cls.__name__)
 def test_an_encoder_is_refused_from_its_config(cls):
-    problems = model_support_problems(cls(num_hidden_layers=1))
+    problems = support_problems(cls(num_hidden_layers=1))
     if cls is transformers.GPTNeoXConfig:  # has the option, and is causal whatever it says
         assert problems == []
     else:
@@ -51,21 +58,21 @@ def test_an_encoder_is_refused_from_its_config(cls):
 
 
 def test_an_encoder_made_causal_is_supported_where_its_positions_begin_at_0():
-    assert model_support_problems(transformers.BertConfig(num_hidden_layers=1, is_decoder=True)) == []
-    assert model_support_problems(transformers.RobertaConfig(num_hidden_layers=1, is_decoder=True)) == [
+    assert support_problems(transformers.BertConfig(num_hidden_layers=1, is_decoder=True)) == []
+    assert support_problems(transformers.RobertaConfig(num_hidden_layers=1, is_decoder=True)) == [
         "model.path: RobertaConfig must count positions from 0, as packs do; RobertaForCausalLM counts from "
         "pad_token_id + 1"
     ]
 
 
 def test_a_decoder_set_to_look_ahead_is_refused():
-    problems = model_support_problems(transformers.Gemma3TextConfig(use_bidirectional_attention=True))
+    problems = support_problems(transformers.Gemma3TextConfig(use_bidirectional_attention=True))
     assert problems == ["model.path: Gemma3TextConfig must have causal attention; got use_bidirectional_attention=True"]
 
 
 @pytest.mark.parametrize("name", ["Gemma4AssistantConfig", "Gemma4UnifiedAssistantConfig"])
 def test_a_drafter_that_needs_another_models_states_is_refused(name):
-    (problem,) = model_support_problems(getattr(transformers, name)())
+    (problem,) = support_problems(getattr(transformers, name)())
     assert problem.startswith(f"model.path: {name} must be a model of its own")
 
 

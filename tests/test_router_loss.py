@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
-from tests.checked import checked
+from tests.checked import checked, support_problems
 from tests.ranks import run_ranks
 from tests.reference import Reference, load_eager, pack_row
 from tests.test_parity import CATEGORIES, DOCUMENTS, GROUPS, MAX_TOKENS
@@ -21,7 +21,6 @@ from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
-from verl_ext.config.support import model_support_problems
 from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
 
 pytestmark = pytest.mark.slow
@@ -226,7 +225,7 @@ def _config(family: str, **fields):
 def test_every_family_has_the_router_loss_that_transformers_computes(family):
     torch.manual_seed(0)
     config = _config(family, output_router_logits=True, router_aux_loss_coef=0.5)
-    assert model_support_problems(config) == []
+    assert support_problems(config) == []
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 64, (1, 17))
     losses = RouterLoss(model, config)
@@ -241,12 +240,12 @@ def test_every_family_has_the_router_loss_that_transformers_computes(family):
 @pytest.mark.parametrize("family", ["granitemoe", "dbrx", "deepseek_v3", "afmoe", "qwen3"])
 def test_a_model_without_a_router_loss_that_is_asked_for_one_is_refused(family):
     config = AutoConfig.for_model(family)
-    assert model_support_problems(config) == []
+    assert support_problems(config) == []
     config.output_router_logits = True
-    (problem,) = model_support_problems(config)
+    (problem,) = support_problems(config)
     assert problem.startswith("model.override_config.output_router_logits must be false for ")
     config.router_aux_loss_coef = 0.0
-    assert model_support_problems(config) == []
+    assert support_problems(config) == []
 
 
 def test_balanced_routing_has_the_least_loss_which_is_the_number_of_choices():

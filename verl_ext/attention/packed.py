@@ -1,7 +1,8 @@
 """The Hugging Face attention implementation ``verl_ext_packed``: documents kept apart, Ulysses inside.
 
 Registered through transformers' ``AttentionInterface``, so that no model is patched. The engine passes a
-:class:`DocumentLayout` to the model's forward, whose keyword arguments reach every attention layer.
+:class:`DocumentLayout` to the model's forward. It reaches attention as a keyword argument or, in models that hand none
+on, by the `running_pack` of its module (verl_ext.layers.pack).
 
 The ranks of Ulysses exchange heads before and after the kernel (heads.py). With a :class:`ContextLayout` they do so
 inside a group of ranks, and keys and values travel between groups before the kernel (context.py).
@@ -108,7 +109,9 @@ def packed_attention(
     if isinstance(kernel, str):
         kernel = KERNELS[choose_backend(kernel, query.device.type, limit, dropout, capability, query.size(-1), softcap)]
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-    sinks = None if s_aux is None else _sinks_of_this_rank(s_aux, padding, group, ranks)
+    sinks = s_aux
+    if sinks is not None and ranks > 1:  # those of the heads that this rank computes, zero heads included
+        sinks = padding.query(sinks.view(1, 1, -1, 1)).flatten().chunk(ranks)[dist.get_rank(group)]
     options = KernelOptions(scaling, sliding_window, dropout, softcap, sinks)
     output = document_layout.attend(by_groups_of_heads(kernel), query, key, value, options)
     output = output.unflatten(0, (rows, length))
@@ -125,13 +128,6 @@ def _refuse_unsupported(module: torch.nn.Module, kwargs: dict, masked: bool) -> 
     if unsupported:
         needs = f"model.path: {type(module).__name__} needs {', '.join(unsupported)}"
         raise ValueError(f"{needs}, which {PACKED_ATTENTION} does not compute")
-
-
-def _sinks_of_this_rank(sinks: torch.Tensor, padding: HeadPadding, group: Any, ranks: int) -> torch.Tensor:
-    """Return the sinks ``[H]`` of the heads that this rank of a group computes, zero heads included."""
-    if ranks == 1:
-        return sinks
-    return padding.query(sinks.view(1, 1, -1, 1)).flatten().chunk(ranks)[dist.get_rank(group)]
 
 
 def _rows_layout(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> DocumentLayout:

@@ -1,4 +1,4 @@
-"""What a resume needs: the checkpoint that a run goes on from, and the facts that both runs must share.
+"""The needs of a resume: the checkpoint that a run goes on from, and the facts that both runs must share.
 
 An option says where it stands whether a resumed run must have its value: ``option(…, resume="same")``. An option with
 ``resume="may_grow"`` is remembered by what its dataset made of it, which only a longer stream of the same samples may
@@ -42,7 +42,7 @@ _COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes")
 
 
 class OutputAction(Enum):
-    """What is to be done with the output folder before training."""
+    """The treatment of the output folder before training."""
 
     FRESH = "fresh"  # it does not exist or is empty
     RESUME = "resume"  # from OutputDecision.checkpoint
@@ -235,7 +235,7 @@ def model_shape(hf_config: Any) -> dict[str, Any]:
 
 
 class RunState:
-    """What a checkpoint was made with, and how far the run was.
+    """The facts that a checkpoint was made with, and the progress of its run.
 
     The packs of every step follow from the dataset, the budget, the strategy and the seed, so a checkpoint needs no
     loader position: only these, to refuse a resume that would silently train on other packs, or another model. How

@@ -179,9 +179,8 @@ class Checkpoints:
         self.run_state.load_state_dict(layout.saved_run_state(self.resumed))
         self.last = step = layout.step_of(self.resumed)
         if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
-            for later in reversed(
-                layout.saved_folders(self.folder)
-            ):  # damaged, or of a part of the run that is given up
+            # Later checkpoints are damaged, or belong to a part of the run that is given up.
+            for later in reversed(layout.saved_folders(self.folder)):
                 if layout.step_of(later) > step:
                     aside = _set_aside(later)
                     print(f"warning: {later} is of a later step and is set aside as {aside.name}", file=sys.stderr)

@@ -94,7 +94,7 @@ class SourceOptions(OutputOptions):
 
 
 def as_list(value: Any) -> Any:
-    """Return a text as a list of it; anything else as it is."""
+    """Wrap a text in a list; return any other value unchanged."""
     return [value] if isinstance(value, str) else value
 
 

@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import command, known_options, read_options
 from verl_ext.commands.tokenize import TokenizeOptions, summary, write_dataset
-from verl_ext.files import cached_folder, default_root, is_complete
+from verl_ext.files import cached_folder, default_root, fingerprint, is_complete
 from verl_ext.launcher import run_torchrun
 from verl_ext.text.chat import ChatEncoder
 from verl_ext.text.sources import find_source_files
-from verl_ext.text.tokenized import FORMAT, digest, file_facts
+from verl_ext.text.tokenized import FORMAT, file_facts
 from verl_ext.text.tokenizer import leave_out_torch
 from verl_ext.values import DataError, Options, UsageError, option
 
@@ -139,7 +139,7 @@ class Texts:
         options, files = self._options, find_source_files(self._options.patterns)
         read = [file_facts(file.path for file in files), [(file.category_id, file.kind) for file in files]]
         drawn = [list(options.sources), options.sample, options.seed]
-        return digest([FORMAT, self._encoder.fingerprint(), read, drawn])
+        return fingerprint([FORMAT, self._encoder.fingerprint(), read, drawn])
 
     @contextmanager
     def _errors_name_the_key(self) -> Iterator[None]:

@@ -180,7 +180,7 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 
 
 def optimizer_problem(config: RunConfig) -> str | None:
-    """Whether the optimizer exists and takes its options; it is built once, of two small tensors."""
+    """Refuse an optimizer that does not exist or take its options; one of two small tensors is built to see."""
     optim, key = config.optim, "optim.optimizer_impl"
     try:
         names = vars(importlib.import_module(optim.optimizer_impl))
@@ -200,7 +200,7 @@ def optimizer_problem(config: RunConfig) -> str | None:
 
 
 def _is_missing(path: str) -> bool:
-    """Whether a path can only be a folder, as it does not read as a hub name, and is none."""
+    """Tell whether a path is no folder and does not read as a hub name either."""
     is_local = path.startswith((".", "/", "~")) or _HUB_NAME.fullmatch(path) is None
     return is_local and not os.path.isdir(os.path.expanduser(path))
 

@@ -105,9 +105,8 @@ class PackedModel(HFModelConfig, ModelOptions):
     @classmethod
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
         """Check the model that `model.path` holds; ValueError with a line for each mistake."""
-        if problems := support.model_support_problems(hf_config):
-            refuse(problems)
         model = support.Architecture(hf_config)
+        refuse(support.model_support_problems(model))
         problems = list(support.option_problems(config, model))
         backend = config.attention.backend
         try:

@@ -244,7 +244,7 @@ class RunConfig:
 
     @property
     def param_dtype(self) -> str:
-        """What the parameters of a forward pass are: fp32, bf16 or fp16."""
+        """The type of the parameters in a forward pass: fp32, bf16 or fp16."""
         return (self.engine.mixed_precision or {}).get("param_dtype", "bf16")
 
     @property

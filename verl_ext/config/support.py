@@ -99,15 +99,14 @@ def model_class(hf_config: Any) -> Any:
     return cls[0] if isinstance(cls, tuple) else cls
 
 
-def model_support_problems(hf_config: Any) -> list[str]:
+def model_support_problems(model: Architecture) -> list[str]:
     """List reasons why packs would leak between documents in this architecture, or be computed wrongly.
 
     A small model of the same class is tried on a pack (verl_ext.layers.probe). The reasons that are known by name come
     first.
     """
-    if getattr(hf_config, "model_type", None) == "qwen_titans":
+    if getattr(model.hf_config, "model_type", None) == "qwen_titans":
         return ["model.path holds a Qwen with long-term memory, which needs model=qwen_titans; got another model group"]
-    model = Architecture(hf_config)
     problems = list(_packing_problems(model))
     if model.cls is not None and hasattr(model.text, "is_decoder") and not problems:
         problems += _encoder_problems(model)
@@ -154,19 +153,15 @@ def _layer_problems(model: Architecture) -> list[str]:
     if module is not None and (unknown := unknown_mixers(module)):
         known = "layers whose state over time is known (verl_ext/layers/mixers.py)"
         return [f"model.path: {model.name} must have {known}; got {', '.join(unknown)}"]
-    problem = _mixed_documents(model)
-    return [] if problem is None else [f"model.path: {model.name} must keep the documents of a pack apart; {problem}"]
-
-
-def _mixed_documents(model: Architecture) -> str | None:
-    """Try a small model on a pack, once for each config; None if its documents are kept apart."""
     key = f"{model.cls} {model.hf_config.to_json_string(use_diff=False)}"
     if key not in _TRIED:
         _TRIED[key] = _trial(model)
-    return _TRIED[key]
+    problem = _TRIED[key]
+    return [] if problem is None else [f"model.path: {model.name} must keep the documents of a pack apart; {problem}"]
 
 
 def _trial(model: Architecture) -> str | None:
+    """Return how a small model mixes the documents of a pack; None if it does not, or cannot be made."""
     from transformers import AutoModelForCausalLM
 
     cls = model.cls or AutoModelForCausalLM

@@ -21,10 +21,10 @@ from verl_ext.data.megatron.blend import check_weights
 from verl_ext.data.megatron.index import SUFFIXES, TokenIndex
 from verl_ext.data.megatron.samples import count_tokens
 from verl_ext.data.megatron.text_index import write_text_indexes
-from verl_ext.files import REPORT, write_json
+from verl_ext.files import REPORT, fingerprint, write_json
 from verl_ext.text.plain_text import TextOptions, TextTokenizer
 from verl_ext.text.sources import SourceFile, absolute_path, find_source_files, is_url, kind_of, without_compression
-from verl_ext.text.tokenized import cached_tokens, digest, file_facts, tokenizer_facts
+from verl_ext.text.tokenized import cached_tokens, file_facts, tokenizer_facts
 from verl_ext.values import plain
 
 FORMAT = 1  # to be raised when the same text is tokenized into something else
@@ -185,7 +185,7 @@ class SourceFinder:
     def _fingerprint(self, files: Sequence[SourceFile]) -> str:
         """Return a digest of everything that the tokens depend on."""
         options = self.options
-        return digest(
+        return fingerprint(
             [
                 FORMAT,
                 [[file.kind, file_facts([file.path])] for file in files],

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces, pinned
-from verl_ext.layers.pack import RunningPack
+from verl_ext.layers.pack import RunningPack, fla_lengths
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,23 @@ class Halo:
         width = max(map(len, sent))
         held = tokens // shards.ranks
         gathered = {t: held + rank * width + i for rank, tails in enumerate(sent) for i, t in enumerate(tails)}
-        own = [t for start, end in shards.spans(tokens) for t in range(start, end)]
-        place = {t: row for row, t in enumerate(own)}
-        read: list[int] = []
-        kept: list[int] = []
-        lengths: list[int] = []
+        rows, read, kept, lengths = [], [], [], []
+        row = 0  # of a token among the L
         for first, last in shards.spans(tokens):
+            rows += range(row + max(last - first - taps + 1, 0), row + last - first)
             for document, start, end in pieces(offsets, first, last):
-                halo = range(max(offsets[document], start - taps + 1), start)
-                read += [gathered[t] for t in halo]
-                kept += range(len(read), len(read) + end - start)
-                read += range(place[start], place[start] + end - start)
+                halo = [gathered[t] for t in range(max(offsets[document], start - taps + 1), start)]
+                read += [torch.tensor(halo, dtype=torch.long), torch.arange(row, row + end - start)]
+                at = sum(lengths) + len(halo)
+                kept.append(torch.arange(at, at + end - start))
                 lengths.append(len(halo) + end - start)
-        rows = [place[t] for t in sent[shards.rank]]
+                row += end - start
         rows += [0] * (width - len(rows))
-        sent_rows, read_rows, kept_rows = (
-            pinned(torch.tensor(x), device).to(device, non_blocking=True) for x in (rows, read, kept)
+        found = (
+            pinned(x, device).to(device, non_blocking=True)
+            for x in (torch.tensor(rows), torch.cat(read), torch.cat(kept))
         )
-        return cls(sent_rows, read_rows, kept_rows, DocumentLayout.from_lengths(lengths, device))
+        return cls(*found, DocumentLayout.from_lengths(lengths, device))
 
 
 def _last_tokens(shards: SequenceShards, tokens: int, count: int) -> list[int]:
@@ -107,7 +106,7 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
         except ImportError:
             return by_document
         return lambda x, weight, bias, activation, layout: causal_conv1d(
-            x.unsqueeze(0), weight, bias, activation=activation, cu_seqlens=layout.cu_seqlens.long()
+            x.unsqueeze(0), weight, bias, activation=activation, **fla_lengths(layout)
         )[0].squeeze(0)
     return by_document
 

@@ -23,7 +23,7 @@ from verl_ext.layers.pack import RunningPack
 
 @dataclass(frozen=True)
 class Deal:
-    """Where the tokens of a rank go, and where those come from whose documents it computes.
+    """The routes of a rank's tokens to other ranks, and of other ranks' tokens to the documents that it computes.
 
     Attributes:
         send: int64[L], rows of the own tokens in the order of the ranks that they go to; send_sizes: tokens for each.
@@ -83,7 +83,7 @@ def dealt(offsets: Sequence[int], ranks: int) -> list[list[int]]:
 def by_document(
     pack: RunningPack, layer: Callable[..., Any], hidden: torch.Tensor, others: dict[str, Any]
 ) -> torch.Tensor:
-    """``[1, L, C]`` of a layer that computes each document alone, for ``hidden[1, L, C]``.
+    """Return ``[1, L, C]`` of a layer that computes each document alone, for ``hidden[1, L, C]``.
 
     Args:
         pack: the pack that runs.
@@ -98,7 +98,7 @@ def by_document(
     deal = pack.derived("deal", lambda: Deal.from_offsets(offsets, pack.shards, hidden.device))
 
     def travel(x: torch.Tensor) -> torch.Tensor:
-        rows = _Travel.apply(x[0].reshape(length, -1), deal, pack.group)
+        rows = _Travel.apply(x[0].reshape(length, -1), deal, pack.group, False)
         return rows.view(1, len(rows), *x.shape[2:])
 
     come = travel(hidden)
@@ -109,7 +109,7 @@ def by_document(
         output = come + 0 * _run(layer, hidden[:, :1], token, (0, 1)).sum()
     else:
         output = _run(layer, come, beside, deal.offsets)
-    return _Return.apply(output[0], deal, pack.group).unsqueeze(0)
+    return _Travel.apply(output[0], deal, pack.group, True).unsqueeze(0)
 
 
 def _run(
@@ -136,42 +136,23 @@ def _mapped(value: Any, length: int, change: Callable[[torch.Tensor], torch.Tens
 
 
 class _Travel(torch.autograd.Function):
-    """``[S, C]`` of the dealt documents from ``[L, C]`` of each rank; gradients go back the same way."""
+    """``[S, C]`` of the dealt documents from ``[L, C]`` of each rank, or back; gradients take the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.deal, ctx.group = deal, group
-        return _deal(rows, deal, group)
+    def forward(ctx: Any, rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup, back: bool) -> torch.Tensor:
+        ctx.deal, ctx.group, ctx.back = deal, group, back
+        return _exchange(rows, deal, group, back)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _give_back(grad_outputs[0], ctx.deal, ctx.group), None, None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(grad_outputs[0], ctx.deal, ctx.group, not ctx.back), None, None, None
 
 
-class _Return(torch.autograd.Function):
-    """``[L, C]`` of each rank from ``[S, C]`` of the dealt documents."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.deal, ctx.group = deal, group
-        return _give_back(rows, deal, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _deal(grad_outputs[0], ctx.deal, ctx.group), None, None
-
-
-def _deal(rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup) -> torch.Tensor:
-    received = rows.new_empty(sum(deal.receive_sizes), rows.size(1))
-    dist.all_to_all_single(received, rows[deal.send], deal.receive_sizes, deal.send_sizes, group=group)
-    dealt_rows = torch.empty_like(received)
-    dealt_rows[deal.place] = received
-    return dealt_rows
-
-
-def _give_back(rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup) -> torch.Tensor:
-    received = rows.new_empty(sum(deal.send_sizes), rows.size(1))
-    dist.all_to_all_single(received, rows[deal.place], deal.send_sizes, deal.receive_sizes, group=group)
-    returned = torch.empty_like(received)
-    returned[deal.send] = received
-    return returned
+def _exchange(rows: torch.Tensor, deal: Deal, group: dist.ProcessGroup, back: bool) -> torch.Tensor:
+    here, there = (deal.send, deal.send_sizes), (deal.place, deal.receive_sizes)
+    (leaving, sizes), (arriving, sizes_of_others) = (there, here) if back else (here, there)
+    received = rows.new_empty(sum(sizes_of_others), rows.size(1))
+    dist.all_to_all_single(received, rows[leaving], sizes_of_others, sizes, group=group)
+    placed = torch.empty_like(received)
+    placed[arriving] = received
+    return placed

@@ -56,6 +56,11 @@ class RunningPack:
         return self.derived("positions", make)
 
 
+def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
+    """Return the boundaries as flash-linear-attention takes them; without those of the host it waits for the device."""
+    return {"cu_seqlens": layout.cu_seqlens.long(), "cu_seqlens_cpu": torch.tensor(layout.offsets)}
+
+
 def attach(model: nn.Module, pack: RunningPack) -> None:
     """Let all modules of a model read the layout that its forward is given as `document_layout`."""
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_ext.attention.heads import join_heads, split_heads
-from verl_ext.layers.pack import RunningPack
+from verl_ext.layers.pack import RunningPack, fla_lengths
 
 CHUNK = 64  # tokens whose pairs torch's state space computes at once
 
@@ -43,8 +43,8 @@ def delta_rule(
     decay, rate = decay.squeeze(-1), rate.squeeze(-1)
     kernel = _fla("gated_delta_rule", "chunk_gated_delta_rule") if value.is_cuda else None
     if kernel is not None:
-        normed = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        output, _state = kernel(q, k, v, g=decay, beta=rate, cu_seqlens=pack.layout.cu_seqlens.long(), **normed)
+        normed: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        output, _state = kernel(q, k, v, g=decay, beta=rate, **normed, **fla_lengths(pack.layout))
     else:
         of_documents = [
             rule(
@@ -95,8 +95,7 @@ def state_space(
     b, c = b[:, :, group_of], c[:, :, group_of]
     kernel = _fla("simple_gla", "chunk_simple_gla") if x.is_cuda else None
     if kernel is not None:  # simple gated linear attention with C as queries and B as keys
-        cu_seqlens = pack.layout.cu_seqlens.long()
-        output, _state = kernel(c, b, v, g=log_decay.squeeze(-1), scale=1.0, cu_seqlens=cu_seqlens)
+        output, _state = kernel(c, b, v, g=log_decay.squeeze(-1), scale=1.0, **fla_lengths(pack.layout))
     else:
         of_documents = [
             _state_space_of_document(*(t[0, start:end].float() for t in (v, log_decay[..., 0], b, c)))

@@ -35,20 +35,10 @@ _SIZES: dict[str, Any] = {
     **{"ssm_state_size": 8, "state_size": 8, "time_step_rank": 4, "n_mamba_heads": 8, "mamba_headdim": 16},
     **{"n_groups": 2, "mamba_ngroups": 2, "chunk_size": 16, "lru_width": 64, "block_size": 8},
     **{"hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2},
-    **dict.fromkeys(
-        ("sliding_window", "attention_window_size", "attention_chunk_size"), 8
-    ),  # below the documents tried
+    # Windows and chunks are shorter than the documents of the trial.
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "n_ctx", "max_sequence_length"), 512),
     **{"floor_scale": 4, "num_nextn_predict_layers": 0, "num_kv_shared_layers": 0},
-}
-_TOWER_SIZES: dict[str, Any] = {  # of vision and audio towers, which text does not reach
-    **{"hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2, "head_dim": 16},
-    **{"num_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2, "patch_size": 4, "image_size": 8},
-    **{"out_hidden_size": 64, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
-    **{"num_position_embeddings": 16, "position_embedding_size": 16, "deepstack_visual_indexes": [0]},
-    **{"fullatt_block_indexes": [0], "window_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2},
-    **{"projector_dim": 64, "global_head_dim": 16, "default_output_length": 4, "pooling_kernel_size": 2},
-    **{"num_soft_tokens": 4, "layer_types": None},
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _KINDS = ("layer_types", "layers_block_type", "block_types", "no_rope_layers")
@@ -61,19 +51,9 @@ def shrunk(config: Any, **sizes: Any) -> Any:
 
     Args:
         config: a text config of Hugging Face's; it is not changed.
-        sizes: values of the new config, by name, that win over the table's; those of a text config inside are a dict
-            under its name.
+        sizes: values of the new config, by name, that win over the table's.
     """
     values = copy.deepcopy(config.to_dict())
-    parts = {name: getattr(config, name, None) for name in values if name.endswith("_config")}
-    parts = {name: part for name, part in parts.items() if hasattr(part, "to_dict")}
-    if parts:
-        text = config.get_text_config()
-        small = {
-            name: (shrunk(part, **sizes.pop(name, {})) if part is text else _small_tower(part)).to_dict()
-            for name, part in parts.items()
-        }
-        return type(config).from_dict({**values, **small, **_small_ids(values), **sizes})
     small = {name: size for name, size in _SIZES.items() if values.get(name) is not None}
     layers = _layers_of_each_kind(values)
     for name in _LAYERS:
@@ -92,13 +72,6 @@ def shrunk(config: Any, **sizes: Any) -> Any:
     return _rebuilt(config, {**values, **small, **_small_ids(values), **sizes})
 
 
-def _small_tower(config: Any) -> Any:
-    values = config.to_dict()
-    small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
-    pairs = {name: [size] * 2 for name, size in small.items() if isinstance(values[name], list) and size != [0]}
-    return _rebuilt(config, {**values, **small, **pairs})
-
-
 def _rebuilt(config: Any, values: Mapping[str, Any]) -> Any:
     """Return a config of the same class; a value that is None is its default."""
     return type(config).from_dict({name: value for name, value in values.items() if value is not None})
@@ -106,9 +79,8 @@ def _rebuilt(config: Any, values: Mapping[str, Any]) -> Any:
 
 def _small_ids(values: Mapping[str, Any]) -> dict[str, int]:
     """Return ids of the special tokens inside the small vocabulary, each with its own."""
-    ids = {name for name in values if name.endswith(("token_id", "token_index"))}
-    names = [name for name, value in values.items() if name in ids and isinstance(value, int)]
-    return {name: 200 + place for place, name in enumerate(names)}
+    ids = [name for name in values if name.endswith(("token_id", "token_index")) and isinstance(values[name], int)]
+    return {name: 200 + place for place, name in enumerate(ids)}
 
 
 def _layers_of_each_kind(values: Mapping[str, Any]) -> int:
@@ -123,7 +95,7 @@ def _layers_of_each_kind(values: Mapping[str, Any]) -> int:
 
 
 def _unscaled(rope: dict[str, Any], head_size: int) -> dict[str, Any]:
-    """Rotary parameters without a scaling, whose lengths suit other sizes."""
+    """Return rotary parameters without their scaling, whose lengths suit other sizes."""
     if any(isinstance(value, dict) for value in rope.values()):  # one for each kind of layer
         return {kind: _unscaled(value, head_size) for kind, value in rope.items() if isinstance(value, dict)}
     small: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10_000.0}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.files import fingerprint
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate, Span
@@ -23,7 +24,7 @@ from verl_ext.text.json_records import BadRecord, RecordOptions, check_character
 from verl_ext.text.readers import Chunk, Place, TextFile
 from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
-from verl_ext.text.tokenized import digest, tokenizer_facts
+from verl_ext.text.tokenized import tokenizer_facts
 from verl_ext.text.tokenizer import ModelOptions, check_template, load_tokenizer, read_template
 from verl_ext.values import DataError, UsageError, first_line, one_line, option
 
@@ -224,7 +225,9 @@ class ChatEncoder:
             self.tokenizer.eos_token_id,
             _stop_tokens(self.tokenizer, self.options.model),
         ]
-        return digest([tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options, self._preview])
+        return fingerprint(
+            [tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options, self._preview]
+        )
 
     def encode(self, chunk: Chunk) -> Documents:
         """Encode a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from verl_ext.files import CATEGORIES, REPORT, cached_folder, write_json
+from verl_ext.files import CATEGORIES, REPORT, cached_folder, fingerprint, write_json
 from verl_ext.progress import Done, Progress
 from verl_ext.redaction import redacted
 from verl_ext.text.dataset_folder import DatasetWriter
@@ -108,14 +108,14 @@ def write_documents(
         writer.abandon()
 
 
-def cached_tokens(root: Path, fingerprint: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
+def cached_tokens(root: Path, name_now: Callable[[], str], make: Callable[[Path], None], key: str) -> Path:
     """Return the folder below `root` that `make` fills, now unless it is there, by the fingerprint of its files.
 
     Raises ValueError if the files, which `key` names, change meanwhile.
     """
-    name = fingerprint()
+    name = name_now()
     folder = cached_folder(root, name, make)
-    if fingerprint() != name:
+    if name_now() != name:
         raise ValueError(f"{key} must not change while it is tokenized; one of its files did")
     return folder
 
@@ -165,11 +165,6 @@ def number_categories(
     return numbered, {number: name for name, number in numbers.items()}
 
 
-def digest(facts: Any) -> str:
-    """Return 32 hex digits that stand for plain JSON values."""
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
 def file_facts(paths: Iterable[str]) -> list[list[Any]]:
     """Return [real path, size, time of change] of each file, also of those in a folder; of a URL, its host's facts.
 
@@ -212,7 +207,7 @@ def _fingerprint(files: Sequence[SourceFile], names: Mapping[int, str], encoder:
     tokenizer, categories = encoder.tokenizer, [[file.kind, names[file.category_id]] for file in files]
     ends = [getattr(tokenizer, f"{end}_token_id", None) for end in ("bos", "eos")]
     made_by = [tokenizer_facts(tokenizer), ends, type(encoder).__name__, vars(encoder.options)]
-    return digest([FORMAT, file_facts(file.path for file in files), categories, *made_by])
+    return fingerprint([FORMAT, file_facts(file.path for file in files), categories, *made_by])
 
 
 def _write(

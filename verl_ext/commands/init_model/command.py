@@ -124,12 +124,12 @@ def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingTe
 
 
 def _model_notes(config: Any, num_tokens: int) -> Iterator[str]:
-    from verl_ext.config.support import model_support_problems  # heavy: it imports verl
+    from verl_ext.config.support import Architecture, model_support_problems  # heavy: it imports verl
 
     if config.vocab_size > num_tokens:
         rows = f"{config.vocab_size:,} rows of the vocabulary, of which the tokenizer uses {num_tokens:,}"
         yield f"note: {rows}; config.vocab_size=null makes as many as it uses"
-    for problem in model_support_problems(config):
+    for problem in model_support_problems(Architecture(config)):
         yield f"note: this project's trainer refuses such a model: {problem}"
 
 

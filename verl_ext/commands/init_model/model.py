@@ -108,7 +108,7 @@ def config_class(model_type: str) -> Any:
 
 
 def hf_config(fields: Fields) -> Any:
-    """Return the config of `fields`; raise UsageError with one line if no model can be built of it."""
+    """Build a config from `fields`; raise UsageError with one line if no model can have it."""
     cls = config_class(fields["model_type"])
     if problems := list(filter(None, _problems(fields, cls))):
         raise UsageError("; ".join(problems))

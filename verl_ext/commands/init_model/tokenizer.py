@@ -113,7 +113,7 @@ class TrainingText:
                     yield text
 
     def _texts(self, file: SourceFile) -> Iterator[tuple[str, int]]:
-        """Yield the file's texts, and the bytes of it that were read for each."""
+        """Yield each text of a file, and the number of bytes that were read for it."""
         if file.kind == "text":
             try:
                 yield from text_blocks(file.path)
