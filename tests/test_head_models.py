@@ -1,5 +1,8 @@
 """The head of many architectures against plain Hugging Face: tied, biased, scaled, soft-capped, with adapters."""
 
+import re
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checked import typed
@@ -123,6 +127,29 @@ def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel
     use, steps = trained[name, "fp32"]
     assert use == MODELS[name][2]
     assert_all_equal(steps, Reference(load_eager(str(folder(name))), DOCUMENTS).step(PACKS, "token", {}))
+
+
+def gathers(model: str) -> dict[str, Counter]:
+    """By head, how often FSDP2 gathers each group of parameters in a step of one micro-batch."""
+    from tests.packed_engine import build_worker, train_step
+
+    engine = build_worker(model, sequence_parallel=2).engine
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    counts = {}
+    for head in HEADS:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            train_step(engine, [pack_row(PACKS[0])], collate, 1, head)
+        names = re.findall(r"FSDP::all_gather \((\S+)\)", " ".join(event.name for event in profiled.events()))
+        counts[head] = Counter(names)
+    return counts
+
+
+def test_backward_gathers_no_weight_that_it_does_not_need(folder):
+    counts = run_ranks(gathers, 2, str(folder("llama")))[0]
+    for head in HEADS:
+        assert counts[head]["model.embed_tokens"] == 1
+        assert counts[head]["model.layers.0"] == counts[head]["model.layers.1"] == 2
+        assert counts[head]["lm_head"] == (1 if head == "fused" else 2)
 
 
 def test_a_step_with_an_adapter_on_the_head_equals_plain_hugging_face(folder, trained):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from verl_ext.attention import SequenceShards
@@ -86,7 +86,8 @@ class HeadInputs:
 class FusedHead:
     """The output embedding of a module, which computes ``(loss term, nll)`` per target inside :meth:`computing_loss`.
 
-    FSDP's hooks stay around its forward, so its weight is whole inside, as it is for logits.
+    FSDP's hooks stay around its forward, so its weight is whole inside, as it is for logits. The backward of loss terms
+    needs no weight, so FSDP2 does not gather it a second time, if the head is sharded by itself (as untied heads are).
     """
 
     def __init__(self, module: Any) -> None:
@@ -99,6 +100,8 @@ class FusedHead:
     def computing_loss(self, inputs: "HeadInputs | None") -> Iterator[None]:
         """Compute loss terms in the forward inside, whose ``logits_to_keep`` is ``inputs.rows.held``; None: logits."""
         self._inputs = inputs
+        if isinstance(self._head, FSDPModule) and isinstance(self._head, nn.Linear):  # an adapter needs its weights
+            self._head.set_unshard_in_backward(inputs is None)
         try:
             yield
         finally:

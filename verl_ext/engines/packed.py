@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import gather_outputs_and_unpad
@@ -77,6 +78,9 @@ class PackedEngine(StepEngine):
         super().initialize()
         self.head_use = supported_head(self.module)
         self._fused_head = FusedHead(self.module) if self.head_use == "fused" else None
+        embedding = self.module.get_input_embeddings()
+        if isinstance(embedding, FSDPModule) and isinstance(embedding, torch.nn.Embedding):
+            embedding.set_unshard_in_backward(False)  # its gradient needs the ids alone
         hf_config = self.model_config.hf_config.get_text_config()
         if asks_for_router_loss(hf_config):
             self.router_loss = RouterLoss(self.module, hf_config)
