@@ -1,6 +1,7 @@
 """Attention inside documents: isolation to the last bit, windows, grouped heads, Ulysses, and what is refused."""
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -216,11 +217,12 @@ class Seen:
 
 
 def _count(module: object, name: str, record: Callable[[tuple], None]) -> None:
-    """Put a wrapper around ``module.name`` that calls ``record`` with its arguments first."""
+    """Put a wrapper around ``module.name`` that first calls ``record`` with its arguments, unless FSDP2 calls it."""
     original = getattr(module, name)
 
     def wrapper(*args, **kwargs):
-        record((*args, *kwargs.values()))
+        if "_fully_shard" not in sys._getframe(1).f_code.co_filename:
+            record((*args, *kwargs.values()))
         return original(*args, **kwargs)
 
     setattr(module, name, wrapper)

@@ -25,7 +25,7 @@ CALLABLES = {
     "verl.utils.ulysses:get_ulysses_sequence_parallel_world_size": ("group",),
     "torch.nn.attention.bias:causal_lower_right": (),
     "torch.nn.attention.varlen:varlen_attn": (
-        *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"),
+        *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"),
     ),
     # engine
     "verl.workers.engine.base:EngineRegistry.register": ("model_type", "backend", "device", "vendor"),
