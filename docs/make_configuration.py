@@ -1,17 +1,12 @@
 """Writes docs/configuration.md from the options dataclasses: python docs/make_configuration.py"""
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from verl_ext.__main__ import COMMANDS
 from verl_ext.attention import AttentionOptions, ParallelOptions
-from verl_ext.commands.babilong.command import BabilongOptions
-from verl_ext.commands.export import ExportOptions
-from verl_ext.commands.index import IndexOptions
-from verl_ext.commands.init_model.command import InitModelOptions
-from verl_ext.commands.preflight import PreflightOptions
-from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.commands.train import TrainOptions
 from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelOptions
@@ -20,15 +15,6 @@ from verl_ext.losses import LossOptions
 from verl_ext.values import Option, Options, options_of, show
 
 PAGE = Path(__file__).parent / "configuration.md"
-COMMANDS = {
-    "train": TrainOptions,
-    "tokenize": TokenizeOptions,
-    "index": IndexOptions,
-    "babilong": BabilongOptions,
-    "export": ExportOptions,
-    "init-model": InitModelOptions,
-    "preflight": PreflightOptions,
-}
 
 
 def page() -> str:
@@ -72,7 +58,9 @@ def _lines() -> Iterator[str]:
     for title, cls in titles.items():
         yield from ("", f"### {title}", "")
         yield from _table(cls)
-    for name, cls in COMMANDS.items():
+    for name, (module, _) in COMMANDS.items():
+        held = [value for value in vars(import_module(module)).values() if isinstance(value, type)]
+        cls = [value for value in held if issubclass(value, Options) and value.__module__ == module][-1]  # nodes first
         yield from ("", f"## `verl-ext {name}`", "")
         yield from _table(cls)
 

@@ -360,6 +360,7 @@ def test_a_recipe_of_a_config_folder_chooses_plain_files_of_it(tmp_path):
     assert composed_with(tmp_path, ["recipe=mine", "loss=pack"]).loss.mode == "pack"
 
 
+@pytest.mark.slow
 def test_the_trainers_command_takes_a_plain_file_of_a_config_folder(tmp_path):
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss/mine.yaml").write_text("mode: sequence\ncategory_weights: {code: 2}\n")

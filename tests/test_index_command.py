@@ -1,11 +1,9 @@
 """`verl-ext index` as a user starts it: exit codes, one-line errors, and a run that is interrupted."""
 
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,12 +39,6 @@ def test_a_run_ends_with_a_table_and_a_bad_record_with_code_1(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "model", "out"]
 
 
-def test_the_command_is_loaded_without_torch() -> None:
-    code = "import sys, verl_ext.commands.index as _; print(*{'torch', 'verl', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == ""
-
-
 def test_an_interrupted_run_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,27 +59,3 @@ def test_an_interrupted_run_leaves_what_was_there(
     assert capsys.readouterr().err.endswith("error: interrupted; nothing was written\n")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "model", "out"]
-
-
-def test_help_shows_the_options_and_a_typo_ends_with_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["--help"]) == 0
-    assert re.search(r"^  max_corpus_tokens +null +tokens after which a source", capsys.readouterr().out, re.MULTILINE)
-    assert main(["souces={a:b}"]) == 2
-    assert capsys.readouterr().err == "error: unknown key souces; nearest: sources\n"
-
-
-def test_a_full_disk_is_one_line_with_the_folder_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files_end_at: Any
-) -> None:
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "a.txt").write_text("the cat " * 20_000)
-    arguments = [f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model"]
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with files_end_at(1 << 16):
-        assert main(arguments) == 1
-    told = f"error: output_dir must be a folder that can be written; got {tmp_path}/out: File too large"
-    assert capsys.readouterr().err.splitlines()[-1] == told
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "model"]

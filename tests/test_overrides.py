@@ -49,6 +49,7 @@ def test_the_trainer_composes_names_of_any_script(weights):
     assert compose([f"loss.category_weights.{n}={w}" for n, w in weights.items()]).loss.category_weights == weights
 
 
+@pytest.mark.slow
 def test_categories_of_any_script_are_tokenized_indexed_and_trained_on(tmp_path, tiny_model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in {"数学.jsonl": "one and two is three", "g.jsonl": "a short text"}.items():

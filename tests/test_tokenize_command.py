@@ -20,13 +20,6 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "verl_ext", "tokenize", *arguments]
 
 
-def test_typo_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(command("souces={a:b}"), cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr == "error: unknown key souces; nearest: sources\n"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_run_ends_with_a_table_and_a_bad_record_with_code_1(tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n')

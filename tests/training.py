@@ -41,6 +41,19 @@ def train_alone(overrides: Sequence[str]) -> None:
     train(overrides)
 
 
+def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:
+    """What :func:`prepare` says to a run under each of some changes, one after the other; "" where nothing."""
+    told = []
+    for change in changes:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            try:
+                prepare(compose([*SMALL, "trainer.logger=[file]", *overrides, *change]))
+                told.append("")
+            except SystemExit as error:
+                told.append(str(error.__context__))
+    return told
+
+
 def metrics(folder: Path) -> dict[tuple[int, str], Any]:
     """What the run wrote to metrics.jsonl, by step and name."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -23,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+from verl_ext.launcher import is_running
 from verl_ext.values import MISSING, DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"
@@ -197,20 +198,12 @@ class OutputFolder:
         for sibling in self.output.parent.iterdir():
             for kind, prefix in self._prefixes.items():
                 pid = sibling.name.removeprefix(prefix)
-                if pid == sibling.name or not pid.isdigit() or _is_running(int(pid)):
+                if pid == sibling.name or not pid.isdigit() or is_running(pid):
                     continue
                 if kind == "replaced" and not self.output.exists():
                     os.replace(sibling, self.output)  # killed between the two renames
                 else:
                     shutil.rmtree(sibling, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def _has_files(folder: Path) -> bool:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import psutil
+
 STOPPED = 75  # as of launch/node.sh: the same command resumes
 _OUR_RANKS = ("verl_ext.fsdp_sft_trainer", "verl_ext/fsdp_sft_trainer.py")
 _PR_SET_PDEATHSIG = 1  # Linux: sys/prctl.h
@@ -78,11 +80,11 @@ def end_with_launcher() -> None:
 
 
 def is_running(pid: int | str) -> bool:
-    """Tell whether a process is there and not a zombie; True if there is no /proc to ask."""
+    """Tell whether a process of this host is there and not a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return not Path("/proc/self").exists()
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # it is gone, or another user's that the system hides
+        return psutil.pid_exists(int(pid))
 
 
 def torchrun_plugin() -> Any:

@@ -159,10 +159,13 @@ class StepProgress:
         if "save_pause" in values:
             parts.append(f"saved, training waited {four_digits(values['save_pause'])} s")
         elif kind == "train":
+            # By the steps after the first, which compiles; validations and checkpoints between them count.
+            now = time.perf_counter()
+            seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
             parts += [
                 f"{four_digits(values['tokens_per_second'])} tokens/s",
                 f"{four_digits(values['memory_gib'])} GiB",
-                f"{tqdm.format_interval(self._seconds_left(step))} left",
+                f"{tqdm.format_interval(seconds * (self.total_steps - step))} left",
             ]
         while len(line := "  ".join(parts)) > _LINE:
             del parts[-1]
@@ -170,12 +173,6 @@ class StepProgress:
         size = shutil.get_terminal_size()
         if sys.stdout.isatty() and size.lines >= _TALL:
             print("".join(_category_lines(values, size.columns - 1)), end="", flush=True)
-
-    def _seconds_left(self, step: int) -> float:
-        """By the steps after the first, which compiles; validations and checkpoints between them count."""
-        now = time.perf_counter()
-        seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
-        return seconds * (self.total_steps - step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -169,7 +169,8 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str, token: s
             _tell_twins(options, store)
         else:
             store.set(f"report/{rank}", json.dumps({"who": who, "same": same, "at": at, "problems": problems}))
-        if keeps_store and not _is_of_this_host(local):  # MASTER_ADDR may be another host, with a node 0 of its own
+        own = {each.address for of_interface in psutil.net_if_addrs().values() for each in of_interface}
+        if keeps_store and local not in own:  # MASTER_ADDR may be another host, with a node 0 of its own
             threading.Thread(target=_find_twin, args=(options, store, token), daemon=True).start()
         ranks = range(options.nnodes)
         reports = _gathered(store, "report", ranks, options.timeout + patience * (not keeps_store))
@@ -260,10 +261,6 @@ def _resolved(name: str) -> str | None:
     with suppress(OSError):
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     return None
-
-
-def _is_of_this_host(address: str) -> bool:
-    return any(address == each.address for of_interface in psutil.net_if_addrs().values() for each in of_interface)
 
 
 def _unreachable(who: str, roster: dict[str, list[Any]]) -> list[str]:

@@ -15,20 +15,10 @@ from verl_ext.values import leaves, show
 
 PRIMARY = "sft"
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
-
-
 # Hydra's flags that take the next argument as their value.
 _VALUED_FLAGS = (
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--config-dir",
-    "-cd",
+    *("--cfg", "-c", "--package", "-p"),
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
 
 
@@ -47,7 +37,12 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     translation = translate(given, own_class, packed=_data_choice(given, folders) == "packed")
     items, notices = translation.items, translation.notices
     overrides: list[str] = []
-    mistakes = [f"{item.key} must have each name once; got {name} twice" for item in items for name in _repeated(item)]
+    mistakes = [
+        f"{item.key} must have each name once; got {name} twice"  # Hydra would keep the last
+        for item in items
+        if item.value and "{" in item.value
+        for name in repeated_keys(str(item))
+    ]
     mistakes += translation.problems
     for item in items:
         try:
@@ -111,11 +106,6 @@ def _item(word: str) -> Item:
         raise ValueError(restored(f"{key} takes one value; got {value}: write {key}=[{value}] for a list"))
     name = key.lstrip("+~")
     return Item(key[: len(key) - len(name)], name, value if equals else None)
-
-
-def _repeated(item: Item) -> list[str]:
-    """List names that a mapping has twice, of which Hydra would keep the last."""
-    return repeated_keys(str(item)) if item.value and "{" in item.value else []
 
 
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:

@@ -115,12 +115,6 @@ def renamed(key: str) -> str | None:
     return None
 
 
-def superseded(key: str) -> Superseded | None:
-    """Return the entry of a key of verl ≤ 0.6 that has no other name today, None if it is no such key."""
-    nodes = (key[:end] for end in range(len(key), 0, -1) if end == len(key) or key[end] == ".")
-    return next((SUPERSEDED[node] for node in nodes if node in SUPERSEDED), None)
-
-
 def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translation:
     """Return overrides with today's names; today's name wins if both are given.
 
@@ -131,7 +125,10 @@ def translate(items: Sequence[Item], own_class: bool, packed: bool) -> Translati
     to_be_given = given | {new for item in items if (new := renamed(item.key))}
     found = Translation([], [], [])
     for item in items:
-        new, entry = renamed(item.key), superseded(item.key)
+        new = renamed(item.key)
+        parts = item.key.split(".")
+        nodes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))  # the key, then those above it
+        entry = next((SUPERSEDED[node] for node in nodes if node in SUPERSEDED), None)
         if entry and own_class and item.key.startswith("data."):
             found.items.append(replace(item, prefix=item.prefix or "++"))  # it may be none of today's keys
             continue

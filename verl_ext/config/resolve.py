@@ -80,7 +80,12 @@ def resolve_config(config: DictConfig) -> list[str]:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
-    notices = model_kind(config).resolve_attention(config) + resolve_dataset(config)
+    notices = model_kind(config).resolve_attention(config)
+    custom = config.data.custom_cls
+    is_ours = custom.name == SFTDataSet.__name__  # scripts of verl's name the class of ours by a path of their own
+    if custom.path and is_ours and not custom.path.startswith("pkg://") and not os.path.exists(custom.path):
+        notices.append(f"data.custom_cls.path={custom.path} does not exist: verl_ext.data.{custom.name} is used")
+        custom.path = custom.name = None
     try:
         family = dataset_class(config).Options
     except ValueError:
@@ -90,16 +95,6 @@ def resolve_config(config: DictConfig) -> list[str]:
         config.data.update(family.for_evaluation(data))
     config.data.update(family.implied(data))
     return notices
-
-
-def resolve_dataset(config: DictConfig) -> list[str]:
-    """Let verl_ext.data.SFTDataSet stand in for a custom_cls.path of that class that does not exist, in place."""
-    custom = config.data.custom_cls
-    path = custom.path
-    if not path or custom.name != SFTDataSet.__name__ or path.startswith("pkg://") or os.path.exists(path):
-        return []
-    custom.path = custom.name = None
-    return [f"data.custom_cls.path={path} does not exist: verl_ext.data.{SFTDataSet.__name__} is used"]
 
 
 def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:

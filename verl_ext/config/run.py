@@ -94,7 +94,11 @@ class TrainerOptions(Options):
             value = getattr(self, name)
             if value != AFTER_EACH_EPOCH and (isinstance(value, bool) or not isinstance(value, int)):
                 yield f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}; got {show(value)}"
-        yield _interval_problem(self.profile_interval)
+        interval = self.profile_interval
+        is_pair = isinstance(interval, list) and len(interval) == 2 and all(isinstance(step, int) for step in interval)
+        if not is_pair or interval[0] > interval[1] or interval[0] < 0 <= interval[1]:
+            must = "trainer.profile_interval must be [first step, last step], or [-1, -1] for none"
+            yield f"{must}; got {show(interval)}"
         yield from _logger_problems(self.logger)
 
     @property
@@ -307,14 +311,6 @@ def dataset_class(config: Any) -> type[PackDataset]:
             f"data.custom_cls.name must name a subclass of verl_ext.data.PackDataset; got {name} of {path}"
         )
     return named
-
-
-def _interval_problem(interval: object) -> str | None:
-    if isinstance(interval, list) and len(interval) == 2 and all(isinstance(step, int) for step in interval):
-        start, end = interval
-        if start <= end and (start >= 0 or end < 0):
-            return None
-    return f"trainer.profile_interval must be [first step, last step], or [-1, -1] for none; got {show(interval)}"
 
 
 def _logger_problems(logger: object) -> Iterable[str | None]:

@@ -8,7 +8,7 @@ Below a free-form node anything goes: it is handed to transformers, an optimizer
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
@@ -152,7 +152,8 @@ def known_keys() -> frozenset[str]:
     keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key, _ in leaves(node)}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
     keys -= {f"model.{name}" for name in _DERIVED.split()}
-    return frozenset({key for key in _with_nodes(keys) if not is_free_form(key)} | set(FREE_FORM))
+    keys |= {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}  # the nodes above them
+    return frozenset({key for key in keys if not is_free_form(key)} | set(FREE_FORM))
 
 
 def is_free_form(key: str) -> bool:
@@ -300,10 +301,6 @@ def _roots(group: str, folders: Sequence[Path]) -> list[Any]:
 @functools.cache
 def _upstream() -> DictConfig:
     return composed(UPSTREAM_CONF, UPSTREAM_PRIMARY, [])
-
-
-def _with_nodes(keys: Iterable[str]) -> set[str]:
-    return {key[:end] for key in keys for end in range(1, len(key) + 1) if end == len(key) or key[end] == "."}
 
 
 def _target_fields(node: DictConfig, prefix: str = "") -> Iterator[str]:

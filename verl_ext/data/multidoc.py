@@ -33,8 +33,8 @@ from verl_ext.data.dataset import (
 )
 from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.megatron.blend import BLEND_RULES
-from verl_ext.data.multidoc_plan import SourceFinder, is_path, read_blend
 from verl_ext.data.multidoc_samples import LABEL_TOKENS, StreamPlan, WindowPlan
+from verl_ext.data.multidoc_sources import SourceFinder, is_path, read_blend
 from verl_ext.files import default_root, file_state, fingerprint
 from verl_ext.packing import CostModel
 from verl_ext.packing.strategies import MOST_TOKENS

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from verl_ext.data.megatron.blend import Order, megatron_source_samples, normalised
 from verl_ext.data.megatron.samples import Pieces, cached_blend, cached_sample_indices, check_has_sample
-from verl_ext.data.multidoc_plan import Source
+from verl_ext.data.multidoc_sources import Source
 
 # By sampling, the tokens that a sample has beside those that a model reads.
 LABEL_TOKENS = {"random_starts": 0, "document_stream": 1, "in_order": 1}

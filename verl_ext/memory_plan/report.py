@@ -138,7 +138,9 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     others = [widest] if _is_target(widest).sum() > _is_target(longest).sum() else []
     alone = [[batch] for batch in (longest, *others)]
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
-    rank = _rank_with_most_targets(longest, SequenceShards(sp // context, context))
+    shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
+    padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
+    rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first that holds most targets
     return Job(values, steps, run.world_size, rank, run.backend, run.config.model.engine_vendor)
 
 
@@ -157,13 +159,6 @@ def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
 
 def _is_target(batch: StepBatch) -> torch.Tensor:
     return batch.category_index >= 0
-
-
-def _rank_with_most_targets(batch: StepBatch, shards: SequenceShards) -> int:
-    """Return the first of the ranks sharing a micro-batch that hold most of its targets."""
-    is_target = _is_target(batch)
-    padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
-    return int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from verl_ext.memory_plan.caching_allocator import Event, reserved
+from verl_ext.memory_plan.caching_allocator import reserved
 from verl_ext.memory_plan.fake_gpu import GPU, FakePlatform, MemoryTracker, fake_sdpa, flash_memory, register_gpu
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
@@ -163,17 +163,15 @@ def predicted(job: Job) -> Prediction:
             for step in job.others:
                 take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())
-        return Prediction(kinds, standing, host, _reserved(events) if job.others else None)
+        if not job.others:
+            return Prediction(kinds, standing, host)
+        before, *steps = events
+        steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))  # in random order
+        segments = {name: reserved(before, steps, name == "expandable") for name in ("expandable", "fixed")}
+        return Prediction(kinds, standing, host, segments)
     finally:
         dist.destroy_process_group()
         gc.collect()
-
-
-def _reserved(events: list[list[Event]]) -> dict[str, int]:
-    """Return what an allocator reserves, by its kind of segments, over steps in random order."""
-    standing, *steps = events
-    steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))
-    return {name: reserved(standing, steps, name == "expandable") for name in ("expandable", "fixed")}
 
 
 def build_engine(job: Job) -> Any:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -161,12 +161,14 @@ class HangWatch:
         return limit > 0 and time.monotonic() - self._at > limit - slack
 
     def _write_state(self, store: dist.Store, beat: int, tick: float) -> None:
-        store.set(f"state {dist.get_rank()}", json.dumps([beat, *self._state(tick)]))
+        store.set(f"state {dist.get_rank()}", json.dumps([beat, *astuple(self._state(tick))]))
 
-    def _state(self, tick: float) -> tuple[bool, int, str, bool, str, int | None]:
-        """Return the fields of this rank's :class:`RankState`."""
+    def _state(self, tick: float) -> RankState:
         overdue, frame = self._overdue(4 * tick), sys._current_frames().get(self._thread.ident or 0)
-        return (not overdue, self._marks, self._phase, *_place(frame), _collectives() if overdue else None)
+        begun = None  # collectives of all groups of this process
+        if overdue and (recorded := _recorded(False)) and (groups := pickle.loads(recorded).get("pg_status")):
+            begun = sum(group["last_enqueued_collective"] for group in groups.values())
+        return RankState(not overdue, self._marks, self._phase, *_place(frame), begun)
 
     def _compare(self, store: dist.Store, tick: float, ended: threading.Event) -> None:
         """Write how far this rank is; once it makes no progress, one rank compares them all."""
@@ -192,7 +194,7 @@ class HangWatch:
             None if now is None or (then is not None and now[0] <= then[0]) else RankState(*now[1:])
             for then, now in zip(before, _states(store), strict=True)
         ]
-        states[dist.get_rank()] = RankState(*self._state(tick))
+        states[dist.get_rank()] = self._state(tick)
         found = diagnosis(states, [store.get(f"process {rank}").decode() for rank in range(len(states))])
         if found is not None and self._marks == marks:
             line = f"{self._no_progress()}: {found}; {_RESUMES}"
@@ -236,12 +238,6 @@ def _recorded(entries: bool) -> bytes:
     name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     dump = getattr(torch._C._distributed_c10d, name, None)
     return dump(includeCollectives=entries, includeStackTraces=entries, onlyActive=False) if dump else b""
-
-
-def _collectives() -> int | None:
-    """Count the collectives that this process has begun, over all of its groups."""
-    groups = pickle.loads(recorded).get("pg_status", {}) if (recorded := _recorded(False)) else {}
-    return sum(group["last_enqueued_collective"] for group in groups.values()) if groups else None
 
 
 def _states(store: dist.Store) -> list[list | None]:

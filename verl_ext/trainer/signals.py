@@ -86,20 +86,16 @@ class StopRequests:
             for number in self._reader.recv(64) if ready else b"":
                 if number in SIGNALS:  # others have handlers too, as torch's loader has for its processes
                     self._got(signal.Signals(number).name, number)
-            names = self._requests_of_launcher()
+            names: list[str] = []
+            with suppress(OSError):
+                if self._folder is not None:
+                    names = (self._folder / "stop").read_text().split()
             for name in names[read:]:
                 before = names[read - 1] if read else None
                 echo = _ECHO_SECONDS if before is None else _LAUNCHER_ECHO_SECONDS if name == before else 0.0
                 self._got(name, getattr(signal, name), echo)
                 read += 1
             self._end_with_parents()
-
-    def _requests_of_launcher(self) -> list[str]:
-        """Read the names of the signals that the launcher wrote down."""
-        with suppress(OSError):
-            if self._folder is not None:
-                return (self._folder / "stop").read_text().split()
-        return []
 
     def _got(self, name: str, number: int, echo: float = _ECHO_SECONDS) -> None:
         """Take one request; within `echo` seconds it may be the one before again."""
@@ -122,11 +118,8 @@ class StopRequests:
         """End when torchrun or the launcher is gone: the rank would train on, and write, beside the next run."""
         if self._torchrun is not None and os.getppid() != self._torchrun:
             exit_this_rank(f"torchrun (process {self._torchrun}) is gone, which ends its ranks", TRAINING_FAILED)
-        if self._launcher is not None:
-            try:
-                os.kill(self._launcher, 0)
-            except ProcessLookupError:
-                exit_this_rank(f"launch/node.sh (process {self._launcher}) is gone, which ends it", TRAINING_FAILED)
+        if self._launcher is not None and not is_running(self._launcher):
+            exit_this_rank(f"launch/node.sh (process {self._launcher}) is gone, which ends it", TRAINING_FAILED)
 
 
 def end_for_parent_alone(*_: object) -> None:

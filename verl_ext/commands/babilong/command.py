@@ -91,15 +91,14 @@ class BabilongOptions(OutputOptions):
         yield from self.model.tokenizer_problems()
         if self.background is not None and not os.path.isdir(self.background):
             yield f"background must be a folder of .txt files that exists; got {show(self.background)}"
-        if not _is_fact_range(self.facts_within):
+        within = self.facts_within
+        if isinstance(within, list):
+            is_range = len(within) == 2 and all(type(each) is int for each in within) and 0 <= within[0] < within[1]
+        else:
+            is_range = within is None or (type(within) in (int, float) and 0 < within <= 1)
+        if not is_range:
             must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
-            yield f"{must}; got {show(self.facts_within)}"
-
-
-def _is_fact_range(value: Any) -> bool:
-    if isinstance(value, list):
-        return len(value) == 2 and all(type(each) is int for each in value) and 0 <= value[0] < value[1]
-    return value is None or (type(value) in (int, float) and 0 < value <= 1)
+            yield f"{must}; got {show(within)}"
 
 
 class Job(NamedTuple):

@@ -44,7 +44,11 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, bl
     """
     check_weights(weights, key)
     drawn = np.flatnonzero(weights).astype(np.int16)
-    parts = _whole_parts([weight for weight in weights if weight > 0])
+    exact = [Fraction(repr(float(weight))) for weight in weights if weight > 0]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * scale) for weight in exact]  # whole numbers in the proportion of the weights
+    divisor = math.gcd(*parts)
+    parts = [part // divisor for part in parts]
     period = min(n, sum(parts))
     number = np.empty(period, np.int16)
     if len(parts) == 1:
@@ -109,15 +113,6 @@ def check_weights(weights: Sequence[float], key: str = "data.blend") -> None:
         raise ValueError(f"{key} must have a weight above 0; got {shown}")
     if len(weights) > MAX_SOURCES:
         raise ValueError(f"{key} must have at most {MAX_SOURCES} sources; got {len(weights)}")
-
-
-def _whole_parts(weights: Sequence[float]) -> list[int]:
-    """Return whole numbers in the proportion of the weights, without a common divisor."""
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    scale = math.lcm(*(weight.denominator for weight in exact))
-    parts = [int(weight * scale) for weight in exact]
-    divisor = math.gcd(*parts)
-    return [part // divisor for part in parts]
 
 
 def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> NDArray[np.int64]:

@@ -148,7 +148,11 @@ class TokenIndex:
         self.pointers = np.frombuffer(self._idx, np.int64, self.num_sequences, pointers_at)
         if check:
             self._check_sequences(block)
-        self._check_bin(bin_size)
+        last = self.num_sequences - 1
+        expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
+        if bin_size != expected:
+            wanted = f"a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to"
+            raise ValueError(f"{self.key} must have {wanted}; got {bin_size} bytes in {self.files[0]}")
         borders = np.frombuffer(self._idx, np.int64, num_borders, borders_at)
         if self._longest_document(borders, block) > 1:
             borders = np.unique(borders)
@@ -238,13 +242,6 @@ class TokenIndex:
                 at = int((pointers != expected).argmax())
                 where = f"for sequence {first + at}, where the lengths before it end"
                 raise self._idx_error(f"have pointer {expected[at]} {where}", pointers[at])
-
-    def _check_bin(self, size: int) -> None:
-        last = self.num_sequences - 1
-        expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
-        if size != expected:
-            wanted = f"a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to"
-            raise ValueError(f"{self.key} must have {wanted}; got {size} bytes in {self.files[0]}")
 
     def _longest_document(self, borders: NDArray[np.int64], block: int) -> int:
         """Return the most sequences of a document; check that the document indices go from 0 to N, never down."""

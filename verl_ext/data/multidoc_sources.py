@@ -129,7 +129,11 @@ class SourceFinder:
 
     def _named(self, groups: Sequence[tuple[list[str], float | None]]) -> list[Source]:
         """Return a source for each (paths, weight), named by their last part, with its folder's if two were alike."""
-        paths = [_together(paths) for paths, _ in groups]
+        paths = []  # of each group its only path, else the folder that holds its texts
+        for group, _ in groups:
+            is_alone = len(group) == 1 or any(map(is_url, group))
+            held = (path if os.path.isdir(path) else os.path.dirname(path) for path in group)
+            paths.append(group[0] if is_alone else os.path.commonpath(list(held)))
         short = [_name(path) for path in paths]
         names = [
             f"{_name(os.path.dirname(path))}_{name}" if short.count(name) > 1 else name
@@ -202,10 +206,3 @@ def _name(path: str) -> str:
     fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     name = parts[fixed - 1]
     return Path(without_compression(name)).stem if kind_of(name) else name.removesuffix(".idx").removesuffix(".bin")
-
-
-def _together(paths: Sequence[str]) -> str:
-    """Return the path that names texts: the only one, else the folder that holds them all."""
-    if len(paths) == 1 or any(map(is_url, paths)):
-        return paths[0]
-    return os.path.commonpath([path if os.path.isdir(path) else os.path.dirname(path) for path in paths])
