@@ -41,7 +41,7 @@ RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the command a millisecond o
 class TokenizeOptions(ChatOptions, SourceOptions):
     """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
 
-    The fields of a record say which shape it has (verl_ext/text/records.py lists them). A source's name is the category
+    The fields of a record say which shape it has (verl_ext/text/shapes.py lists them). A source's name is the category
     of its records.
     """
 

@@ -21,8 +21,9 @@ from verl_ext.text.chat_template import ChatTemplate, Span
 from verl_ext.text.documents import Counts, Document, Documents, Run, fit, joined, preview_of
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, parse_line
+from verl_ext.text.messages import Chat, PlainText
 from verl_ext.text.readers import Chunk, Place, TextFile
-from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
+from verl_ext.text.records import Record, category_of, column_problems, parse_record
 from verl_ext.text.special_tokens import ChatText, SpecialTokens
 from verl_ext.text.tokenized import tokenizer_facts
 from verl_ext.text.tokenizer import ModelOptions, check_template, load_tokenizer, read_template

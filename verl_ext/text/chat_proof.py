@@ -20,7 +20,7 @@ from verl_ext.text.chat_marks import SPOKEN_FIELDS
 from verl_ext.text.chat_spans import RenderedChat, Target, locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.records import Chat, Message
+from verl_ext.text.messages import Chat, Message
 
 CHECKED = 256  # one in so many chats is rendered as well
 SHAPES = 1024  # the most shapes that are kept

@@ -29,8 +29,7 @@ from typing import Any
 from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, unmarked_fields
 from verl_ext.text.chat_template import ChatTemplate, Span, common_prefix, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import Message, functions_called
-from verl_ext.text.records import Chat
+from verl_ext.text.messages import Chat, Message, functions_called
 
 _ANSWER = "Zq7a"  # where a plain answer begins
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}

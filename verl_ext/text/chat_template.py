@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from verl_ext.text.json_records import BadRecord, parse_json
-from verl_ext.text.messages import Message, functions_called
-from verl_ext.text.records import Chat
+from verl_ext.text.messages import Chat, Message, functions_called
 from verl_ext.values import UsageError, first_line
 
 Span = tuple[int, int]

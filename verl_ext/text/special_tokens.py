@@ -28,7 +28,7 @@ from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_spans import RenderedChat
 from verl_ext.text.chat_template import any_of
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.records import Chat
+from verl_ext.text.messages import Chat
 
 _HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15
 _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")
