@@ -23,7 +23,8 @@ from verl_ext.commands.report import Report
 from verl_ext.files import OutputFolder
 from verl_ext.nodes import differences, versions
 from verl_ext.ray_cluster import ray_cluster
-from verl_ext.text.chat import ChatEncoder, ChatOptions
+from verl_ext.text.chat import ChatEncoder
+from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.documents import Documents, previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -155,7 +156,7 @@ class ChatTemplate:
         """
         if not any(message.get("tool_calls") for message in chat.messages):
             return chat, self.render(chat.messages, chat.tools)
-        other = Chat([_other_arguments(message) for message in chat.messages], chat.targets, chat.tools)
+        other = replace(chat, messages=[_other_arguments(message) for message in chat.messages])
         first, second = (other, chat) if self._other_arguments else (chat, other)
         text = self.try_render(first.messages, first.tools)
         strings = [

@@ -69,9 +69,7 @@ def parse_record(raw: Any, columns: Mapping[str, str | None] | None = None, drop
             mask = content.masks.get(index)
             parts = (part for found in mask.stretches.values() for _, part in found if part) if mask else ()
             for part in {1.0, *parts}:
-                as_weight(
-                    target * part * (1 if weight is None else weight), "the weights of a part, its turn and record"
-                )
+                as_weight(target * part * (1 if weight is None else weight), "a weight in a turn times the record's")
     replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
     unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
     return Record(content, weight, unused, fields.message_fields, fields.reader.dropped)
