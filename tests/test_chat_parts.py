@@ -31,7 +31,8 @@ QWEN3 = (
     "{% if loop.index0 > ns.last and (loop.last or thought) %}"
     "<think>\n{{ thought.strip('\n') }}\n</think>\n\n{{ content.lstrip('\n') }}{% else %}{{ content }}{% endif %}"
     "{% for c in m.tool_calls or [] %}{% if content or not loop.first %}{{ '\n' }}{% endif %}"
-    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% set f = c.function if c.function is defined else c %}"
+    '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}{% else %}{{ m.content }}{% endif %}" + TAIL
 )
 # As GLM-4.5's: the next turn's head ends a turn, calls are tags, a turn without reasoning has an empty block.
@@ -224,6 +225,17 @@ def test_calls_of_which_no_word_is_marked_are_not_learnt_by_mistake(folder: Path
     assert Tokenized(folder, asks, record).learnt == ["the catSIT" + END]
     with pytest.raises(DataError, match="tool call"):
         Tokenized(folder, asks, record, tool_calls="context")
+
+
+def test_tools_and_calls_as_json_text_are_read_as_minimind_writes_them(folder: Path) -> None:
+    # dataset/lm_dataset.py of MiniMind-3: `tools` on the system message and `tool_calls` on a turn are JSON text.
+    made = json.dumps([{"name": "sit", "arguments": {"on": "mat"}}])
+    tools = json.dumps([{"type": "function", "function": {"name": "sit", "parameters": {}}}])
+    system = {"role": "system", "content": "be kind", "reasoning_content": "", "tools": tools, "tool_calls": ""}
+    asked = {"role": "user", "content": "sit", "reasoning_content": "", "tools": "", "tool_calls": ""}
+    calling = {"role": "assistant", "content": "", "reasoning_content": "", "tools": "", "tool_calls": made}
+    found = Tokenized(folder, QWEN3, {"conversations": [system, asked, calling]})
+    assert found.learnt == [CALLS + END]
 
 
 def test_parts_of_the_content_are_masked_as_axolotl_does(folder: Path) -> None:
