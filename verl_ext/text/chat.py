@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -218,14 +219,15 @@ class ChatEncoder:
             mask, chat.border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
             learnt = chat.learnt
             firsts = [self._first_token(encoded, chat.text, part.start) for part in learnt]
-            tokens = np.diff([*firsts, len(ids)])  # of each learnt part, and of the context after it
-            codes = np.array([KIND_CODES[part.kind] for part in learnt], np.int8)
+            # The tokens of each learnt part, with those of the context after it, which the mask takes out again.
+            runs = [(part, slice(*run)) for part, run in zip(learnt, pairwise([*firsts, len(ids)]), strict=True)]
             kinds = np.zeros(len(ids), np.int8)
-            kinds[firsts[0] :] = np.repeat(codes, tokens)
-            kinds *= mask
+            for part, run in runs:
+                kinds[run] = KIND_CODES[part.kind]
             if any(part.weight != 1 for part in learnt):
                 weights = np.ones(len(ids), np.float64)
-                weights[firsts[0] :] = np.repeat([part.weight for part in learnt], tokens)
+                for part, run in runs:
+                    weights[run] = part.weight
                 weights[mask == 0] = 1
         else:
             eos = self.tokenizer.eos_token_id

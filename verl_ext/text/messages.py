@@ -60,6 +60,9 @@ class TurnMask:
     stretches: dict[str, list[Stretch]] = field(default_factory=dict)
 
 
+_NO_MASK = TurnMask()
+
+
 @dataclass(slots=True)
 class Turn:
     """A message; the weight of its tokens (None: not given) and of its parts; the tools that a system message holds."""
@@ -134,13 +137,10 @@ class MessageReader:
         text = fields.pop("value", None) if text is None else text
         if text is None and not fields.get("tool_calls"):
             raise BadRecord("non_string_content", f"{where} ({role}) has no content")
-        mask = TurnMask()
-        content = self._text(text if text is not None else "", mask, "content", where)
-        for name in REASONING_FIELDS:
-            if isinstance(fields.get(name), list):
-                fields[name] = self._text(fields[name], mask, name, where)
-        if not fields.keys().isdisjoint(_LEARN_PARTS):
-            self._read_parts(fields, content, mask, where)
+        if isinstance(text, str) and fields.keys().isdisjoint((*_LEARN_PARTS, *REASONING_FIELDS)):
+            content, mask = text, _NO_MASK
+        else:
+            content, mask = self._parts(fields, text if text is not None else "", where)
         if role != "assistant" and any(weight for found in mask.stretches.values() for _, weight in found):
             raise BadRecord("bad_weight", f"{where} ({role}) has a part to be learnt; only assistant turns can be")
         message = {"role": role, "content": content, **fields}
@@ -155,7 +155,18 @@ class MessageReader:
             calls = message["tool_calls"] = from_json(message["tool_calls"], f"{where}: tool_calls")
             if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
                 raise BadRecord("bad_tools", f"{where}: tool_calls must be a list of objects")
-        return Turn(message, weight, mask if mask != TurnMask() else None, tools)
+        return Turn(message, weight, None if mask is _NO_MASK or mask == _NO_MASK else mask, tools)
+
+    def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask]:
+        """Return a message's text and the weights of its parts, whose fields are taken out."""
+        mask = TurnMask()
+        content = self._text(text, mask, "content", where)
+        for name in REASONING_FIELDS:
+            if isinstance(fields.get(name), list):
+                fields[name] = self._text(fields[name], mask, name, where)
+        if not fields.keys().isdisjoint(_LEARN_PARTS):
+            self._read_parts(fields, content, mask, where)
+        return content, mask
 
     def _text(self, text: Any, mask: TurnMask, name: str, where: str) -> str:
         """Return the text of a field; join text parts (`{"type": "text", "text": …}`), and note their weights."""
