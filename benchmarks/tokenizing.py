@@ -75,7 +75,8 @@ def write_records(options: argparse.Namespace, folder: Path) -> Path:
 
 def rendered_texts(records: Path, tokenizer: Any) -> list[str]:
     """Each chat as its template prints it."""
-    from verl_ext.text.records import Chat, parse_record
+    from verl_ext.text.messages import Chat
+    from verl_ext.text.records import parse_record
 
     contents = (parse_record(json.loads(line)).content for line in records.open(encoding="utf-8"))
     chats = [content.messages for content in contents if isinstance(content, Chat)]

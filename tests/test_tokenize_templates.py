@@ -171,7 +171,7 @@ def test_thinking_removed_from_earlier_turns_is_no_target_and_the_last_turn_keep
     assert target_texts(STRIPS_THINKING, record) == ["the cat<|im_end|>", last]
 
 
-def test_turns_without_thinking_learn_the_block_that_the_template_writes_for_the_model() -> None:
+def test_the_block_that_the_template_writes_for_the_model_belongs_to_the_turn() -> None:
     turns = target_texts(STRIPS_THINKING, chat("hello", "the cat", "more", "sat"))
     assert turns == ["the cat<|im_end|>", "<think>\n\n</think>\n\nsat<|im_end|>"]
 
@@ -272,15 +272,15 @@ def test_turns_each_gives_every_turn_its_document_with_its_reasoning_as_inferenc
     assert [learnt(row) for row in rows] == [
         "<think>\nfirst\n</think>\n\nthe cat<|im_end|>",
         "<think>\nsecond\n</think>\n\nsat<|im_end|>",
-        "<think>\n\n</think>\n\non mats<|im_end|>",
+        "on mats<|im_end|>",
     ]
 
 
 @pytest.mark.parametrize(
     ("turns", "expected"),
     [
-        ("all", ["the cat<|im_end|>sat<|im_end|><think>\n\n</think>\n\non mats<|im_end|>"]),
-        ("last", ["<think>\n\n</think>\n\non mats<|im_end|>"]),
+        ("all", ["the cat<|im_end|>sat<|im_end|>on mats<|im_end|>"]),
+        ("last", ["on mats<|im_end|>"]),
     ],
 )
 def test_turns_all_and_last_give_one_document_as_the_template_prints_it(

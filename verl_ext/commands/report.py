@@ -11,7 +11,8 @@ import numpy as np
 from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.progress import Row, aligned
 from verl_ext.redaction import redacted
-from verl_ext.text.chat import ChatOptions
+from verl_ext.text.chat_parts import KINDS
+from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.documents import Counts, Documents, Run
 from verl_ext.values import DataError, Options, one_line
 
@@ -79,6 +80,9 @@ class Report:
             "tokenizer": self.options.model.tokenizer,
             "options": reported_options(self.options),
             "categories": {name: counts.as_dict() for name, counts in self.categories.items()},
+            "target_kinds": {
+                name: {kind: counts.target_kinds[kind] for kind in KINDS} for name, counts in self.categories.items()
+            },
             "sources": {name: self._source(name, counts) for name, counts in self.sources.items()},
             "total": in_all,
         }
@@ -121,6 +125,14 @@ class Report:
             yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
         if counts.border_tokens:
             yield f"{counts.border_tokens:,} tokens at borders of turns hold text of the template too, and are learnt"
+        if counts.target_kinds["reasoning"] or counts.target_kinds["tool_call"]:
+            targets = {kind.replace("_", " "): count for kind, count in counts.target_kinds.items() if count}
+            yield f"target tokens: {_most(targets)}"
+        if counts.context_parts:
+            context = {kind.replace("_", " "): count for kind, count in counts.context_parts.items()}
+            yield f"in the text and no target: {_most(context, ' parts of turns')}"
+        if counts.dropped_reasoning:
+            yield f"left out: the reasoning of {counts.dropped_reasoning:,} turns"
         if counts.unprinted:
             yield f"not printed by the chat template: {_most(counts.unprinted, ' records')}"
         if counts.dropped_media:

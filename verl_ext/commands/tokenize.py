@@ -23,7 +23,8 @@ from verl_ext.commands.report import Report
 from verl_ext.files import OutputFolder
 from verl_ext.nodes import differences, versions
 from verl_ext.ray_cluster import ray_cluster
-from verl_ext.text.chat import ChatEncoder, ChatOptions
+from verl_ext.text.chat import ChatEncoder
+from verl_ext.text.chat_rendering import ChatOptions
 from verl_ext.text.dataset_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.documents import Documents, previews_text
 from verl_ext.text.readers import CHUNK, Chunk, ChunkSize, read_chunks
@@ -41,7 +42,7 @@ RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the command a millisecond o
 class TokenizeOptions(ChatOptions, SourceOptions):
     """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
 
-    The fields of a record say which shape it has (verl_ext/text/records.py lists them). A source's name is the category
+    The fields of a record say which shape it has (verl_ext/text/shapes.py lists them). A source's name is the category
     of its records.
     """
 

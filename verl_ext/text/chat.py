@@ -1,173 +1,33 @@
-"""Chat and text records turned into documents: the options, and the encoder that each worker process holds.
+"""Chat and text records turned into documents by the encoder that each worker process holds.
 
 record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncoder--> ids, offsets --> Document
                          PlainText ---------------------------------> ids, with EOS              --> Document
 """
 
-import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from verl_ext.files import fingerprint
-from verl_ext.packing import OVER_LENGTH_POLICIES
-from verl_ext.text.chat_proof import ProvenChats
-from verl_ext.text.chat_template import ChatTemplate, Span
+from verl_ext.text.chat_parts import EMPTY_REASONING, KINDS, REASONING
+from verl_ext.text.chat_rendering import ChatOptions, ChatRenderer, stop_tokens
 from verl_ext.text.documents import Counts, Document, Documents, Run, fit, joined, preview_of
 from verl_ext.text.encoders import Encoded, TextEncoder
-from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, parse_line
+from verl_ext.text.json_records import BadRecord, check_characters, parse_line
+from verl_ext.text.messages import Chat, PlainText
 from verl_ext.text.readers import Chunk, Place, TextFile
-from verl_ext.text.records import Chat, PlainText, Record, category_of, column_problems, parse_record
-from verl_ext.text.special_tokens import ChatText, SpecialTokens
+from verl_ext.text.records import Record, category_of, parse_record
+from verl_ext.text.special_tokens import ChatText
 from verl_ext.text.tokenized import tokenizer_facts
-from verl_ext.text.tokenizer import ModelOptions, check_template, load_tokenizer, read_template
-from verl_ext.values import DataError, UsageError, first_line, one_line, option
+from verl_ext.text.tokenizer import load_tokenizer, read_template
+from verl_ext.values import DataError, UsageError, one_line
 
-# The arguments of `apply_chat_template` that are set here.
-RESERVED_TEMPLATE_KWARGS = frozenset(
-    (
-        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-    )
-)
-
-
-@dataclass(frozen=True)
-class ChatOptions(RecordOptions):
-    """The options that turn chat and text records into documents."""
-
-    model: ModelOptions = option(ModelOptions, "the tokenizer")
-    chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
-    apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to the template, e.g. {enable_thinking: false}")
-    end_of_turn: str | None = option(
-        None, "text that ends an assistant's turn, a target too; null: found from template and stop tokens"
-    )
-    turns: str = option(
-        "all",
-        "assistant turns that are targets: all | last | each: one document per turn, the chat up to it",
-        choices=("all", "last", "each"),
-    )
-    on_unprinted: str = option(
-        "warn",
-        "chats that the template prints in part: warn: used as printed, and counted | drop | error: bad records",
-        choices=("error", "warn", "drop"),
-    )
-    last_turn_only: bool = option(False, "true: the same as turns=last")
-    columns: dict[str, Any] = option(
-        {}, "{known field: the records' name for it}, a.b for a nested one; null: the field is not read"
-    )
-    category_field: str | None = option(
-        None, "field whose value is the record's category; a record without it has its source's name"
-    )
-    media: str = option(
-        "error",
-        "images, audio, video in records: error: a bad record | drop: the text is kept, the rest counted",
-        choices=("error", "drop"),
-    )
-    max_tokens: int | None = option(None, "most tokens of a document; null: any length", least=2)
-    over_length: str = option("error", "what to do with longer documents", choices=OVER_LENGTH_POLICIES)
-
-    def problems(self) -> Iterable[str | None]:
-        """Yield a line for each mistake that can be seen without opening a source."""
-        yield from self.model.tokenizer_problems()
-        yield from column_problems(self.columns)
-        if self.category_field == "":
-            yield "category_field must name a field of the records, or be null; got ''"
-        if self.last_turn_only and self.turns == "each":
-            yield "last_turn_only must not be set beside turns; got true beside turns=each"
-        if self.end_of_turn == "":
-            yield "end_of_turn must be a text that ends a turn, or null; got ''"
-        for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
-            yield f"apply_chat_template_kwargs must not set {name}, which this command sets itself"
-        if self.chat_template is not None:
-            try:
-                read_template(self.chat_template, "chat_template")
-            except UsageError as error:
-                yield str(error)
-
-
-class ChatRenderer:
-    """A renderer of chats to texts with targets, with one template, `turns`, `on_unprinted` and `end_of_turn`."""
-
-    def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
-        """Read the template. Raises `UsageError` if there is none, or it cannot be used."""
-        template = given = options.chat_template
-        if given is not None:
-            template = read_template(given, "chat_template")
-            check_template(template, "one" if template == given else given, "chat_template")
-        elif not tokenizer.chat_template:
-            raise UsageError(
-                f"chat_template must be given for chat records: the tokenizer of {options.model.tokenizer} has none"
-            )
-        self._special, self._options = special, options
-        stops = _stop_tokens(tokenizer, options.model)
-        self._chats = ProvenChats(
-            ChatTemplate(tokenizer, template, options.apply_chat_template_kwargs, options.end_of_turn, stops)
-        )
-
-    @cached_property
-    def template_words(self) -> set[str]:
-        """The names in the template."""
-        return set(re.findall(r"\w+", self._chats.template.source))
-
-    def texts(self, chat: Chat) -> list[ChatText]:
-        """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
-
-        Words that are not printed, and that `on_unprinted` accepts, are noted with the first text that lacks them.
-        """
-        on_found = self._options.special_tokens_in_text
-        texts = [self._special.chat_text(self._chats, part, on_found) for part in self._parts(chat)]
-        unprinted: set[str] = set()
-        for rendered in (text.rendered for text in texts):
-            left_out = rendered.unprinted
-            rendered.unprinted = [kind for kind in left_out if kind not in unprinted]
-            unprinted.update(left_out)
-        learnt = [text for text in texts if text.rendered.targets]
-        if unprinted and (self._options.on_unprinted != "warn" or not learnt):
-            message = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
-            if self._options.on_unprinted != "warn":
-                raise BadRecord("unprinted", message)
-            raise BadRecord("no_target", f"there is nothing to learn: {message}")
-        if not learnt:
-            raise BadRecord("no_target", "the chat template marks no assistant turn")
-        return learnt
-
-    def _parts(self, chat: Chat) -> list[Chat]:
-        if self._options.turns == "each":
-            return [Chat(chat.messages[: i + 1], {i: weight}, chat.tools) for i, weight in chat.targets.items()]
-        if self._options.turns == "last" or self._options.last_turn_only:
-            chat.keep_last_target()
-            if not chat.targets:
-                raise BadRecord("no_target", "the last assistant turn is no target")
-        return [chat]
-
-
-def _stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
-    """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
-    from transformers.utils import cached_file  # heavy, and needed in worker processes only
-
-    path = cached_file(
-        model.path or model.tokenizer,
-        "generation_config.json",
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if path is None:
-        return []
-    try:
-        with open(path, encoding="utf-8") as file:
-            ids = json.load(file).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} must be a generation config in JSON: {first_line(error)}") from error
-    ids = ids if isinstance(ids, list) else [ids]
-    return [token for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]
+KIND_CODES = {**{kind: code for code, kind in enumerate(KINDS, start=1)}, EMPTY_REASONING: KINDS.index(REASONING) + 1}
 
 
 @dataclass
@@ -223,7 +83,7 @@ class ChatEncoder:
         ends = [
             self.tokenizer.bos_token_id,
             self.tokenizer.eos_token_id,
-            _stop_tokens(self.tokenizer, self.options.model),
+            stop_tokens(self.tokenizer, self.options.model),
         ]
         return fingerprint(
             [tokenizer_facts(self.tokenizer), self.tokenizer.chat_template, ends, options, self._preview]
@@ -332,6 +192,8 @@ class ChatEncoder:
                 counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
                 counts.unprinted.update(chat.rendered.unprinted)
                 counts.border_tokens += chat.border_tokens
+                counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
+                counts.dropped_reasoning += chat.dropped_reasoning
         try:
             pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
         except DataError as error:
@@ -339,6 +201,10 @@ class ChatEncoder:
         for counts in found.counts_of(item.category):
             counts.over_length.update(over_length)
             counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
+            for piece in pieces:
+                if piece.kinds is not None:
+                    tokens = np.bincount(piece.kinds, minlength=len(KINDS) + 1).tolist()
+                    counts.target_kinds.update(dict(zip(KINDS, tokens[1:], strict=True)))
         for piece in pieces:
             found.documents.append(piece)
             if item.category is not None:
@@ -348,9 +214,21 @@ class ChatEncoder:
 
     def _document(self, item: _Item, encoded: Encoded) -> Document:
         """Make a document of a text's tokens, mask and weights; a plain text ends with EOS."""
-        ids = encoded.ids
-        if isinstance(item.text, ChatText):
-            mask, item.text.border_tokens = self._encoder.mask(encoded, item.text.text, item.text.rendered.spans)
+        ids, weights, kinds = encoded.ids, None, None
+        if isinstance(chat := item.text, ChatText):
+            mask, chat.border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
+            learnt = chat.learnt
+            firsts = [self._first_token(encoded, chat.text, part.start) for part in learnt]
+            # The tokens of each learnt part, with those of the context after it, which the mask takes out again.
+            runs = [(part, slice(*run)) for part, run in zip(learnt, pairwise([*firsts, len(ids)]), strict=True)]
+            kinds = np.zeros(len(ids), np.int8)
+            for part, run in runs:
+                kinds[run] = KIND_CODES[part.kind]
+            if any(part.weight != 1 for part in learnt):
+                weights = np.ones(len(ids), np.float64)
+                for part, run in runs:
+                    weights[run] = part.weight
+                weights[mask == 0] = 1
         else:
             eos = self.tokenizer.eos_token_id
             if eos is None:
@@ -361,21 +239,16 @@ class ChatEncoder:
         mask[:1] = 0
         if not mask.any():
             raise BadRecord("no_target", "no token is left to learn after the first")
-        return Document(ids, mask, self._weights(encoded, item, len(ids)))
+        if item.weight is not None:
+            weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
+        weights = None if weights is None else weights.astype(np.float32)
+        return Document(ids, mask, weights, kinds=None if kinds is None else kinds * mask)
 
-    def _weights(self, encoded: Encoded, item: _Item, tokens: int) -> np.ndarray | None:
-        """Return weights[T] float32, the record's weight times that of a token's turn; None if neither is given."""
-        spans: dict[float, list[Span]] = {}
-        text = item.text.text if isinstance(item.text, ChatText) else ""
-        for target in item.text.rendered.targets if isinstance(item.text, ChatText) else []:
-            if target.weight != 1:
-                spans.setdefault(target.weight, []).append(target.span)
-        if item.weight is None and not spans:
-            return None
-        weights = np.full(tokens, 1.0 if item.weight is None else item.weight, np.float64)
-        for weight, of_weight in spans.items():
-            weights[self._encoder.mask(encoded, text, of_weight)[0] == 1] *= weight
-        return weights.astype(np.float32)
+    def _first_token(self, encoded: Encoded, text: str, character: int) -> int:
+        """Return the first token of a text that has characters from this one on."""
+        if encoded.offsets is not None:
+            return encoded.offsets.first_after(character)
+        return len(self._encoder.ids(text[:character]))
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -13,10 +13,9 @@ that the template prints for the chat itself; if they do not, another way to pla
 import re
 from typing import Any, NamedTuple
 
-from verl_ext.text.messages import Message, map_strings
-from verl_ext.text.records import Chat
+from verl_ext.text.messages import REASONING_FIELDS, Chat, Message, map_strings
 
-SPOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
+SPOKEN_FIELDS = ("content", *REASONING_FIELDS)
 TOOLS = -1  # tool definitions count as this message
 # The ways to mark words, tried in this order: some templates ask how a message begins or ends, or look up a function's
 # name, so that a mark there changes what they print.

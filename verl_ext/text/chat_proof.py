@@ -14,13 +14,15 @@ a letter of them), or takes text through operations that a stand-in does not see
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from verl_ext.text.chat_marks import SPOKEN_FIELDS
-from verl_ext.text.chat_spans import RenderedChat, Target, locate
+from verl_ext.text.chat_parts import ANSWER, REASONING, Border, RenderedChat, Target
+from verl_ext.text.chat_spans import locate
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.records import Chat, Message
+from verl_ext.text.messages import Chat, Message
 
 CHECKED = 256  # one in so many chats is rendered as well
 SHAPES = 1024  # the most shapes that are kept
@@ -150,14 +152,14 @@ class _Shape:
     Attributes:
         around: the texts before, between and after words.
         between: the numbers of the stand-ins between these texts.
-        targets: start and stop as (characters of the texts around, words before), and the target itself.
+        targets: start, and the ends of its parts, as (characters of the texts around, words before), and the target.
         unprinted: the kinds of words that the template leaves out.
         notes: the questions that a chat of this shape must answer alike.
     """
 
     around: list[str]
     between: list[int]
-    targets: list[tuple[tuple[int, int], tuple[int, int], Target]]
+    targets: list[tuple[tuple[int, int], list[tuple[int, int]], Target]]
     unprinted: list[str]
     notes: _Notes
 
@@ -176,11 +178,20 @@ class _Shape:
         for number, text in zip(self.between, self.around[1:], strict=True):
             parts += [said[number], text]
             ends.append(ends[-1] + len(said[number]))
-        targets = [
-            Target(start + ends[n], stop + ends[m], target.message, target.closed_by, target.weight)
-            for (start, n), (stop, m), target in self.targets
-        ]
-        return RenderedChat("".join(parts), targets, list(self.unprinted))
+        text = "".join(parts)
+        targets = []
+        for (start, n), stops, target in self.targets:
+            borders = [
+                Border(stop + ends[n], *border[1:]) for (stop, n), border in zip(stops, target.borders, strict=True)
+            ]
+            for number, border in enumerate(borders[:-1]):
+                if border.kind == REASONING and borders[number + 1].kind == ANSWER:
+                    # The white space that an answer's own words begin with belongs to the part before, as in `locate`.
+                    answer = text[border.stop : borders[number + 1].stop]
+                    borders[number] = border._replace(stop=border.stop + len(answer) - len(answer.lstrip()))
+            stop = borders[-1].stop
+            targets.append(Target(start + ends[n], stop, target.message, target.closed_by, target.weight, borders))
+        return RenderedChat(text, targets, list(self.unprinted))
 
 
 def _changed(words: str, changes: Sequence[Change]) -> str:
@@ -261,15 +272,23 @@ class ProvenChats:
             before = [match for match in found if match.end() <= at]
             return at - sum(len(match[0]) for match in before), len(before)
 
-        if any(match.start() < at < match.end() for match in found for span in rendered.spans for at in span):
-            return None
-        targets = [(place(target.start), place(target.stop), target) for target in rendered.targets]
+        targets = []
+        for target in rendered.targets:
+            stops = [border.stop for border in target.borders]
+            kinds = [border.kind for border in target.borders]
+            if any(match.start() < at < match.end() for match in found for at in (target.start, *stops)):
+                return None
+            if (ANSWER, REASONING) in pairwise(
+                kinds
+            ):  # the border lies inside the white space after the answer's words
+                return None
+            targets.append((place(target.start), [place(stop) for stop in stops], target))
         return _Shape(around, [int(match[1]) for match in found], targets, rendered.unprinted, notes)
 
 
 def _shape_key(chat: Chat) -> tuple[Any, ...] | None:
     """Return everything beside words that a template may decide by; None for a chat with more than words."""
-    if chat.tools or len(chat.messages) > LONGEST:
+    if chat.tools or len(chat.messages) > LONGEST or any(mask.stretches for mask in chat.masks.values()):
         return None
     shape: list[Any] = []
     for message in chat.messages:

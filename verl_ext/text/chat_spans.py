@@ -22,51 +22,17 @@ The words of one message that follow each other in the text are a run. Templates
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
 from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, unmarked_fields
-from verl_ext.text.chat_template import ChatTemplate, Span, common_prefix, longest_prefix_in
+from verl_ext.text.chat_parts import RenderedChat, Span, Target, add_borders
+from verl_ext.text.chat_template import ChatTemplate, common_prefix, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.messages import Message, functions_called
-from verl_ext.text.records import Chat
+from verl_ext.text.messages import Chat, Message, functions_called
 
 _ANSWER = "Zq7a"  # where a plain answer begins
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
-
-
-@dataclass
-class Target:
-    """Characters start..stop of a rendered chat, of the assistant's turn `message`, and the weight of its tokens.
-
-    closed_by: the text that ends the turn, "" if none does; None if the turn goes on in another target.
-    """
-
-    start: int
-    stop: int
-    message: int
-    closed_by: str | None
-    weight: float = 1.0
-
-    @property
-    def span(self) -> Span:
-        """The characters start..stop."""
-        return self.start, self.stop
-
-
-@dataclass
-class RenderedChat:
-    """A chat's text, its targets in order, and the kinds of words that the template leaves out."""
-
-    text: str
-    targets: list[Target]
-    unprinted: list[str] = field(default_factory=list)
-
-    @property
-    def spans(self) -> list[Span]:
-        """The characters of each target."""
-        return [target.span for target in self.targets]
 
 
 def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
@@ -77,7 +43,9 @@ def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
     """
     chat, text = template.with_arguments_as_printed(chat)
     located = _Located(template, chat, text)
-    return located.generation_blocks() if template.marks_generation else located.turns()
+    rendered = located.generation_blocks() if template.marks_generation else located.turns()
+    add_borders(rendered, chat, located.places, template.special)
+    return rendered
 
 
 class _Located:

@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from verl_ext.text.json_records import BadRecord, parse_json
-from verl_ext.text.messages import Message, functions_called
-from verl_ext.text.records import Chat
+from verl_ext.text.messages import Chat, Message, functions_called
 from verl_ext.values import UsageError, first_line
 
 Span = tuple[int, int]
@@ -156,7 +156,7 @@ class ChatTemplate:
         """
         if not any(message.get("tool_calls") for message in chat.messages):
             return chat, self.render(chat.messages, chat.tools)
-        other = Chat([_other_arguments(message) for message in chat.messages], chat.targets, chat.tools)
+        other = replace(chat, messages=[_other_arguments(message) for message in chat.messages])
         first, second = (other, chat) if self._other_arguments else (chat, other)
         text = self.try_render(first.messages, first.tools)
         strings = [

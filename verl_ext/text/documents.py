@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from verl_ext.text.json_records import BadRecord
 from verl_ext.values import DataError, one_line
 
-CHAT_COUNTS = ("end_of_turn", "text_ends", "unprinted", "unused_fields", "dropped_media")
+CHAT_COUNTS = ("end_of_turn", "text_ends", "context_parts", "unprinted", "unused_fields", "dropped_media")
 EXAMPLES = 3  # places that the report names per reason
 RUNS = 12  # the most runs of a document in a preview
 RUN_TOKENS = 96  # the most tokens of a run in a preview
@@ -41,6 +41,9 @@ class Counts:
         examples: the first places of each reason.
         end_of_turn: target turns by the text that ends them ('' for none).
         text_ends: those of them whose end has several tokens.
+        target_kinds: target tokens of chats by the kind of their part of a turn.
+        context_parts: parts of target turns that are no targets, by kind.
+        dropped_reasoning: target turns whose reasoning was left out.
         unprinted: records by the kind of words that the chat template leaves out.
         unused_fields: records (or messages, as `messages.<field>`) with a field that nothing reads.
         dropped_media: images, audio and video left out.
@@ -58,6 +61,9 @@ class Counts:
     bad: Counter[str] = field(default_factory=Counter)
     end_of_turn: Counter[str] = field(default_factory=Counter)
     text_ends: Counter[str] = field(default_factory=Counter)
+    target_kinds: Counter[str] = field(default_factory=Counter)
+    context_parts: Counter[str] = field(default_factory=Counter)
+    dropped_reasoning: int = 0
     unprinted: Counter[str] = field(default_factory=Counter)
     unused_fields: Counter[str] = field(default_factory=Counter)
     dropped_media: Counter[str] = field(default_factory=Counter)
@@ -118,6 +124,7 @@ class Counts:
             "length": {"median": self.length_quantile(0.5), "p95": self.length_quantile(0.95), "max": longest},
             "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
             "border_tokens": self.border_tokens,
+            "dropped_reasoning": self.dropped_reasoning,
             "bad_records": dict(sorted(self.bad.items())),
             **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
             "examples": dict(sorted(self.examples.items())),
@@ -128,20 +135,23 @@ class Counts:
 class Document:
     """A document: input_ids[T] int32, loss_mask[T] int8, and weights[T] float32 if a target has one.
 
-    full_length: its tokens before it was cut; None if it was not.
+    full_length: its tokens before it was cut; None if it was not. kinds[T] int8: 0 for a token of the context, else the
+    number of the kind of a chat's part; None for plain text.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     weights: np.ndarray | None = None
     full_length: int | None = None
+    kinds: np.ndarray | None = None
 
     def part(self, start: int, stop: int) -> "Document":
         """Make tokens start..stop a document of their own, whose first token is no target."""
         mask = self.loss_mask[start:stop].copy()
         mask[:1] = 0
         weights = None if self.weights is None else self.weights[start:stop]
-        return Document(self.input_ids[start:stop], mask, weights, len(self.input_ids))
+        kinds = None if self.kinds is None else self.kinds[start:stop] * mask
+        return Document(self.input_ids[start:stop], mask, weights, len(self.input_ids), kinds)
 
 
 @dataclass

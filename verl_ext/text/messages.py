@@ -1,8 +1,15 @@
-"""One message of a record in the form of chat templates, and its weight in the loss.
+"""The messages of a record in the form of chat templates, and their weights in the loss.
 
 The weight is given by `weight` (a number, 0 or more) or by `loss`, `train`, `training` or `trainable` (true or false),
 which are taken out of the message; 1 where none is given. Only assistant turns can be learnt: another message may say 0
 or false, or 1 or true where every message of the record says so, as programs do that always write the field.
+
+Parts of a turn have weights of their own, which multiply that of the message; names and meaning are axolotl's:
+
+    content [{"type": "text", "text": …, "train": false}]    a part, also of reasoning_content; 1 where none is given
+    train_detail [{"begin_offset": 0, "end_offset": 8, "train": true}]    characters 0 to 8 of the content; 0 elsewhere
+
+`train_on_reasoning` and `train_on_tool_calls` (true or false) say of one message what the command's options say of all.
 
 Every other field is handed to the template.
 """
@@ -11,9 +18,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from verl_ext.text.json_records import BadRecord, parse_json
+from verl_ext.text.readers import TextFile
 
 ROLES = {
     **{name: name for name in ("system", "developer", "user")},
@@ -23,9 +32,9 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
 }
 _LEARN_FIELDS = ("weight", "loss", "train", "training", "trainable")
-TEMPLATE_FIELDS = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-)
+_LEARN_PARTS = ("train_on_reasoning", "train_on_tool_calls", "train_detail")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+TEMPLATE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS))
 TOOL_FIELDS = ("tools", "functions")
 MEDIA = ("image", "audio", "video")
 FLOAT32 = (1.5e-45, 3.4e38)  # the smallest and largest weights
@@ -33,13 +42,64 @@ _PLACEHOLDER = re.compile(r"\n?<(?:image|audio|video)>\Z|<(?:image|audio|video)>
 Message = dict[str, Any]
 
 
+Stretch = tuple[int, float]  # characters up to this one, from the end of the stretch before, and their weight
+
+
+@dataclass(slots=True)
+class TurnMask:
+    """The weights that a record gives to parts of a turn.
+
+    Attributes:
+        reasoning: whether reasoning is learnt; None: as the options say.
+        tool_calls: whether tool calls are learnt; None: as the options say.
+        stretches: the weights of the characters of a field, by its name.
+    """
+
+    reasoning: bool | None = None
+    tool_calls: bool | None = None
+    stretches: dict[str, list[Stretch]] = field(default_factory=dict)
+
+
+_NO_MASK = TurnMask()
+
+
 @dataclass(slots=True)
 class Turn:
-    """A message; the weight of its tokens (None: not given); the tools that a system message holds."""
+    """A message; the weight of its tokens (None: not given) and of its parts; the tools that a system message holds."""
 
     message: Message
     weight: float | None = None
+    mask: TurnMask | None = None
     tools: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Chat:
+    """Messages in the form of chat templates.
+
+    targets: {index of an assistant turn that is trained on: the weight of its tokens, above 0}, in order.
+    masks: {index of an assistant turn: the weights of its parts}, of turns whose record gives any.
+    """
+
+    messages: list[Message]
+    targets: dict[int, float]
+    tools: list[Any] | None = None
+    masks: dict[int, TurnMask] = field(default_factory=dict)
+
+    def keep_last_target(self) -> None:
+        """Make the last assistant turn the only target; there is none if its weight is 0."""
+        last = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
+        self.targets = {i: weight for i, weight in self.targets.items() if i == last}
+
+
+@dataclass
+class PlainText:
+    """A text of which every token but the first is a target."""
+
+    text: str | TextFile
+
+
+Content = Chat | PlainText
 
 
 class MessageReader:
@@ -77,7 +137,13 @@ class MessageReader:
         text = fields.pop("value", None) if text is None else text
         if text is None and not fields.get("tool_calls"):
             raise BadRecord("non_string_content", f"{where} ({role}) has no content")
-        message = {"role": role, "content": self._text(text if text is not None else "", where), **fields}
+        if isinstance(text, str) and fields.keys().isdisjoint((*_LEARN_PARTS, *REASONING_FIELDS)):
+            content, mask = text, _NO_MASK
+        else:
+            content, mask = self._parts(fields, text if text is not None else "", where)
+        if role != "assistant" and any(weight for found in mask.stretches.values() for _, weight in found):
+            raise BadRecord("bad_weight", f"{where} ({role}) has a part to be learnt; only assistant turns can be")
+        message = {"role": role, "content": content, **fields}
         if role == "function_call":
             message |= {"role": "assistant"}
             try:  # ShareGPT: JSON with a name and arguments, or else text like any other
@@ -89,17 +155,44 @@ class MessageReader:
             calls = message["tool_calls"] = from_json(message["tool_calls"], f"{where}: tool_calls")
             if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
                 raise BadRecord("bad_tools", f"{where}: tool_calls must be a list of objects")
-        return Turn(message, weight, tools)
+        return Turn(message, weight, None if mask is _NO_MASK or mask == _NO_MASK else mask, tools)
 
-    def _text(self, content: Any, where: str) -> str:
-        """Return a message's text; join a list of text parts (`{"type": "text", "text": …}`)."""
-        if isinstance(content, str):
-            return content
-        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-            texts = [part for part in content if not self._is_media(part, where)]
-            if all(isinstance(part.get("text"), str) for part in texts):
-                return "".join(part["text"] for part in texts)
-        raise BadRecord("non_string_content", f"{where}: content must be text; got {type(content).__name__}")
+    def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask]:
+        """Return a message's text and the weights of its parts, whose fields are taken out."""
+        mask = TurnMask()
+        content = self._text(text, mask, "content", where)
+        for name in REASONING_FIELDS:
+            if isinstance(fields.get(name), list):
+                fields[name] = self._text(fields[name], mask, name, where)
+        if not fields.keys().isdisjoint(_LEARN_PARTS):
+            self._read_parts(fields, content, mask, where)
+        return content, mask
+
+    def _text(self, text: Any, mask: TurnMask, name: str, where: str) -> str:
+        """Return the text of a field; join text parts (`{"type": "text", "text": …}`), and note their weights."""
+        if isinstance(text, str):
+            return text
+        if isinstance(text, list) and all(isinstance(part, dict) for part in text):
+            parts = [part for part in text if not self._is_media(part, where)]
+            if all(isinstance(part.get("text"), str) for part in parts):
+                weights = [_learnt(dict(part), f"{where}: a part of {name}") for part in parts]
+                if any(weight is not None for weight in weights):
+                    ends = accumulate(len(part["text"]) for part in parts)
+                    weighed = (1.0 if weight is None else weight for weight in weights)
+                    mask.stretches[name] = list(zip(ends, weighed, strict=True))
+                return "".join(part["text"] for part in parts)
+        raise BadRecord("non_string_content", f"{where}: {name} must be text; got {type(text).__name__}")
+
+    def _read_parts(self, fields: dict[str, Any], content: str, mask: TurnMask, where: str) -> None:
+        """Take the fields about parts of a turn out of a message."""
+        for name in ("reasoning", "tool_calls"):
+            if (value := fields.pop(f"train_on_{name}", None)) is not None:
+                setattr(mask, name, bool(_flag(value, f"{where}: train_on_{name}")))
+        if (details := fields.pop("train_detail", None)) is not None:
+            if mask.stretches or self.dropped:
+                needed = "must count characters of a content that is one string, from which no media is left out"
+                raise BadRecord("bad_weight", f"{where}: train_detail {needed}")
+            mask.stretches["content"] = _details(details, len(content), f"{where}: train_detail")
 
     def _is_media(self, part: dict[str, Any], where: str) -> bool:
         kind = part.get("type")
@@ -148,13 +241,38 @@ def _learnt(fields: dict[str, Any], where: str) -> float | None:
         value = fields.pop(name)
         if name == "weight":
             found[name] = as_weight(value, f"{where}: weight")
-        elif isinstance(value, (bool, int, float)) and value in (0, 1):
-            found[name] = float(value)
         else:
-            raise BadRecord("bad_weight", f"{where}: {name} must be true or false; got {shown(value)}")
+            found[name] = _flag(value, f"{where}: {name}")
     if len({weight > 0 for weight in found.values()}) > 1:
         raise BadRecord("bad_weight", f"{where}: {' and '.join(found)} must agree on whether it is to be learnt")
     return next(iter(found.values()), None)
+
+
+def _flag(value: Any, where: str) -> float:
+    """Return 1 for true and 0 for false. Raises `BadRecord` for anything else."""
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return float(value)
+    raise BadRecord("bad_weight", f"{where} must be true or false; got {shown(value)}")
+
+
+def _details(details: Any, length: int, where: str) -> list[Stretch]:
+    """Read axolotl's `train_detail` for a text of `length` characters: ranges whose last character is `end_offset`."""
+    details = from_json(details, where)
+    if not isinstance(details, list) or not all(isinstance(detail, dict) for detail in details):
+        raise BadRecord("bad_weight", f"{where} must be a list of objects; got {shown(details)}")
+    stretches: list[Stretch] = []
+    at = 0
+    for detail in sorted(details, key=lambda detail: str(detail.get("begin_offset")).zfill(20)):
+        begin, end = detail.get("begin_offset"), detail.get("end_offset")
+        if type(begin) is not int or type(end) is not int or not at <= begin <= end or begin >= length:
+            needed = f"must have begin_offset <= end_offset in a text of {length} characters, and not overlap"
+            raise BadRecord("bad_weight", f"{where} {needed}; got {shown(begin)} and {shown(end)}")
+        weight = _learnt(dict(detail), where)
+        if weight is None:
+            raise BadRecord("bad_weight", f"{where} must say for each range whether it is learnt, by train or weight")
+        stretches += [(begin, 0.0), (min(end + 1, length), weight)]
+        at = min(end + 1, length)
+    return [*stretches, (length, 0.0)]
 
 
 def as_weight(value: Any, where: str) -> float:

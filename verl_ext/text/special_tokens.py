@@ -16,7 +16,7 @@ A stand-in is as long as the name that it replaces, so that spans and offsets ar
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
+from verl_ext.text.chat_parts import Part, RenderedChat, Span
 from verl_ext.text.chat_proof import ProvenChats
-from verl_ext.text.chat_spans import RenderedChat
 from verl_ext.text.chat_template import any_of
 from verl_ext.text.json_records import BadRecord
-from verl_ext.text.records import Chat
+from verl_ext.text.messages import Chat
 
 _HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15
 _STAND_INS = re.compile("[\U000f0000-\U0010ffff]")
@@ -48,20 +48,37 @@ class ChatText:
 
     Attributes:
         rendered: its text and targets.
+        parts: those of its targets, in order, with their weights.
         disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold the names of special tokens.
         special_tokens: the number of these names.
-        border_tokens: see `Counts`.
+        border_tokens, dropped_reasoning: see `Counts`.
     """
 
     rendered: RenderedChat
+    parts: list[Part] = field(default_factory=list)
     disguised: str | None = None
     special_tokens: int = 0
     border_tokens: int = 0
+    dropped_reasoning: int = 0
 
     @property
     def text(self) -> str:
         """The text of the chat."""
         return self.rendered.text
+
+    @property
+    def learnt(self) -> list[Part]:
+        """The parts that are learnt."""
+        return [part for part in self.parts if part.weight]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The characters that are learnt, as few spans."""
+        spans: list[Span] = []
+        for part in self.learnt:
+            start = spans.pop()[0] if spans and spans[-1][1] == part.start else part.start
+            spans.append((start, part.stop))
+        return spans
 
 
 class SpecialTokens:
@@ -125,7 +142,7 @@ class SpecialTokens:
             if first is not None:
                 raise self.refused(first, "beside private-use characters, which encoding it as text needs")
             return ChatText(chats.located(chat))
-        rendered = chats.located(Chat(self._hide(chat.messages), chat.targets, self._hide(chat.tools)))
+        rendered = chats.located(replace(chat, messages=self._hide(chat.messages), tools=self._hide(chat.tools)))
         hidden = rendered.text
         count = len(self._hidden_pattern.findall(hidden))
         text = rendered.text = self._shown(hidden)
@@ -138,7 +155,7 @@ class SpecialTokens:
                 raise self.refused(first, "and only a fast tokenizer can encode it as text")
             return ChatText(rendered)
         disguised = self._pattern.sub(lambda match: self._disguises[match[0]], hidden)
-        return ChatText(rendered, self._shown(disguised), count)
+        return ChatText(rendered, disguised=self._shown(disguised), special_tokens=count)
 
     def _may_hold(self, strings: list[str]) -> bool:
         """Tell whether text could give a special token: almost never, so that this check is the only cost."""

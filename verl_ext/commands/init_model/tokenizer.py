@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from verl_ext.commands.command_line import as_list, is_names
 from verl_ext.progress import progress_bar
 from verl_ext.text.json_records import BadRecord, parse_line
+from verl_ext.text.messages import PlainText
 from verl_ext.text.readers import read_chunks, text_blocks
-from verl_ext.text.records import PlainText, parse_record
+from verl_ext.text.records import parse_record
 from verl_ext.text.sources import FORMATS, SourceFile, find_source_files, total_bytes
 from verl_ext.text.tokenizer import check_template, path_problems, read_template
 from verl_ext.values import DataError, Options, option, show

@@ -1,0 +1,355 @@
+r"""The parts of an assistant's turn: its answer, reasoning, tool calls and end, and which of them are learnt.
+
+target    <think>\nadd them\n</think>\n\nIt is 4.\n<tool_call>\n{"name": "f"}\n</tool_call><|im_end|>
+parts     reasoning                     answer    tool_call                             end_of_turn
+
+The words of `reasoning_content` and `tool_calls` are found by their marks (chat_marks.py). What the template writes
+between them and the answer is theirs: a <think>, the head of a call. Reasoning and calls that a record writes into its
+content are found by their TAGS, and so is the empty thinking block that a template writes itself.
+
+A part whose border cannot be found is in doubt: it is learnt if all that it may be is learnt, else the record is
+refused.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from verl_ext.text.chat_marks import Place
+from verl_ext.text.chat_template import Span
+from verl_ext.text.json_records import BadRecord
+from verl_ext.text.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
+
+ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")
+EMPTY_REASONING = "empty_reasoning"  # a block without words; a kind of reasoning
+# What opens and closes reasoning, or a call, inside a text.
+TAGS = {
+    ("<think>", "</think>"): REASONING,
+    ("[THINK]", "[/THINK]"): REASONING,
+    ("<seed:think>", "</seed:think>"): REASONING,
+    ("◁think▷", "◁/think▷"): REASONING,
+    ("<|channel>thought", "<channel|>"): REASONING,
+    ("<tool_call>", "</tool_call>"): TOOL_CALL,
+}
+_TAGS = tuple(tag for pair in TAGS for tag in pair)
+_KIND_OF_TAG = {tag: kind for pair, kind in TAGS.items() for tag in pair}
+_OPENER = {closer: opener for (opener, closer), kind in TAGS.items() if kind == REASONING}
+
+
+def _any_of(tags: Iterable[str]) -> str:
+    return "|".join(map(re.escape, tags))
+
+
+_TAG = re.compile(_any_of(_TAGS))
+_CLOSER = re.compile(rf"(?:{_any_of(_OPENER)})\s*")
+_THINK_TAG = re.compile(_any_of([*_OPENER.values(), *_OPENER]))
+_BLOCK = re.compile("|".join(rf"{re.escape(a)}(?:.*?){re.escape(b)}\s*" for a, b in TAGS), re.DOTALL)
+_EMPTY = re.compile("|".join(rf"\s*(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for b, a in _OPENER.items()))
+
+
+class Border(NamedTuple):
+    """The end of a part of a target, its kind, and the kinds of which it may have some text too."""
+
+    stop: int
+    kind: str
+    doubts: tuple[str, ...] = ()
+
+
+class Part(NamedTuple):
+    """Characters start..stop of a rendered chat, their kind, and the weight of their tokens, 0 for context."""
+
+    start: int
+    stop: int
+    kind: str
+    weight: float
+
+
+@dataclass
+class Target:
+    """Characters start..stop of a rendered chat, of the assistant's turn `message`, and the weight of its tokens.
+
+    closed_by: the text that ends the turn, "" if none does; None if the turn goes on in another target.
+    borders: its parts, as far as marks show them. stretches: the weights that the record gives to its characters.
+    """
+
+    start: int
+    stop: int
+    message: int
+    closed_by: str | None
+    weight: float = 1.0
+    borders: list[Border] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
+
+    @property
+    def span(self) -> Span:
+        """The characters start..stop."""
+        return self.start, self.stop
+
+
+@dataclass
+class RenderedChat:
+    """A chat's text, its targets in order, and the kinds of words that the template leaves out."""
+
+    text: str
+    targets: list[Target]
+    unprinted: list[str] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The characters of each target."""
+        return [target.span for target in self.targets]
+
+
+def add_borders(rendered: RenderedChat, chat: Chat, places: Sequence[Place], special: re.Pattern[str]) -> None:
+    """Note the borders of every target's parts, by the places of its words; `special` finds the special tokens.
+
+    Raises `BadRecord` if characters that a record weighs cannot be found in the text.
+    """
+    marked_calls = {place.words.message for place in places if place.words.kind == "tool_calls"}
+    at = 0
+    for target in rendered.targets:
+        own = []
+        while at < len(places) and places[at].first < target.stop:
+            if places[at].last >= target.start and places[at].words.message == target.message:
+                own.append(places[at])
+            at += 1
+        target.borders = _borders(rendered.text, target, own, special)
+        if chat.messages[target.message].get("tool_calls") and target.message not in marked_calls:
+            # The template prints calls of which no word could be marked.
+            last = max((i for i, border in enumerate(target.borders) if border.kind != END_OF_TURN), default=None)
+            if last is not None:
+                target.borders[last] = target.borders[last]._replace(doubts=(TOOL_CALL,))
+        mask = chat.masks.get(target.message)
+        if mask is not None and mask.stretches:
+            target.stretches = list(_stretches(rendered.text, target, own, mask))
+
+
+def _kind(place: Place) -> str:
+    return {"tool_calls": TOOL_CALL, "reasoning_content": REASONING}.get(place.words.kind, ANSWER)
+
+
+def _borders(text: str, target: Target, places: Sequence[Place], special: re.Pattern[str]) -> list[Border]:
+    end = target.stop
+    if target.closed_by and text.endswith(target.closed_by, target.start, target.stop):
+        end -= len(target.closed_by)
+    runs = [(kind, list(run)) for kind, run in groupby(places, key=_kind)] or [(ANSWER, [])]
+    borders: list[Border] = []
+    doubts: tuple[str, ...] = ()
+    for (kind, run), (after, next_run) in pairwise(runs):
+        last = _end(text, run[-1])
+        if kind == ANSWER:
+            border: int | None = last
+        elif after == ANSWER:
+            border = _begin(text, next_run[0], last)
+        else:
+            border = _between(text, kind, last, next_run[0].first, special)
+        borders.append(Border(last if border is None else border, kind, doubts))
+        doubts = (kind, after) if border is None else ()
+    borders += [Border(end, runs[-1][0], doubts), Border(target.stop, END_OF_TURN)]
+    starts = [target.start, *(border.stop for border in borders)]
+    return [border for start, border in zip(starts, borders, strict=False) if start < border.stop]
+
+
+def _end(text: str, place: Place) -> int:
+    """Return the end of words whose last known character is at `place`."""
+    rest = "" if place.reaches_end else place.words.second_half
+    return place.last + (len(rest) if text.startswith(rest, place.last) else 0)
+
+
+def _begin(text: str, place: Place, least: int) -> int | None:
+    """Return the begin of words, None if the template changes them so that it is not known."""
+    if place.reaches_end and least <= place.first < place.last:
+        return place.first
+    core, end = place.words.text.strip(), _end(text, place)
+    begin = end - len(core)
+    return begin if begin >= least and text.startswith(core, begin) else None
+
+
+def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str]) -> int | None:
+    """Return the border of reasoning and a tool call, in either order, in the template's text between their words."""
+    if kind == TOOL_CALL:
+        opener = _THINK_TAG.search(text, begin, end)
+        return opener.start() if opener else None
+    if closers := list(_CLOSER.finditer(text, begin, end)):
+        return closers[-1].end()
+    token = special.search(text, begin, end)
+    return token.end() if token else None
+
+
+def _stretches(text: str, target: Target, places: Sequence[Place], mask: TurnMask) -> Iterator[Stretch]:
+    """Yield the weights of a target's characters; text of the template has that of the words beside it."""
+    for place, border in _placed(places, target):
+        name = "content" if _kind(place) == ANSWER else next(filter(mask.stretches.get, REASONING_FIELDS), "")
+        given = mask.stretches.get(name) if _kind(place) != TOOL_CALL else None
+        if given is None:
+            yield border, 1.0
+            continue
+        words, end = place.words.text.rstrip(), _end(text, place)
+        lead = len(place.words.text) - len(place.words.text.lstrip())
+        kept = [(min(stop, len(words)), weight) for stop, weight in given if stop > lead]
+        before, weight_before = lead, None
+        for stop, weight in kept:
+            if stop <= before:
+                continue
+            if weight_before is not None and weight != weight_before:
+                at = end - len(words) + before
+                if at < target.start or not text.startswith(words[before:], at):
+                    raise BadRecord(
+                        "template_mismatch",
+                        f"message {target.message + 1}: the chat template changes {name}, of which parts have weights",
+                    )
+                yield at, weight_before
+            before, weight_before = stop, weight
+        yield border, 1.0 if weight_before is None else weight_before
+
+
+def _placed(places: Sequence[Place], target: Target) -> Iterator[tuple[Place, int]]:
+    """Yield the places that lie last in a part of a target, with the end of that part."""
+    for border in target.borders:
+        inside = [place for place in places if place.last <= border.stop and _kind(place) == border.kind]
+        places = [place for place in places if place not in inside]
+        for place in inside[-1:]:
+            yield place, border.stop
+
+
+def blocks(text: str, start: int, stop: int, is_opened: bool) -> tuple[list[Border], list[Span]]:
+    """Find reasoning and tool calls in characters start..stop of a text by their tags.
+
+    is_opened: the text before has opened the reasoning that `start` begins with.
+
+    Returns:
+        The end and kind of each part in order, doubts of those with tags that have no counterpart; and the spans of
+        reasoning without words.
+    """
+    borders: list[Border] = []
+    empty: list[Span] = []
+    at = start
+
+    def add(end: int, kind: str) -> None:
+        nonlocal at
+        if end > at:
+            found = {_KIND_OF_TAG[tag[0]] for tag in _TAG.finditer(text, at, end)} if kind == ANSWER else ()
+            borders.append(Border(end, kind, tuple(sorted(found))))
+            at = end
+
+    first = _TAG.search(text, start, stop)
+    if match := _EMPTY.match(text, start, stop):
+        empty.append((start, match.end()))
+        add(match.end(), REASONING)
+    elif first and first[0] in _OPENER and is_opened:
+        closer = _CLOSER.match(text, first.start(), stop)
+        assert closer is not None
+        add(closer.end(), REASONING)
+    for block in _BLOCK.finditer(text, at, stop):
+        if text[at : block.start()].strip():
+            add(block.start(), ANSWER)
+        tag = _TAG.match(text, block.start())
+        assert tag is not None
+        if _EMPTY.fullmatch(block[0]):
+            empty.append((at, block.end()))
+        add(block.end(), _KIND_OF_TAG[tag[0]])
+    add(stop, ANSWER)
+    return borders, empty
+
+
+def is_opened(before: str) -> bool:
+    """Return whether the text before a turn ends with a tag that opens reasoning."""
+    return before.rstrip().endswith(tuple(_OPENER.values()))
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The parts of turns that are learnt where a message does not say otherwise."""
+
+    reasoning: bool = True
+    tool_calls: bool = True
+    empty_reasoning: bool = False
+
+    def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
+        """Return the parts of all targets, in order. Raises `BadRecord` if one is in doubt and not all learnt."""
+        has_tags = any(tag in rendered.text for tag in _TAGS)
+        parts: list[Part] = []
+        for target in rendered.targets:
+            mask = chat.masks.get(target.message)
+            learnt = self._by_kind(mask)
+            borders, empty = _with_tags(rendered.text, target) if has_tags else (target.borders, [])
+            start = target.start
+            for stop, kind, doubts in borders:
+                unclear = [kind for kind in doubts if not learnt.get(kind, True)]
+                if unclear:
+                    what = unclear[0].replace("_", " ")
+                    raise BadRecord(
+                        "template_mismatch",
+                        f"message {target.message + 1}: it cannot be found where the {what} begins and ends",
+                    )
+                kind = EMPTY_REASONING if (start, stop) in empty else kind
+                weight = target.weight if learnt.get(kind, True) else 0.0
+                for end, of_stretch in target.stretches if kind != END_OF_TURN else ():
+                    if start < min(end, stop):
+                        parts.append(Part(start, min(end, stop), kind, weight * of_stretch))
+                        start = min(end, stop)
+                if start < stop:
+                    parts.append(Part(start, stop, kind, weight))
+                start = stop
+        return parts
+
+    def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
+        """Return whether parts of a turn are learnt, by their kind; those of other kinds always are."""
+        learnt = {REASONING: self.reasoning, TOOL_CALL: self.tool_calls, EMPTY_REASONING: self.empty_reasoning}
+        if mask is not None and mask.tool_calls is not None:
+            learnt[TOOL_CALL] = mask.tool_calls
+        if mask is not None and mask.reasoning is not None:
+            learnt[REASONING] = mask.reasoning
+            learnt[EMPTY_REASONING] &= mask.reasoning
+        return learnt
+
+    def without_reasoning(self, chat: Chat, is_prompt_open: bool) -> tuple[Chat, int]:
+        """Return a chat without reasoning, and how many target turns had some; a turn that learns its own keeps it.
+
+        is_prompt_open: the generation prompt opens reasoning. Raises `BadRecord` if its end cannot be found.
+        """
+        messages, dropped = list(chat.messages), 0
+        for index, message in enumerate(messages):
+            mask = chat.masks.get(index)
+            if message["role"] != "assistant" or (mask is not None and mask.reasoning):
+                continue
+            kept = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+            had_words = any(str(message[name] or "").strip() for name in message.keys() - kept.keys())
+            text = kept.get("content") or ""
+            if _THINK_TAG.search(text):
+                borders, empty = blocks(text, 0, len(text), is_prompt_open)
+                if any(REASONING in border.doubts for border in borders) or (mask is not None and mask.stretches):
+                    needed = "must have reasoning between tags, and no weights of characters, for reasoning=drop"
+                    raise BadRecord("template_mismatch", f"message {index + 1} {needed}")
+                spans = list(zip([0, *(border.stop for border in borders)], borders, strict=False))
+                had_words |= any(
+                    border.kind == REASONING and (start, border.stop) not in empty for start, border in spans
+                )
+                kept["content"] = "".join(
+                    text[start : border.stop] for start, border in spans if border.kind != REASONING
+                )
+            messages[index] = kept
+            dropped += had_words and index in chat.targets
+        return replace(chat, messages=messages), dropped
+
+
+def _with_tags(text: str, target: Target) -> tuple[list[Border], list[Span]]:
+    """Return a target's borders with those that tags in its answer show, and the spans of reasoning without words."""
+    borders: list[Border] = []
+    empty: list[Span] = []
+    start = target.start
+    opened = is_opened(text[max(start - 64, 0) : start])
+    for border in target.borders:
+        if border.kind == ANSWER:
+            found, blank = blocks(text, start, border.stop, opened and start == target.start)
+            borders += [inner._replace(doubts=(*inner.doubts, *border.doubts)) for inner in found]
+            empty += blank
+        else:
+            if border.kind == TOOL_CALL and start == target.start and (block := _EMPTY.match(text, start, border.stop)):
+                empty.append((start, block.end()))
+                borders.append(Border(block.end(), REASONING))
+            borders.append(border)
+        start = border.stop
+    return borders, empty

@@ -1,0 +1,192 @@
+"""Chats as texts with targets: the options that decide them, and the renderer."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from verl_ext.packing import OVER_LENGTH_POLICIES
+from verl_ext.text.chat_parts import Learnt, is_opened
+from verl_ext.text.chat_proof import ProvenChats
+from verl_ext.text.chat_template import ChatTemplate
+from verl_ext.text.json_records import BadRecord, RecordOptions
+from verl_ext.text.messages import Chat
+from verl_ext.text.records import column_problems
+from verl_ext.text.special_tokens import ChatText, SpecialTokens
+from verl_ext.text.tokenizer import ModelOptions, check_template, read_template
+from verl_ext.values import UsageError, first_line, option
+
+# The arguments of `apply_chat_template` that are set here.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    (
+        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class ChatOptions(RecordOptions):
+    """The options that turn chat and text records into documents."""
+
+    model: ModelOptions = option(ModelOptions, "the tokenizer")
+    chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to the template, e.g. {enable_thinking: false}")
+    end_of_turn: str | None = option(
+        None, "text that ends an assistant's turn, a target too; null: found from template and stop tokens"
+    )
+    turns: str = option(
+        "all",
+        "assistant turns that are targets: all | last | each: one document per turn, the chat up to it",
+        choices=("all", "last", "each"),
+    )
+    reasoning: str = option(
+        "learn",
+        "reasoning of assistant turns: learn: a target | context: shown to the model, no target | drop: left out",
+        choices=("learn", "context", "drop"),
+    )
+    empty_reasoning: str = option(
+        "context",
+        "a thinking block without words, of the template or the record: context: no target | learn: a target",
+        choices=("context", "learn"),
+    )
+    tool_calls: str = option(
+        "learn",
+        "tool calls of assistant turns: learn: targets | context: shown to the model, no targets",
+        choices=("learn", "context"),
+    )
+    on_unprinted: str = option(
+        "warn",
+        "chats that the template prints in part: warn: used as printed, and counted | drop | error: bad records",
+        choices=("error", "warn", "drop"),
+    )
+    last_turn_only: bool = option(False, "true: the same as turns=last")
+    columns: dict[str, Any] = option(
+        {}, "{known field: the records' name for it}, a.b for a nested one; null: the field is not read"
+    )
+    category_field: str | None = option(
+        None, "field whose value is the record's category; a record without it has its source's name"
+    )
+    media: str = option(
+        "error",
+        "images, audio, video in records: error: a bad record | drop: the text is kept, the rest counted",
+        choices=("error", "drop"),
+    )
+    max_tokens: int | None = option(None, "most tokens of a document; null: any length", least=2)
+    over_length: str = option("error", "what to do with longer documents", choices=OVER_LENGTH_POLICIES)
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each mistake that can be seen without opening a source."""
+        yield from self.model.tokenizer_problems()
+        yield from column_problems(self.columns)
+        if self.category_field == "":
+            yield "category_field must name a field of the records, or be null; got ''"
+        if self.last_turn_only and self.turns == "each":
+            yield "last_turn_only must not be set beside turns; got true beside turns=each"
+        if self.end_of_turn == "":
+            yield "end_of_turn must be a text that ends a turn, or null; got ''"
+        for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
+            yield f"apply_chat_template_kwargs must not set {name}, which this command sets itself"
+        if self.chat_template is not None:
+            try:
+                read_template(self.chat_template, "chat_template")
+            except UsageError as error:
+                yield str(error)
+
+
+class ChatRenderer:
+    """A renderer of chats to texts with targets, with one template, `turns`, `on_unprinted` and `end_of_turn`."""
+
+    def __init__(self, tokenizer: Any, special: SpecialTokens, options: ChatOptions) -> None:
+        """Read the template. Raises `UsageError` if there is none, or it cannot be used."""
+        template = given = options.chat_template
+        if given is not None:
+            template = read_template(given, "chat_template")
+            check_template(template, "one" if template == given else given, "chat_template")
+        elif not tokenizer.chat_template:
+            raise UsageError(
+                f"chat_template must be given for chat records: the tokenizer of {options.model.tokenizer} has none"
+            )
+        self._special, self._options = special, options
+        stops = stop_tokens(tokenizer, options.model)
+        self._chats = ProvenChats(
+            ChatTemplate(tokenizer, template, options.apply_chat_template_kwargs, options.end_of_turn, stops)
+        )
+
+        self._learnt = Learnt(
+            options.reasoning == "learn", options.tool_calls == "learn", options.empty_reasoning == "learn"
+        )
+        self._opens_reasoning = is_opened(self._chats.template.generation_prompt)
+
+    @cached_property
+    def template_words(self) -> set[str]:
+        """The names in the template."""
+        return set(re.findall(r"\w+", self._chats.template.source))
+
+    def texts(self, chat: Chat) -> list[ChatText]:
+        """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
+
+        Words that are not printed, and that `on_unprinted` accepts, are noted with the first text that lacks them.
+        """
+        on_found = self._options.special_tokens_in_text
+        texts = []
+        for part in self._turns(chat):
+            dropped = 0
+            if self._options.reasoning == "drop":
+                part, dropped = self._learnt.without_reasoning(part, self._opens_reasoning)
+            text = self._special.chat_text(self._chats, part, on_found)
+            text.parts, text.dropped_reasoning = self._learnt.parts(text.rendered, part), dropped
+            texts.append(text)
+        unprinted: set[str] = set()
+        for rendered in (text.rendered for text in texts):
+            left_out = rendered.unprinted
+            rendered.unprinted = [kind for kind in left_out if kind not in unprinted]
+            unprinted.update(left_out)
+        learnt = [text for text in texts if text.rendered.targets]
+        if unprinted and (self._options.on_unprinted != "warn" or not learnt):
+            message = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
+            if self._options.on_unprinted != "warn":
+                raise BadRecord("unprinted", message)
+            raise BadRecord("no_target", f"there is nothing to learn: {message}")
+        if not learnt:
+            raise BadRecord("no_target", "the chat template marks no assistant turn")
+        if not (learnt := [text for text in learnt if text.learnt]):
+            raise BadRecord("no_target", "no part of an assistant turn is to be learnt")
+        return learnt
+
+    def _turns(self, chat: Chat) -> list[Chat]:
+        if self._options.turns == "each":
+            return [
+                replace(chat, messages=chat.messages[: i + 1], targets={i: weight})
+                for i, weight in chat.targets.items()
+            ]
+        if self._options.turns == "last" or self._options.last_turn_only:
+            chat.keep_last_target()
+            if not chat.targets:
+                raise BadRecord("no_target", "the last assistant turn is no target")
+        return [chat]
+
+
+def stop_tokens(tokenizer: Any, model: ModelOptions) -> list[str]:
+    """Read the tokens that stop generation from the model's generation_config.json, if there is one."""
+    from transformers.utils import cached_file  # heavy, and needed in worker processes only
+
+    path = cached_file(
+        model.path or model.tokenizer,
+        "generation_config.json",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            ids = json.load(file).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} must be a generation config in JSON: {first_line(error)}") from error
+    ids = ids if isinstance(ids, list) else [ids]
+    return [token for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]
