@@ -126,6 +126,7 @@ def _coefficients(
     for pack in packs:
         in_pack = sum(document.targets for document in pack)
         packs_with_target += in_pack > 0  # a pack without a target has no token mean to average
+        with_target = sum(document.targets > 0 for document in pack)
         for document in pack:
             documents_with_target += document.targets > 0
             coefficients = [0.0] * len(document.input_ids)
@@ -136,7 +137,7 @@ def _coefficients(
                         "sequence": 1 / document.targets,
                         "sqrt": 1 / sqrt(document.targets),
                         "pack": 1 / in_pack,
-                        "longwriter": len(pack) / (documents_per_pack * in_pack),
+                        "longwriter": with_target / (documents_per_pack * in_pack),
                         "own": document.targets**-0.75 * len(document.input_ids),  # of tests/test_own_loss.py
                     }[mode]
                     weight = category_weights.get(document.category_ids[t], 1.0)
