@@ -29,7 +29,7 @@ _KEYS_OF_VERL = {
     "model": ("lora_rank", "lora_alpha", "target_modules"),
     "optim": (
         *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
-        *("lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles"),
+        *("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles", "zero_indexed_step"),
     ),
     "engine": ("model_dtype", "mixed_precision"),
 }
@@ -217,9 +217,9 @@ def options_that(rule: str, classes: Iterable[type]) -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def shared_options(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, Any]:
+def shared_options(values: Mapping[str, Any], classes: Iterable[type], rule: str = "same") -> dict[str, Any]:
     """Return the options of some classes that a resumed run must share: their values in a configuration, by key."""
-    keys = (key.split(".") for key in options_that("same", classes))
+    keys = (key.split(".") for key in options_that(rule, classes))
     return {f"{node}.{name}": values[node][name] for node, name in keys if name in values[node]}
 
 
