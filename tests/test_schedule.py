@@ -1,8 +1,8 @@
 """Schedules against formulas of others: verl's, transformers' and Megatron's; over a resume; a decay that begins early.
 
 The first is `lr/10 + lr/2·(1 + cos(π·step/total))`, as verl's own cosine. It begins at 1.1·lr and ends at lr/10: a
-cosine with peak `optim.lr` = 1.1·lr and `optim.min_lr_ratio` = 1/11. Step s of a run, counted from 1 as its metrics are,
-trains at the formula's value for s − 1: the first step at exactly 1.1·lr, the last one a step short of lr/10.
+cosine with peak `optim.lr` = 1.1·lr and `optim.min_lr_ratio` = 1/11. Step s of a run, counted from 1 as its metrics
+are, trains at the formula's value for s − 1: the first step at exactly 1.1·lr, the last one a step short of lr/10.
 """
 
 import math

@@ -38,7 +38,7 @@ _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
-_COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes")
+_COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
 
 
 class OutputAction(Enum):
@@ -248,6 +248,7 @@ class RunState:
         skipped_steps: of the run so far, those before a resume included.
         skipped_in_a_row: of these, the last ones without a trained step between them.
         spikes: steps of the run so far whose loss was a spike; recent_losses: of the last trained steps.
+        total_tokens, total_target_tokens: of the steps of the run so far.
         folder: of the run, for messages.
         allowed: keys that may differ, `trainer.allow_resume_mismatch`.
     """
@@ -258,6 +259,7 @@ class RunState:
         self.fingerprint = _as_json(fingerprint)
         self.grouping = grouping
         self.skipped_steps = self.skipped_in_a_row = self.spikes = 0
+        self.total_tokens = self.total_target_tokens = 0
         self.recent_losses: list[float] = []
         self.folder = folder
         self.allowed = allowed

@@ -71,6 +71,9 @@ class TrainerOptions(Options):
     device: str = option("auto", "auto: a GPU where one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
     log_every_batches: int | None = option(None, "log_freq in micro-batches of a rank, in its place", least=1)
+    gpu_peak_tflops: float | None = option(
+        None, "TFLOP/s of a GPU at its best, for perf/mfu; null: by its name, and no perf/mfu for another", above=0
+    )
     max_skipped_steps: int = option(10, "non-finite gradients in a row before the run ends with an error", least=0)
     spike_factor: float | None = option(
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1

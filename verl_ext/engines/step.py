@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils import fsdp_utils
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -219,6 +220,11 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
         elif isinstance(value, torch.Tensor):
             moved[key] = pinned(value, device).to(device, non_blocking=True)
     return moved
+
+
+def asks_for_measures(micro_batch: TensorDict) -> bool:
+    """Tell whether a batch asks for the MEASURES of its targets beside their losses."""
+    return tu.get_non_tensor_data(micro_batch, "head_measures", default=False)
 
 
 def _adapt_config(config: Any) -> None:
