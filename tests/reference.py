@@ -127,7 +127,8 @@ def _of_tokens(model: PreTrainedModel, document: Document) -> list[torch.Tensor]
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
     nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     right = (logits.argmax(-1) == ids[0, 1:]).double()
-    entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()
+    logs = logits.detach().log_softmax(-1)
+    entropy = -(logs.exp() * logs).sum(-1)
     return [torch.cat([x.new_zeros(1), x]) for x in (nll, right, entropy)]
 
 
