@@ -50,7 +50,7 @@ def test_totals_are_sums_over_all_steps_also_those_before_a_resume(run, override
 
 
 def test_mfu_is_that_of_the_documents_lengths(run, tiny_model):
-    """FLOPs a token, which no clock decides, over all steps: an epoch is more than 4 of them, so by bounds of steps."""
+    """FLOPs a token, which no clock decides, lie between those of the shortest and of the longest document."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     flops = train_flops(model, model.config)
     by_length = {length: flops.documents([length])[0] / length for length in LENGTHS}

@@ -58,8 +58,8 @@ class StepSums:
 
     def add_measures(self, slots: torch.Tensor, is_target: torch.Tensor, *measures: torch.Tensor) -> None:
         """Add right predictions and entropies of tokens [T] whose category slots are int64[T]."""
-        for row, values in zip(self._by_category[2:], measures, strict=True):
-            row.index_add_(0, slots, torch.where(is_target, values.double(), 0.0))
+        for row, values in enumerate(measures, start=2):
+            self._by_category[row].index_add_(0, slots, torch.where(is_target, values.detach().double(), 0.0))
         self.measured = True
 
     @property

@@ -99,13 +99,13 @@ class TrackingHook(Hook):
 
 
 def _peaks_of_memory() -> dict[str, float]:
-    """Return the most memory of a rank so far, in GiB, under verl's names; collective."""
+    """Return the most memory of a rank so far, in GiB, under verl's names; collective. A CPU allocates without count."""
     device: Any = get_device_id()
     peaks = [get_torch_device().max_memory_allocated(), get_torch_device().max_memory_reserved()]
     largest = torch.tensor(peaks, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     names = (f"perf/max_memory_{kind}_gb" for kind in ("allocated", "reserved"))
-    return {name: peak / 2**30 for name, peak in zip(names, largest.tolist(), strict=True)}
+    return {name: peak / 2**30 for name, peak in zip(names, largest.tolist(), strict=True) if peak}
 
 
 @contextmanager
