@@ -99,7 +99,7 @@ class TrackingHook(Hook):
 
 
 def _peaks_of_memory() -> dict[str, float]:
-    """Return the most memory of a rank so far, in GiB, under verl's names; collective. A CPU allocates without count."""
+    """Return the most memory of a rank so far, in GiB, under verl's names, without those not counted; collective."""
     device: Any = get_device_id()
     peaks = [get_torch_device().max_memory_allocated(), get_torch_device().max_memory_reserved()]
     largest = torch.tensor(peaks, dtype=torch.float64, device=device)
