@@ -34,11 +34,16 @@ Pack = Sequence[Document]
 
 @dataclass(frozen=True)
 class Expected:
-    """A step's loss, each category's mean and token count, each parameter's gradient, and the norm of them all."""
+    """A step's loss, each category's means and token count, each parameter's gradient, and the norm of them all.
+
+    accuracy and entropy: by category, None for those of all targets.
+    """
 
     loss: float
     category_loss: dict[int, float]
     category_tokens: dict[int, int]
+    accuracy: dict[int | None, float]
+    entropy: dict[int | None, float]
     gradients: dict[str, torch.Tensor]
 
     @property
@@ -77,7 +82,10 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel, documents: Iterable[Document]) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.nll = {id(document): _nll(model, document) for document in documents}
+        found = {id(document): _of_tokens(model, document) for document in documents}
+        self.nll = {number: of_tokens[0] for number, of_tokens in found.items()}
+        self.right = {number: of_tokens[1] for number, of_tokens in found.items()}
+        self.entropy = {number: of_tokens[2] for number, of_tokens in found.items()}
 
     def step(
         self, packs: Sequence[Pack], mode: str, category_weights: Mapping[int, float], documents_per_pack: int = 30
@@ -94,27 +102,34 @@ class Reference:
             found = torch.autograd.grad(share, list(self.parameters.values()), retain_graph=True)
             for gradient, part in zip(gradients.values(), found, strict=True):
                 gradient += part
-        sums, tokens = self._categories(packs)
-        return Expected(loss, {c: sums[c] / tokens[c] for c in sums}, tokens, gradients)
+        losses, tokens = self._means(packs, self.nll)
+        del losses[None], tokens[None]
+        measures = (self._means(packs, values)[0] for values in (self.right, self.entropy))
+        return Expected(loss, losses, tokens, *measures, gradients)
 
-    def _categories(self, packs: Sequence[Pack]) -> tuple[dict[int, float], dict[int, int]]:
-        sums: dict[int, float] = {}
-        tokens: dict[int, int] = {}
+    def _means(
+        self, packs: Sequence[Pack], values: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int | None, float], dict[int | None, int]]:
+        """The mean of a value over the targets of each category, and of all (None); and their numbers."""
+        found: dict[int | None, list[float]] = {None: []}
         for document in (d for pack in packs for d in pack):
-            nll = self.nll[id(document)].tolist()
-            for t, category in enumerate(document.category_ids):
-                if document.loss_mask[t] and category:
-                    sums[category] = sums.get(category, 0.0) + nll[t]
-                    tokens[category] = tokens.get(category, 0) + 1
-        return sums, tokens
+            for value, category, is_target in zip(
+                values[id(document)].tolist(), document.category_ids, document.loss_mask, strict=True
+            ):
+                for key in {None, category or None} if is_target else ():
+                    found.setdefault(key, []).append(value)
+        return {k: sum(each) / len(each) for k, each in found.items()}, {k: len(each) for k, each in found.items()}
 
 
-def _nll(model: PreTrainedModel, document: Document) -> torch.Tensor:
-    """float64[T]: ℓ_t of the token *at* t; 0 for the first, which nothing predicts."""
+def _of_tokens(model: PreTrainedModel, document: Document) -> list[torch.Tensor]:
+    """float64[T] each: of the token *at* t its ℓ_t, whether it is the likeliest, the entropy; 0 for the first."""
     ids = torch.tensor([document.input_ids])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    nll = torch.nn.functional.cross_entropy(logits.double(), ids[0, 1:], reduction="none")
-    return torch.cat([nll.new_zeros(1), nll])
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
+    nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    right = (logits.argmax(-1) == ids[0, 1:]).double()
+    logs = logits.detach().log_softmax(-1)
+    entropy = -(logs.exp() * logs).sum(-1)
+    return [torch.cat([x.new_zeros(1), x]) for x in (nll, right, entropy)]
 
 
 def _coefficients(
@@ -126,6 +141,7 @@ def _coefficients(
     for pack in packs:
         in_pack = sum(document.targets for document in pack)
         packs_with_target += in_pack > 0  # a pack without a target has no token mean to average
+        with_target = sum(document.targets > 0 for document in pack)
         for document in pack:
             documents_with_target += document.targets > 0
             coefficients = [0.0] * len(document.input_ids)
@@ -136,7 +152,7 @@ def _coefficients(
                         "sequence": 1 / document.targets,
                         "sqrt": 1 / sqrt(document.targets),
                         "pack": 1 / in_pack,
-                        "longwriter": len(pack) / (documents_per_pack * in_pack),
+                        "longwriter": with_target / (documents_per_pack * in_pack),
                         "own": document.targets**-0.75 * len(document.input_ids),  # of tests/test_own_loss.py
                     }[mode]
                     weight = category_weights.get(document.category_ids[t], 1.0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_ext.losses.token_nll import head_terms, row_bytes
+from verl_ext.losses.token_nll import head_terms, row_bytes, token_measures
 
 
 def plain_terms(factors, labels, coefficients, bias=None):
@@ -33,6 +33,36 @@ def inputs(targets, vocabulary, sizes, dtype, with_bias, seed):
 
 def leaves(factors, bias):
     return [x for pair in factors for x in pair] + ([] if bias is None else [bias])
+
+
+@given(
+    targets=st.integers(0, 40),
+    vocabulary=st.integers(1, 70),
+    block_bytes=st.sampled_from((1, 300, 10**9)),
+    scale=st.sampled_from((0.0, 1.0, 30.0)),
+    seed=st.integers(0, 1000),
+)
+def test_measures_are_the_argmax_and_the_entropy_of_plain_logits_and_change_no_loss(
+    targets, vocabulary, block_bytes, scale, seed
+):
+    factors, labels, coefficients, bias = inputs(targets, vocabulary, [5], torch.float32, True, seed)
+    factors = [(hidden * scale, weight) for hidden, weight in factors]
+    logits = factors[0][0] @ factors[0][1].t() + bias
+    right, logs = (logits.argmax(-1) == labels).float(), logits.double().log_softmax(-1)
+    entropy = -(logs.exp() * logs).sum(-1).float()
+    terms, nll = head_terms(factors, labels, coefficients, bias=bias, block_bytes=block_bytes)
+    fused = head_terms(factors, labels, coefficients, bias=bias, block_bytes=block_bytes, measures=True)
+    assert torch.equal(fused[0], terms)
+    assert torch.equal(fused[1], nll)
+    plain = token_measures(logits, labels, rows=3)
+    torch.testing.assert_close(plain[0], nll, rtol=1e-5, atol=1e-5)
+    for is_greedy, found in (fused[2:], plain[1:]):
+        assert torch.equal(is_greedy, right)
+        torch.testing.assert_close(found, entropy, rtol=1e-4, atol=1e-4)
+        assert not found.requires_grad
+    wanted = torch.autograd.grad(terms.sum(), leaves(factors, bias), retain_graph=True)
+    for gradient, one in zip(torch.autograd.grad(fused[0].sum(), leaves(factors, bias)), wanted, strict=True):
+        assert torch.equal(gradient, one)
 
 
 @given(

@@ -122,6 +122,17 @@ def test_longwriter_mode_is_a_packs_token_mean_times_its_documents(packs, per_pa
     assert sum(map(sum, terms)) / normaliser == pytest.approx(sum(means) / len(packs), rel=1e-12)
 
 
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_longwriter_mode_counts_documents_as_its_authors_code_does(packs):
+    """A pack's count is the sum of weights that add up to 1 in every document that has a target (sort_and_group.py)."""
+    for targets in packs:
+        mask = np.concatenate([[0] + [1] * n for n in targets])
+        offsets = np.cumsum([0, *(n + 1 for n in targets)])
+        found = pack_coefficients(LossSpec("longwriter"), mask, np.zeros(len(mask), int), offsets)
+        weights = np.concatenate([np.ones(n) / n for n in targets if n] or [np.zeros(0)])
+        assert found.coefficients.sum() == pytest.approx(weights.sum() / 30)
+
+
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_pack_mode_is_the_mean_over_packs_of_token_means(packs):
     terms, normaliser = _steps(packs, "pack")

@@ -108,12 +108,27 @@ def test_no_two_metrics_share_a_name_unless_it_is_reserved(names):
     names = [name for name in names if name not in RESERVED]
     sums = StepSums.zeros(len(names), "cpu")
     sums.add_counts(torch.ones(5 + len(names), dtype=torch.float64))
-    assert len(sums.report("val", tuple(names))) == 5 + 3 * len(names)
+    sums.measured = True
+    assert len(sums.report("val", tuple(names))) == 7 + 5 * len(names)
 
 
 def test_a_reserved_name_would_be_another_metric():
+    others = {"val/total_tokens", "val/total_target_tokens"}  # of a run, beside those of a step
     for name in RESERVED:
-        assert len(StepSums.zeros(1, "cpu").report("val", (name,))) < 5 + 1
+        assert len(others | StepSums.zeros(1, "cpu").report("val", (name,)).keys()) < 5 + 1 + len(others)
+
+
+def test_accuracy_and_entropy_are_means_over_targets_where_the_engine_gives_them():
+    sums = _sums(12.0, [5.0, 6.0, 2.0], [4.0, 100, 9, 3, 1, 4, 4])
+    assert not any("entropy" in name or "accuracy" in name for name in sums.report("val", NAMES))
+    slots, is_target = torch.tensor([0, 1, 1, 2, 1]), torch.tensor([True, True, True, True, False])
+    sums.add_measures(slots, is_target, torch.tensor([1.0, 1, 0, 1, 1]), torch.tensor([0.5, 1, 2, 3, torch.nan]))
+    report = (sums + StepSums.zeros(2, "cpu")).report("val", NAMES)
+    assert "val/entropy" not in report  # a part of the set without them
+    report = sums.report("val", NAMES)
+    assert (report["val/token_accuracy"], report["val/entropy"]) == (3 / 9, 6.5 / 9)
+    assert (report["val/gsm8k_token_accuracy"], report["val/gsm8k_entropy"]) == (1 / 4, 3 / 4)
+    assert (report["val/code_token_accuracy"], report["val/code_entropy"]) == (1 / 4, 3 / 4)
 
 
 def test_parts_add_up_in_place():

@@ -197,6 +197,10 @@ def test_a_step_equals_single_documents_in_plain_hugging_face(layout, case, expe
             assert report[f"train/{name}_loss"] == pytest.approx(want.category_loss[category], rel=TOLERANCE)
         else:
             assert f"train/{name}_loss" not in report
+    for kind, values in (("token_accuracy", want.accuracy), ("entropy", want.entropy)):
+        for category, value in values.items():
+            name = kind if category is None else f"{CATEGORIES[category]}_{kind}"
+            assert report[f"train/{name}"] == pytest.approx(value, rel=TOLERANCE)
 
     assert ranks[0].gradients.keys() == want.gradients.keys()
     deviations = {name: _deviation(ranks[0].gradients[name], gradient) for name, gradient in want.gradients.items()}

@@ -1,21 +1,27 @@
-"""A schedule that ends on a floor, `lr/10 + lr/2·(1 + cos(π·step/total))`, as verl's own cosine.
+"""Schedules against formulas of others: verl's, transformers' and Megatron's; over a resume; a decay that begins early.
 
-It begins at 1.1·lr and ends at lr/10: a cosine with peak `optim.lr` = 1.1·lr and `optim.min_lr_ratio` = 1/11. Step s of
-a run, counted from 1 as its metrics are, trains at the formula's value for s − 1: the first step at exactly 1.1·lr, the
-last one a step short of lr/10.
+The first is `lr/10 + lr/2·(1 + cos(π·step/total))`, as verl's own cosine. It begins at 1.1·lr and ends at lr/10: a
+cosine with peak `optim.lr` = 1.1·lr and `optim.min_lr_ratio` = 1/11. Step s of a run, counted from 1 as its metrics
+are, trains at the formula's value for s − 1: the first step at exactly 1.1·lr, the last one a step short of lr/10.
 """
 
 import math
+import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from transformers import get_cosine_with_hard_restarts_schedule_with_warmup, get_linear_schedule_with_warmup
+from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 
 from tests.packed_engine import build_worker
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import metrics, train_alone
+from tests.training import differences, metrics, stopped_at, train_alone
 from verl_ext.config import compose
+from verl_ext.engines.schedule import DECAYS, StepOptimizerConfig, rate_factor
 
 LR = 5e-4
 OVERRIDES = (
@@ -24,6 +30,7 @@ OVERRIDES = (
     "optim.lr_warmup_steps=0",
     "optim.lr_scheduler_type=cosine",
 )
+_SAVES = ("trainer.save_freq=2",)
 TOTAL = 1000  # the steps of build_worker's schedule
 
 
@@ -31,9 +38,9 @@ def formula(step: int, total: int) -> float:
     return LR / 10 + 0.5 * LR * (1 + math.cos(math.pi * step / total))
 
 
-def _rates(model: str) -> list[float]:
+def _rates(model: str, more: tuple[str, ...] = ()) -> list[float]:
     """The engine's learning rate before any step, and after each of TOTAL."""
-    engine = build_worker(model, overrides=OVERRIDES).engine
+    engine = build_worker(model, overrides=[*OVERRIDES, *more]).engine
     engine.optimizer_step()  # torch asks for one before the first step of a schedule
     return [engine.lr_scheduler.get_last_lr()[0], *(engine.lr_scheduler_step() for _ in range(TOTAL))]
 
@@ -44,6 +51,119 @@ def test_verls_cosine_is_the_schedule_from_the_first_step_to_the_last(tiny_model
     assert rates[TOTAL // 2] == pytest.approx(0.6 * LR)
     assert rates[TOTAL] == pytest.approx(0.1 * LR)
     assert rates == pytest.approx([formula(step, TOTAL) for step in range(TOTAL + 1)], rel=1e-12)
+
+
+def _factors(total: int, **options) -> list[float]:
+    factor = rate_factor(StepOptimizerConfig(lr=1.0, **options), total)
+    return [factor(step) for step in range(total + 1)]
+
+
+def _of_others(schedule, total: int, *args, **options) -> list[float]:
+    """The rates of a schedule of another library over an optimizer whose rate is 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, rates = schedule(optimizer, *args, **options), []
+    for _ in range(total + 1):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("total", [50, 93])
+def test_wsd_without_options_is_that_of_verl(total, warmup):
+    found = _factors(total, lr_scheduler_type="wsd", lr_warmup_steps=warmup, min_lr_ratio=0.1)
+    wanted = _of_others(get_wsd_schedule_with_warmup, total, warmup, total, min_lr_ratio=0.1)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_linear_is_that_of_transformers():
+    found = _factors(50, lr_scheduler_type="linear", lr_warmup_steps_ratio=0.1)
+    assert found == pytest.approx(_of_others(get_linear_schedule_with_warmup, 50, 5, 50), abs=1e-12)
+
+
+def test_a_cosine_with_restarts_is_that_of_transformers():
+    found = _factors(60, lr_scheduler_type="cosine_with_restarts", lr_warmup_steps=6, num_cycles=3)
+    wanted = _of_others(get_cosine_with_hard_restarts_schedule_with_warmup, 60, 6, 60, num_cycles=3)
+    assert found == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", DECAYS)
+def test_the_decays_of_wsd_are_those_of_megatron(style):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parts that need a GPU
+        scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    optimizer = SimpleNamespace(param_groups=[{"lr": 1.0, "weight_decay": 0.0, "is_decoupled_lr": False}])
+    peer = scheduler(optimizer, 0.0, 1.0, 0.1, 4, 40, "WSD", 0.0, 0.0, 40, "constant", False, False, 12, style)
+    wanted = []
+    for step in range(41):
+        peer.num_steps = step
+        wanted.append(peer.get_lr(optimizer.param_groups[0]))
+    options = {"lr_wsd_decay_steps": 12, "lr_wsd_decay_style": style}
+    found = _factors(40, lr_scheduler_type="wsd", lr_warmup_steps=4, min_lr_ratio=0.1, **options)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_verls_cosine_has_as_many_waves_as_it_has_cycles(tiny_model):
+    (rates,) = run_ranks(_rates, 1, str(tiny_model), ("optim.num_cycles=1.5",))
+    low, high = 0.1 * LR, 1.1 * LR
+    ends = {0: high, TOTAL // 3: low, 2 * TOTAL // 3: high, TOTAL: low}
+    assert {step: rates[step] for step in ends} == pytest.approx(ends, rel=1e-4)
+
+
+def test_steps_are_counted_from_one_where_verls_option_says_so():
+    options = {"lr_scheduler_type": "linear", "lr_warmup_steps": 4}
+    assert _factors(20, **options, zero_indexed_step=False)[:-1] == _factors(20, **options)[1:]
+
+
+def _overrides(model, tmp_path, name: str, total: int, *more: str) -> list[str]:
+    folder = tmp_path / "data"
+    if not folder.exists():
+        write_tokenized(folder, random_documents(np.random.default_rng(0), [20] * 32, VOCABULARY, 1))
+    schedule = ["optim.lr_scheduler_type=wsd", "optim.min_lr_ratio=0.1", f"trainer.total_training_steps={total}"]
+    paths = [f"data.train_dir={folder}", f"model.path={model}", f"trainer.default_local_dir={tmp_path / name}"]
+    return [*paths, *schedule, "data.train_batch_size=1", *more]
+
+
+def _learning_rates(folder) -> list[float]:
+    found = metrics(folder)
+    return [found[step, "train/lr"] for step, name in sorted(found) if name == "train/lr"]
+
+
+@pytest.mark.slow
+def test_a_resumed_wsd_run_is_the_uninterrupted_one_to_the_last_bit(tiny_model, tmp_path):
+    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "whole", 8, "optim.lr_wsd_decay_steps=4", *_SAVES))
+    resumed = stopped_at(tmp_path / "whole", tmp_path / "resumed", 6)  # in the middle of the decay
+    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "resumed", 8, "optim.lr_wsd_decay_steps=4", *_SAVES))
+    assert differences(resumed, tmp_path / "whole", 8) == []
+
+
+@pytest.mark.slow
+def test_a_resumed_wsd_run_may_begin_its_decay_early_and_is_the_run_that_was_so_short_from_the_start(
+    tiny_model, tmp_path
+):
+    decay = ("optim.lr_wsd_decay_steps=2", "optim.lr_wsd_decay_style=linear")
+    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "long", 8, *_SAVES))
+    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "short", 6, *decay, *_SAVES))
+    early = stopped_at(tmp_path / "long", tmp_path / "early", 4)
+    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "early", 6, *decay, *_SAVES))
+    assert _learning_rates(early) == pytest.approx([1e-2] * 5 + [1e-2 * (0.1 + 0.9 / 2)], rel=1e-12)
+    assert differences(early, tmp_path / "short", 6) == []
+
+
+@pytest.mark.slow
+def test_a_decay_that_has_begun_keeps_its_length(tiny_model, tmp_path):
+    run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "long", 8, "optim.lr_wsd_decay_steps=6", *_SAVES))
+    stopped_at(tmp_path / "long", tmp_path / "later", 4)
+    with pytest.raises(AssertionError, match=r"optim\.lr_wsd_decay_steps is 2, but the run in .* with 6"):
+        run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "later", 6, "optim.lr_wsd_decay_steps=2"))
+
+
+@pytest.mark.slow
+def test_a_decay_longer_than_the_run_is_refused(tiny_model, tmp_path):
+    with pytest.raises(AssertionError, match=r"optim\.lr_wsd_decay_steps must be at most 6, .*; got 7"):
+        run_ranks(train_alone, 1, _overrides(tiny_model, tmp_path, "run", 6, "optim.lr_wsd_decay_steps=7"))
 
 
 def test_step_s_of_a_run_trains_at_the_formula_for_s_minus_1(tiny_model, tmp_path):

@@ -48,11 +48,17 @@ def test_what_is_extended_has_the_same_samples_seen(stream, short, more, share, 
         assert short + more > 20, "within an epoch the order never changes"
 
 
-def test_other_data_a_shorter_stream_or_more_seen_than_there_was_extend_nothing(stream):
+def test_a_stream_that_ends_early_goes_on_from_a_longer_one(stream):
+    before = stream(8, True)
+    assert stream(6, True).extends(saved(before), 6)
+    assert torch.equal(tokens(stream(6, True), 6), tokens(before, 6))
+    assert not stream(6, True).extends(saved(before), 7)
+
+
+def test_other_data_or_more_seen_than_there_was_extend_nothing(stream):
     before = stream(8, True)
     assert stream(12, True).extends(saved(before), 8)
     assert not stream(12, True).extends({**saved(before), DIGEST: "of other documents"}, 8)
     assert not stream(12, False).extends(saved(before), 8)
     assert not stream(12, True, seed=7).extends(saved(before), 8)
-    assert not stream(6, True).extends(saved(before), 4)
     assert not stream(12, True).extends(saved(before), 9)

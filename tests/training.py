@@ -18,7 +18,14 @@ from verl_ext.config import compose
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer
 
-MEASURED = ("per_second", "memory_gib", "save_pause")  # ends of metrics that differ between equal runs
+MEASURED = (
+    "per_second",
+    "per_gpu",
+    "memory_gib",
+    "_gb",
+    "mfu",
+    "save_pause",
+)  # ends of metrics that differ between equal runs
 SMALL = ("data.max_tokens=64", "data.train_batch_size=4", "data.num_workers=0", "optim.lr=1e-2", "parallel=cpu")
 
 

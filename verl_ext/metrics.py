@@ -1,8 +1,9 @@
 """The numbers of a step: summed by each rank, and reduced over data-parallel ranks once, when they are read.
 
 Category loss is the plain mean of ℓ_t over a category's target tokens of the global step (or of the whole validation
-set), whatever the loss mode and weights: sums in float64, counts whole numbers below 2^53, so exact in the float64 that
-travels. Every rank holds one slot for every category of a fixed table, so no rank waits for a key that another lacks.
+set), whatever the loss mode and weights, and so are token accuracy and entropy. Sums are float64 and counts whole
+numbers below 2^53, so exact in the float64 that travels. Every rank holds one slot for every category of a fixed table,
+so no rank waits for a key that another lacks.
 
 Legend: C categories; slot 0 is "no category" and is never reported.
 """
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-RESERVED = ("target",)  # names that a category must not have: `<category>_tokens` would be another metric
+# Names that a category must not have: `<category>_tokens` would be another metric.
+RESERVED = ("target", "total", "total_target")
 VALIDATION = "val"  # the prefix of the metrics that have perplexities too
 _SCALARS = ("weighted_loss", "normaliser", "tokens", "target_tokens", "packs")
 
@@ -23,18 +25,21 @@ class StepSums:
     """One rank's sums of a step (or of its share of the validation set).
 
     Attributes:
-        values: float64[5 + 2·(C + 1)] on the engine's device: weighted_loss, normaliser, tokens, target_tokens, packs,
-            then the loss sum and the token count of each category slot.
+        values: float64[5 + 4·(C + 1)] on the engine's device: weighted_loss, normaliser, tokens, target_tokens, packs,
+            then the sums of each category slot: of losses, tokens, right predictions and entropies.
+        slots: C + 1.
+        measured: the last two were added.
     """
 
     values: torch.Tensor
     slots: int
+    measured: bool = False
 
     @classmethod
     def zeros(cls, categories: int, device: torch.device | str) -> "StepSums":
         """Return the sums of no document; ``categories`` is C."""
         slots = categories + 1
-        return cls(torch.zeros(len(_SCALARS) + 2 * slots, dtype=torch.float64, device=device), slots)
+        return cls(torch.zeros(len(_SCALARS) + 4 * slots, dtype=torch.float64, device=device), slots)
 
     @property
     def weighted_loss(self) -> torch.Tensor:
@@ -44,7 +49,18 @@ class StepSums:
     @property
     def category_loss(self) -> torch.Tensor:
         """Σ ℓ_t over the targets of each category slot, a view of C + 1 elements; slot 0 are those of no category."""
-        return self.values[len(_SCALARS) : len(_SCALARS) + self.slots]
+        return self._by_category[0]
+
+    @property
+    def _by_category(self) -> torch.Tensor:
+        """The sums by category slot: float64[4, C + 1], a view."""
+        return self.values[len(_SCALARS) :].view(4, self.slots)
+
+    def add_measures(self, slots: torch.Tensor, is_target: torch.Tensor, *measures: torch.Tensor) -> None:
+        """Add right predictions and entropies of tokens [T] whose category slots are int64[T]."""
+        for row, values in enumerate(measures, start=2):
+            self._by_category[row].index_add_(0, slots, torch.where(is_target, values.detach().double(), 0.0))
+        self.measured = True
 
     @property
     def loss(self) -> float:
@@ -56,13 +72,16 @@ class StepSums:
         """Add host-side ``float64[4 + C + 1]``: normaliser, tokens, target_tokens, packs, tokens by category slot."""
         counts = counts.to(self.values.device, non_blocking=True)
         self.values[1 : len(_SCALARS)] += counts[: len(_SCALARS) - 1]
-        self.values[len(_SCALARS) + self.slots :] += counts[len(_SCALARS) - 1 :]
+        self._by_category[1] += counts[len(_SCALARS) - 1 :]
 
     def reduced(self, all_reduce: Callable[[torch.Tensor], None]) -> "StepSums":
         """Return the sums over all data-parallel ranks, in one reduction."""
         values = self.values.clone()
         all_reduce(values)
-        return StepSums(values, self.slots)
+        return StepSums(values, self.slots, self.measured)
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        return StepSums(self.values + other.values, self.slots, self.measured and other.measured)
 
     def report(self, prefix: str, names: tuple[str, ...]) -> dict[str, float]:
         """Return metrics by name; reads the device once.
@@ -73,7 +92,8 @@ class StepSums:
         """
         values = self.values.tolist()
         weighted_loss, normaliser, tokens, target_tokens, packs = values[: len(_SCALARS)]
-        sums, counts = values[len(_SCALARS) :][: self.slots], values[len(_SCALARS) + self.slots :]
+        starts = range(len(_SCALARS), len(values), self.slots)
+        sums, counts, right, entropies = (values[start : start + self.slots] for start in starts)
         metrics = {
             f"{prefix}/loss": weighted_loss / normaliser if normaliser else float("nan"),
             f"{prefix}/tokens": int(tokens),
@@ -86,6 +106,13 @@ class StepSums:
             if count and prefix == VALIDATION:
                 metrics[f"{prefix}/{name}_perplexity"] = perplexity(loss, count)
             metrics[f"{prefix}/{name}_tokens"] = int(count)
+        if self.measured:
+            for kind, measured in (("token_accuracy", right), ("entropy", entropies)):
+                if sum(counts):
+                    metrics[f"{prefix}/{kind}"] = sum(measured) / sum(counts)
+                for name, total, count in zip(names, measured[1:], counts[1:], strict=True):
+                    if count:
+                        metrics[f"{prefix}/{name}_{kind}"] = total / count
         if prefix == VALIDATION:
             metrics[f"{prefix}/perplexity"] = perplexity(sum(sums), sum(counts))
         return metrics

@@ -124,23 +124,26 @@ class StepProgress:
         self.bar = progress_bar("train", total_steps, initial=first_step, unit=" step", disable=hidden)
         self.started = self._since = self._first_ended = time.perf_counter()
         self.total_tokens = self._tokens = 0  # of the run, and since the rate was last asked for
+        self._flops: float | None = 0.0  # since then
         self._steps = 0
 
-    def step(self, tokens: int) -> None:
-        """One optimizer step over `tokens` tokens of all ranks has ended."""
+    def step(self, tokens: int, flops: float | None = None) -> None:
+        """One optimizer step over `tokens` tokens of all ranks has ended; flops: its model FLOPs, if they are known."""
         self._tokens += tokens
+        self._flops = None if flops is None or self._flops is None else self._flops + flops
         self.total_tokens += tokens
         self._steps += 1
         if self._steps == 1:
             self._first_ended = time.perf_counter()
         self.bar.update(1)
 
-    def tokens_per_second(self) -> float:
-        """Rate since this was last asked."""
+    def rates(self) -> tuple[float, float | None]:
+        """Return tokens and model FLOPs a second, of all ranks, since this was last asked; None if not known."""
         now = time.perf_counter()
-        rate = self._tokens / max(now - self._since, 1e-9)
-        self._since, self._tokens = now, 0
-        return rate
+        seconds = max(now - self._since, 1e-9)
+        rates = self._tokens / seconds, None if self._flops is None else self._flops / seconds
+        self._since, self._tokens, self._flops = now, 0, 0.0
+        return rates
 
     def show(self, metrics: Mapping[str, float]) -> None:
         """Put the loss and the rate beside the bar."""

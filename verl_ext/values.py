@@ -67,7 +67,7 @@ def option(
         above: a number that the value must exceed.
         required: null and an empty value are refused.
         resume: "same" if a resumed run must have the value of its checkpoint, "may_grow" if only an extended stream
-            may change it, "may_change" otherwise.
+            may change it, "ahead" if it may change for steps that are not done yet, "may_change" otherwise.
     """
     bounds = {"least": least, "most": most, "above": above}
     metadata = {"meaning": meaning, "choices": tuple(choices), **bounds, "required": required, "resume": resume}

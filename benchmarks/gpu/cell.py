@@ -16,28 +16,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu import setting
-from benchmarks.gpu.run import SHAPES
 from benchmarks.lengths import Document, write_dataset
 from verl_ext.trainer.distributed import process_group
-
-POSITIONS = 2**23
 
 
 def prepare(spec: dict[str, Any]) -> dict[str, Any]:
     """Write the model: random weights in bf16, half as many key/value heads as query heads, tied embeddings."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
     shape, folder = spec["shape"], Path(spec["folder"]) / spec["shape"]
     torch.manual_seed(0)
-    config = Qwen3Config(
-        **SHAPES[shape],
-        num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
-        head_dim=setting.head_size(shape),
-        vocab_size=setting.vocabulary(shape),
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
-    )
+    config = setting.config_of(shape)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
@@ -121,7 +111,7 @@ def throughput(spec: dict[str, Any]) -> dict[str, Any]:
 def longest(spec: dict[str, Any]) -> dict[str, Any]:
     """Of the contestant: single documents, a quarter of whose tokens are targets."""
     few = setting.steps_of_documents(spec["shape"], 512, 2048, 0)[0]
-    built = contestant(spec, POSITIONS, few, 1000)
+    built = contestant(spec, setting.POSITIONS, few, 1000)
     setting.report(**implementations(built, packed=False))
     rng = np.random.default_rng(0)
 

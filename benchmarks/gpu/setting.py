@@ -1,5 +1,6 @@
 """What every cell has in common, with or without verl in its process: shapes, documents, FLOPs, the clock."""
 
+import functools
 import json
 import sys
 import time
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.run import SHAPES
 from benchmarks.lengths import Document, long_tailed_lengths, make_documents
+from verl_ext.flops import peak_flops, train_flops
 
 VOCABULARY = 151_936
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "L40S": 362e12, "A100": 312e12}
+POSITIONS = 2**23
 
 
 def vocabulary(shape: str) -> int:
@@ -36,19 +39,34 @@ def steps_of_documents(shape: str, pack: int, step_tokens: int, steps: int) -> l
 def flops(shape: str, lengths: Sequence[int], head_tokens: int) -> float:
     """Count the operations of forward and backward over documents of these lengths, without recomputation.
 
-    Every token costs 6 for each parameter of a matrix, every document of length l costs 6·l²·width in each layer's
-    causal attention.
-
     Args:
         head_tokens: tokens whose logits are computed. Model FLOPs take all of them.
     """
-    given = SHAPES[shape]
-    hidden, heads = given["hidden_size"], given["num_attention_heads"]
-    size, kv_heads = head_size(shape), heads // 2
-    layer = hidden * size * (2 * heads + 2 * kv_heads) + 3 * hidden * given["intermediate_size"]
-    attention = sum(float(length) ** 2 for length in lengths) * heads * size
-    in_layers = given["num_hidden_layers"] * (float(layer) * sum(lengths) + attention)
-    return 6.0 * (in_layers + float(hidden) * vocabulary(shape) * head_tokens)
+    left_out = 6.0 * SHAPES[shape]["hidden_size"] * vocabulary(shape) * (sum(lengths) - head_tokens)
+    return float(_model_flops(shape).documents(lengths).sum()) - left_out
+
+
+@functools.cache
+def _model_flops(shape: str) -> Any:
+    """Return the FLOPs of a shape's model by a document's tokens."""
+    config = config_of(shape)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    found = train_flops(model, config)
+    assert found is not None
+    return found
+
+
+def config_of(shape: str) -> Qwen3Config:
+    """Return a shape's config: half as many key/value heads as query heads, tied embeddings."""
+    return Qwen3Config(
+        **SHAPES[shape],
+        num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
+        head_dim=head_size(shape),
+        vocab_size=vocabulary(shape),
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+    )
 
 
 def head_size(shape: str) -> int:
@@ -58,8 +76,7 @@ def head_size(shape: str) -> int:
 
 def mfu(floating: float, seconds: float) -> float | None:
     """Share of the GPU's dense bf16 peak; None where that is not known."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((value for key, value in PEAK_FLOPS.items() if key in name), None)
+    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return None if peak is None else floating / seconds / peak
 
 

@@ -29,7 +29,7 @@ _KEYS_OF_VERL = {
     "model": ("lora_rank", "lora_alpha", "target_modules"),
     "optim": (
         *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
-        *("lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles"),
+        *("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles", "zero_indexed_step"),
     ),
     "engine": ("model_dtype", "mixed_precision"),
 }
@@ -38,7 +38,7 @@ _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
 _GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
-_COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes")
+_COUNTERS = ("skipped_steps", "skipped_in_a_row", "spikes", "total_tokens", "total_target_tokens")
 
 
 class OutputAction(Enum):
@@ -217,9 +217,9 @@ def options_that(rule: str, classes: Iterable[type]) -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def shared_options(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, Any]:
+def shared_options(values: Mapping[str, Any], classes: Iterable[type], rule: str = "same") -> dict[str, Any]:
     """Return the options of some classes that a resumed run must share: their values in a configuration, by key."""
-    keys = (key.split(".") for key in options_that("same", classes))
+    keys = (key.split(".") for key in options_that(rule, classes))
     return {f"{node}.{name}": values[node][name] for node, name in keys if name in values[node]}
 
 
@@ -248,6 +248,7 @@ class RunState:
         skipped_steps: of the run so far, those before a resume included.
         skipped_in_a_row: of these, the last ones without a trained step between them.
         spikes: steps of the run so far whose loss was a spike; recent_losses: of the last trained steps.
+        total_tokens, total_target_tokens: of the steps of the run so far.
         folder: of the run, for messages.
         allowed: keys that may differ, `trainer.allow_resume_mismatch`.
     """
@@ -258,6 +259,7 @@ class RunState:
         self.fingerprint = _as_json(fingerprint)
         self.grouping = grouping
         self.skipped_steps = self.skipped_in_a_row = self.spikes = 0
+        self.total_tokens = self.total_target_tokens = 0
         self.recent_losses: list[float] = []
         self.folder = folder
         self.allowed = allowed

@@ -82,6 +82,11 @@ class SourceOptions(OutputOptions):
         """Every source's paths and globs, in the order of `sources`."""
         return {name: as_list(value) for name, value in self.sources.items()}
 
+    def file_name_problems(self) -> list[str]:
+        """Return a line for each source whose name cannot be that of files."""
+        wrong = (name for name in self.sources if not name or name.startswith(".") or set(name) & set("/\\\0"))
+        return [f"sources.{name} must be a file's name, that of {name}.bin and {name}.idx" for name in wrong]
+
     def source_problems(self, model: ModelOptions) -> list[str]:
         """Return a line for each source that names no files, and if output_dir must not be written."""
         problems = [

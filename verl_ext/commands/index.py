@@ -39,9 +39,7 @@ class IndexOptions(TextOptions, SourceOptions):
 
     def problems(self) -> Iterator[str | None]:
         """Yield a line for every mistake that can be seen without opening a source."""
-        for name in self.sources:
-            if not name or name.startswith(".") or set(name) & set("/\\\0"):
-                yield f"sources.{name} must be a file's name, that of {name}.bin and {name}.idx"
+        yield from self.file_name_problems()
         problems = self.source_problems(self.model)
         yield from problems
         output = Path(self.output_dir)

@@ -20,6 +20,7 @@ from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import Report
+from verl_ext.data.megatron.masked_index import MaskedIndexes
 from verl_ext.files import OutputFolder
 from verl_ext.nodes import differences, versions
 from verl_ext.ray_cluster import ray_cluster
@@ -40,7 +41,7 @@ RAY_CHUNK = ChunkSize(1024, 1 << 20)  # a task costs the command a millisecond o
 
 @dataclass(frozen=True)
 class TokenizeOptions(ChatOptions, SourceOptions):
-    """Chat and text records, tokenized once into a memory-mapped dataset with a loss mask and categories.
+    """Chat and text records, tokenized once with a loss mask and categories: memory-mapped, or as Megatron reads them.
 
     The fields of a record say which shape it has (verl_ext/text/shapes.py lists them). A source's name is the category
     of its records.
@@ -55,12 +56,25 @@ class TokenizeOptions(ChatOptions, SourceOptions):
         None, "a part of each source, or {source: part}: a fraction (1.0 is all) or a number of records"
     )
     seed: int = option(42, "seed of the sample")
+    format: str = option(
+        "arrow",
+        "arrow: the folder that data.train_dir names | megatron: SOURCE.bin and .idx, SOURCE_mask.bin and .idx",
+        choices=("arrow", "megatron"),
+    )
     preview: int = option(2, "documents of each source that are shown at the end, with their targets marked", least=0)
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake that can be seen without opening a source."""
         yield from self.source_problems(self.model)
         yield from super().problems()
+        if self.format == "megatron":
+            yield from self.file_name_problems()
+            for name in self.sources:
+                if f"{name}_mask" in self.sources:
+                    yield f"sources.{name}_mask must have another name with format=megatron; got that of {name}'s mask"
+            if self.category_field:
+                got = f"got {self.category_field}; a source is a pair of indices"
+                yield f"category_field must be null with format=megatron; {got}"
         parts = {"sample": self.sample}
         if isinstance(self.sample, dict):
             parts = {f"sample.{name}": part for name, part in self.sample.items()}
@@ -125,7 +139,11 @@ def write_dataset(
         results = ordered_results(
             make_encoder, ChatEncoder.encode, chunks, num_workers, name="tokenize", preload=preload
         )
-    writer = DatasetWriter(folder, shard_bytes)
+    writer: DatasetWriter | MaskedIndexes
+    if options.format == "megatron":
+        writer = MaskedIndexes({f"sources.{name}": folder / name for name in options.sources})
+    else:
+        writer = DatasetWriter(folder, shard_bytes)
 
     def add(documents: Documents) -> Documents:
         report.add(documents)

@@ -103,8 +103,9 @@ class Texts:
         self._node, self._words = node, list(words)
         with self._errors_name_the_key():
             self._options = options = read_options(TokenizeOptions, [*words, f"output_dir={root / 'new'}"])
-            if options.backend != "local":
-                raise UsageError(f"backend must be local here; got {options.backend}: use `verl-ext tokenize`")
+            for name, needed in (("backend", "local"), ("format", "arrow")):
+                if (given := getattr(options, name)) != needed:
+                    raise UsageError(f"{name} must be {needed} here; got {given}: use `verl-ext tokenize`")
             leave_out_torch(options.model)
             self._encoder = ChatEncoder(options, list(options.sources), options.preview)
             self.folder = root / self._fingerprint()

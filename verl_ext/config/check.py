@@ -23,6 +23,7 @@ from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
 from verl_ext.engines.router import asks_for_router_loss
+from verl_ext.engines.schedule import schedule_problems
 from verl_ext.values import choice_problem, first_line, refuse, show
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -45,6 +46,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         *path_problems(config),
         *device_problems(config),
         optimizer_problem(config),
+        *schedule_problems(config.optim),
         *fixed_value_problems(config.values),
         *config.model.config_problems(config),
     ]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.config import FSDPEngineConfig
 
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
@@ -25,6 +25,7 @@ from verl_ext.config.weights import ModelOptions
 from verl_ext.custom import custom_object
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
+from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions
 from verl_ext.values import Options, choice_problem, option, plain, refuse, show
 
@@ -33,6 +34,7 @@ _HANG_TIMEOUT = 1200
 _UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
 _LEAST = 2**30  # less is a number without its unit
+_OPTIM = {"_target_": "verl_ext.engines.schedule.StepOptimizerConfig"}  # in place of verl's class
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ class TrainerOptions(Options):
     device: str = option("auto", "auto: a GPU where one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
     log_every_batches: int | None = option(None, "log_freq in micro-batches of a rank, in its place", least=1)
+    gpu_peak_tflops: float | None = option(
+        None, "TFLOP/s of a GPU at its best, for perf/mfu; null: by its name, and no perf/mfu for another", above=0
+    )
     max_skipped_steps: int = option(10, "non-finite gradients in a row before the run ends with an error", least=0)
     spike_factor: float | None = option(
         None, "a loss above this multiple of the last 64 losses' median is written to spikes.jsonl; null: none", above=1
@@ -210,7 +215,7 @@ class RunConfig:
     model: type[PackedModel]
     model_options: Any
     engine: FSDPEngineConfig
-    optim: FSDPOptimizerConfig
+    optim: StepOptimizerConfig
     checkpoint: CheckpointConfig
     machine: Machine
     values: Mapping[str, Any]
@@ -232,13 +237,16 @@ class RunConfig:
         for options in (DataOptions, LossOptions, AttentionOptions, ParallelOptions, TrainerOptions, PlanOptions):
             read(options.prefix, functools.partial(options.read, values[options.prefix]))
         read("ray", lambda: RayOptions.read(values["ray"]))
+        read("schedule", lambda: ScheduleOptions.read(values["optim"]))
         read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelOptions.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:
             read("dataset", lambda: nodes["dataset_class"].Options.read(values["data"]))
         refuse(problems)
+        del nodes["schedule"]  # a part of `optim`
+        typed = {**values, "optim": {**values["optim"], **_OPTIM}}
         for name in ("engine", "optim", "checkpoint"):
-            nodes[name] = omega_conf_to_dataclass(OmegaConf.create(values[name]))
+            nodes[name] = omega_conf_to_dataclass(OmegaConf.create(typed[name]))
         return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
 
     @property
@@ -282,6 +290,7 @@ def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
         ulysses_sequence_parallel_size=sequence_parallel_size(values),
         context_parallel_size=values["parallel"]["context_parallel_size"],
     )
+    node.optim.update(_OPTIM)
     names = ("model", "engine", "optim", "checkpoint", "profiler")
     parts = {name: omega_conf_to_dataclass(node[name]) for name in names}
     parts["optim"].total_training_steps = total_steps

@@ -30,6 +30,7 @@ from verl_ext.config.model import PackedModel
 from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions, dataset_class
 from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions, PackDataset
+from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.losses import LossOptions
 from verl_ext.overrides import restored
 from verl_ext.values import default_values, leaves, nearest_key, nearest_name, options_of, show
@@ -128,8 +129,8 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (the node that it fills, {key: default})} of every options dataclass of conf/."""
-    always = (ModelOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, RayOptions, TrainerOptions)
-    nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
+    always = (ModelOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, RayOptions, ScheduleOptions)
+    nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in (*always, TrainerOptions)}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default
             nodes[cls.prefix.replace(".", "/")] = (cls.prefix, dict.fromkeys(options_of(cls)))

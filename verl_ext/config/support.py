@@ -16,6 +16,7 @@ from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, fl
 from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
+from verl_ext.flops import windowed_layers
 from verl_ext.layers import mixers_of, unknown_mixers
 from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
@@ -339,19 +340,3 @@ def attention_dropout(hf_config: Any) -> float:
     given = [getattr(text, name, None) for name in _DROPOUT]
     given.append(getattr(getattr(text, "attn_config", None), "attn_pdrop", None))  # DBRX
     return max(float(value or 0) for value in given)
-
-
-def attention_layers(text: Any) -> int:
-    """Count the layers of a text config that have attention, whose cost grows with the square of a length."""
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    return (
-        sum("attention" in kind and kind != "linear_attention" for kind in kinds) if kinds else text.num_hidden_layers
-    )
-
-
-def windowed_layers(text: Any) -> tuple[int, int | None]:
-    """Return (layers with sliding-window attention, its width in tokens) of a Hugging Face text config."""
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers  # Mistral: every layer
-    layers = sum(kind == "sliding_attention" for kind in kinds)
-    return (layers, int(window)) if window and layers else (0, None)

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "engine.infer_micro_batch_size_per_gpu": (None, _PACKS_SET_IT),
     "engine.infer_max_token_len_per_gpu": (None, _PACKS_SET_IT),
 }
-_CHOICES = {"engine.strategy": ("fsdp", "fsdp2"), "optim.lr_scheduler_type": ("constant", "cosine")}
+_CHOICES = {"engine.strategy": ("fsdp", "fsdp2")}
 _DTYPES = ("fp32", "bf16", "fp16")
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 # key: (whether it holds, the requirement)

@@ -345,7 +345,7 @@ class PackDataset(torch.utils.data.Dataset):
         return {}
 
     def extends(self, saved: Mapping[str, Any], seen: int) -> bool:
-        """Return whether a run of these plan options visited the same first `seen` packs, and this one has more."""
+        """Return whether a run of these plan options visited the same first `seen` packs of more or fewer."""
         return False
 
     def is_right_answer(self, pack: int, answer: str) -> bool:

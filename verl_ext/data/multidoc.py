@@ -209,7 +209,9 @@ class MultiDocDataset(PackDataset):
         """
         num = saved.get(NUM_SAMPLES)
         weighs = len(self.sources) == 1 or all(source.weight is not None for source in self.sources)
-        if not (isinstance(self._plan, StreamPlan) and weighs and isinstance(num, int) and seen <= num < self._num):
+        if not (isinstance(self._plan, StreamPlan) and weighs and isinstance(num, int)):
+            return False
+        if num == self._num or seen > min(num, self._num):
             return False
         is_same_data = saved.get(DIGEST) == self._digest_of(num, num)
         return is_same_data and self._plan.begins_as(self._stream(num, 1), seen)

@@ -23,8 +23,8 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.engines.step import StepEngine
-from verl_ext.losses import token_nll
+from verl_ext.engines.step import StepEngine, asks_for_measures
+from verl_ext.losses import token_measures
 from verl_ext.models.qwen_titans import generate_greedily, load_memory_checkpoint
 
 
@@ -108,14 +108,18 @@ class ChunkedEngine(StepEngine):
     ) -> dict[str, torch.Tensor]:
         """Return ``log_probs`` of the next token, and ``is_greedy``, whether that token is the likeliest.
 
-        Both are jagged as ``input_ids``; log_probs are 0 if the next token is no target.
+        They are jagged as ``input_ids``, and so is ``entropy`` if the batch asks for measures; log_probs are 0 if the
+        next token is no target.
         """
         wanted, labels = output_args["wanted"], output_args["labels"]
         is_greedy = output.logits.argmax(-1) == labels  # before the loss, whose backward reuses the logits' memory
-        nll = token_nll(output.logits, labels, inplace_backward=True)
+        measures = asks_for_measures(micro_batch)
+        nll, *measured = token_measures(output.logits, labels, inplace_backward=True, measures=measures)
         log_probs = nll.new_zeros(len(wanted)).masked_scatter(wanted, -nll)
         offsets = micro_batch["input_ids"].offsets()
         outputs = {"log_probs": log_probs, "is_greedy": wanted.masked_scatter(wanted, is_greedy)}
+        if measures:
+            outputs["entropy"] = nll.new_zeros(len(wanted)).masked_scatter(wanted, measured[1])
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
     def generate_answers(self, ids: torch.Tensor, prompts: torch.Tensor, tokens: int) -> list[list[int]]:

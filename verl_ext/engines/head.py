@@ -73,7 +73,7 @@ class HeadInputs:
         coefficients: fp32[≤ R], of the same.
         rows: the targets of this rank.
         group: the sequence-parallel ranks, None for one alone.
-        block_bytes: the argument of :func:`head_terms`.
+        block_bytes, measures: the arguments of :func:`head_terms`.
     """
 
     labels: torch.Tensor
@@ -81,6 +81,7 @@ class HeadInputs:
     rows: TargetRows
     group: dist.ProcessGroup | None
     block_bytes: int
+    measures: bool
 
 
 class FusedHead:
@@ -108,7 +109,7 @@ class FusedHead:
             self._inputs = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return fp32``[1, R, 2]`` in place of logits, or logits if no loss is computed."""
+        """Return fp32``[1, R, 2 or 4]``, what head_terms gives, in place of logits; logits if no loss is computed."""
         given = self._inputs
         if given is None:
             return self._logits(hidden)
@@ -123,10 +124,15 @@ class FusedHead:
             if name in head.lora_A:
                 low = head.lora_A[name](head.lora_dropout[name](x)) * head.scaling[name]
                 factors.append((low.to(x.dtype), head.lora_B[name].weight.to(x.dtype)))
-        terms, nll = head_terms(
-            factors, given.labels, given.coefficients, bias=base.bias, block_bytes=given.block_bytes
+        of_targets = head_terms(
+            factors,
+            given.labels,
+            given.coefficients,
+            bias=base.bias,
+            block_bytes=given.block_bytes,
+            measures=given.measures,
         )
-        return torch.stack([terms[None], nll[None]], dim=-1)  # a copy: FSDP2 warns if a forward returns a view
+        return torch.stack([x[None] for x in of_targets], dim=-1)  # a copy: FSDP2 warns if a forward returns a view
 
 
 def _active_adapters(head: Any) -> Sequence[str]:

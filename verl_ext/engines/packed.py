@@ -25,9 +25,9 @@ from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_head
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
-from verl_ext.engines.step import StepEngine, on_device
+from verl_ext.engines.step import StepEngine, asks_for_measures, on_device
 from verl_ext.layers import RunningPack, attach, install
-from verl_ext.losses import BLOCK_BYTES, HEADS, token_nll
+from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
 _VERL_OUTPUTS = ("use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")
@@ -157,6 +157,7 @@ class PackedEngine(StepEngine):
                 rows,
                 self.ulysses_parallel_group if self.use_ulysses_sp else None,
                 tu.get_non_tensor_data(micro_batch, "head_block_bytes", default=BLOCK_BYTES),
+                asks_for_measures(micro_batch),
             )
         return args
 
@@ -216,7 +217,8 @@ class PackedEngine(StepEngine):
         """Return ``log_probs`` of the next token for every position, jagged as ``input_ids``, of all SP ranks.
 
         If the batch asks for target tokens alone, the others are 0. A fused head also gives ``loss_terms``, the
-        coefficient times the loss of each token, through which its gradients go.
+        coefficient times the loss of each token, through which its gradients go. If the batch asks for measures, there
+        are also its MEASURES.
         """
         if _needs_verl(micro_batch):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
@@ -224,34 +226,37 @@ class PackedEngine(StepEngine):
         rows: TargetRows | None = output_args.get("rows")
         if output_args.get("head_inputs") is not None:
             assert rows is not None
-            pairs = self._gathered_terms(output.logits.squeeze(0), rows)
-            whole = pairs.new_zeros(len(micro_batch["input_ids"].values()), 2).index_put((output_args["at"],), pairs)
-            terms, nll = whole.unbind(-1)
-            return {
-                "log_probs": torch.nested.nested_tensor_from_jagged(-nll.detach(), offsets),
-                "loss_terms": torch.nested.nested_tensor_from_jagged(terms, offsets),
-            }
+            found = self._gathered_terms(output.logits.squeeze(0), rows)
+            whole = found.new_zeros(len(micro_batch["input_ids"].values()), found.shape[1])
+            terms, nll, *measures = whole.index_put((output_args["at"],), found).unbind(-1)
+            columns = {"loss_terms": terms, **_named(nll.detach(), measures)}
+            return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
         logits, labels = output.logits.squeeze(0), output_args["labels"]  # [T/n, V], or of the targets in it
-        if rows is None:
-            nll = token_nll(logits, labels, inplace_backward=True)
-        else:
-            held = output_args["held"]
-            of_targets = token_nll(logits, labels[held], inplace_backward=True)
-            nll = of_targets.new_zeros(len(labels)).index_put((held,), of_targets)
-        nll = self._gather_and_unpad_packed(nll, output_args["pad_size"])
-        return {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, offsets)}
+        held = None if rows is None else output_args["held"]
+        asked = labels if held is None else labels[held]
+        of_rows = token_measures(logits, asked, inplace_backward=True, measures=asks_for_measures(micro_batch))
+        if held is not None:
+            of_rows = tuple(x.new_zeros(len(labels)).index_put((held,), x) for x in of_rows)
+        nll, *measures = (self._gather_and_unpad_packed(x, output_args["pad_size"]) for x in of_rows)
+        columns = _named(nll, measures)
+        return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in columns.items()}
 
-    def _gathered_terms(self, pairs: torch.Tensor, rows: TargetRows) -> torch.Tensor:
-        """Gather ``[N, 2]`` of all targets from the ``[≤ R, 2]`` of each sequence-parallel rank."""
+    def _gathered_terms(self, found: torch.Tensor, rows: TargetRows) -> torch.Tensor:
+        """Gather ``[N, columns]`` of all targets from the ``[≤ R, columns]`` of each sequence-parallel rank."""
         if not self.use_ulysses_sp:
-            return pairs
-        padded = torch.nn.functional.pad(pairs, (0, 0, 0, rows.padded - len(pairs)))
+            return found
+        padded = torch.nn.functional.pad(found, (0, 0, 0, rows.padded - len(found)))
         return gather_outputs_and_unpad(padded, gather_dim=0)[: len(rows.at)]
 
 
 def _next_ids(micro_batch: TensorDict) -> torch.Tensor:
     """Return int64[T], the token after each position."""
     return micro_batch["next_ids"].values() if "next_ids" in micro_batch else micro_batch["input_ids"].values().roll(-1)
+
+
+def _named(nll: torch.Tensor, measures: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name the outputs of a head."""
+    return {"log_probs": -nll, **dict(zip(MEASURES, measures, strict=bool(measures)))}
 
 
 def _needs_verl(micro_batch: TensorDict) -> bool:

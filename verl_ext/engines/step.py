@@ -17,8 +17,10 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils import fsdp_utils
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -28,6 +30,10 @@ from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
+from verl_ext.engines.schedule import OF_VERL, rate_factor
+from verl_ext.flops import train_flops
+from verl_ext.layers import mixers_of
+from verl_ext.packing import CostModel
 
 _STEADY_STEPS = 400  # the scale doubles after so many; verl's own number
 
@@ -50,6 +56,7 @@ class StepEngine(FSDPEngineWithLMHead):
     generates: ClassVar[bool] = False  # True if it has generate_answers(ids, prompts, tokens)
     scaler: Any  # a ShardedGradScaler in fp16, else None
     router_loss: RouterLoss | None = None
+    train_flops: CostModel | None = None  # of a step by its documents' lengths, if they are known
     host_copies: Any = None  # those of verl_ext.checkpoint.state that threads write a checkpoint from
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
@@ -88,12 +95,14 @@ class StepEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """Wrap the module as verl does, without its patch of FSDP2."""
+        """Wrap the module as verl does, without its patch of FSDP2; its FLOPs are counted while it is whole."""
         # Upstream: verl 0.9.1 wraps modules whose class derives from ABC by assigning __class__ (`fully_shard_module`).
         # Python rejects that for PEFT's layers, so a head with adapters could not be wrapped. FSDP2 itself takes such
         # classes; to go when verl calls fully_shard for them.
         verls: Any = fsdp_utils
         before, verls.fully_shard_module = verls.fully_shard_module, None
+        states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(module))
+        self.train_flops = train_flops(module, self.model_config.hf_config, states)
         try:
             return super()._build_fsdp_module(module)
         finally:
@@ -107,6 +116,13 @@ class StepEngine(FSDPEngineWithLMHead):
         half = self._autocast_dtype == torch.float16
         self.optimizer_config = with_implementation(self.optimizer_config, get_device_name(), offloads, half)
         return super()._build_optimizer(module)
+
+    def _build_lr_scheduler(self, optimizer: Any) -> Any:
+        """Build verl's schedule, or one of ours by the same options."""
+        config: Any = self.optimizer_config
+        if config.lr_scheduler_type in OF_VERL:
+            return super()._build_lr_scheduler(optimizer)
+        return LambdaLR(optimizer, rate_factor(config, config.total_training_steps))
 
     def accumulate(self, micro_batches: Sequence[TensorDict], loss_function: Callable) -> None:
         """Forward and backward over one rank's micro-batches of a step; gradients add up.
@@ -204,6 +220,11 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
         elif isinstance(value, torch.Tensor):
             moved[key] = pinned(value, device).to(device, non_blocking=True)
     return moved
+
+
+def asks_for_measures(micro_batch: TensorDict) -> bool:
+    """Tell whether a batch asks for the MEASURES of its targets beside their losses."""
+    return tu.get_non_tensor_data(micro_batch, "head_measures", default=False)
 
 
 def _adapt_config(config: Any) -> None:

@@ -16,6 +16,7 @@ A layer class that is not in the table and is no attention is refused (:func:`un
 
 import contextlib
 import functools
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -47,11 +48,19 @@ class Mixer:
         time: a row of the module's table.
         install: puts a pack's functions into a layer.
         heads: the attribute with the heads that ranks exchange; "" for none.
+        state: the attributes whose product is the size of the state.
+        updates: operations of a token on each number of the state.
     """
 
     time: str
     install: Callable[[nn.Module, RunningPack], None]
     heads: str = ""
+    state: tuple[str, ...] = ()
+    updates: int = 4  # a product added to it, and its output
+
+    def state_flops(self, layer: nn.Module) -> int:
+        """Return the operations of a token on a layer's state in a forward pass."""
+        return self.updates * math.prod(getattr(layer, name) for name in self.state) if self.state else 0
 
 
 def mixers_of(model: nn.Module) -> Iterator[tuple[nn.Module, Mixer]]:
@@ -218,10 +227,18 @@ def _any_device(x: torch.Tensor) -> Iterator[None]:
         torch.cuda.device = before  # type: ignore[misc]
 
 
-_DELTA = Mixer("delta", _install_delta, heads="num_v_heads")
-_STATE_SPACE = Mixer("state_space", _install_state_space, heads="num_heads")
+_DELTA = Mixer(
+    "delta",
+    _install_delta,
+    heads="num_v_heads",
+    state=("num_v_heads", "head_k_dim", "head_v_dim"),
+    updates=6,  # what the state says of a key is read before it is replaced
+)
+_STATE_SPACE = Mixer(
+    "state_space", _install_state_space, heads="num_heads", state=("num_heads", "head_dim", "ssm_state_size")
+)
 _SHORT_CONVOLUTION = Mixer("convolution", _install_short_convolution)
-_DOCUMENTS = Mixer("documents", _install_documents)
+_DOCUMENTS = Mixer("documents", _install_documents, state=("intermediate_size", "ssm_state_size"))
 
 MIXERS: dict[str, Mixer] = {
     "Qwen3NextGatedDeltaNet": _DELTA,
@@ -241,7 +258,11 @@ MIXERS: dict[str, Mixer] = {
     "FalconMambaMixer": _DOCUMENTS,
     "JambaMambaMixer": _DOCUMENTS,
     "MambaMixer": _DOCUMENTS,
-    "MiniMaxLightningAttention": Mixer("documents", functools.partial(_install_documents, outputs=2)),
+    "MiniMaxLightningAttention": Mixer(
+        "documents",
+        functools.partial(_install_documents, outputs=2),
+        state=("num_attention_heads", "head_dim", "head_dim"),
+    ),
     "ZambaMambaMixer": _DOCUMENTS,
 }
 

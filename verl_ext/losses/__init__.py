@@ -9,4 +9,4 @@ from verl_ext.losses.modes import (
     pack_coefficients,
     shift_left,
 )
-from verl_ext.losses.token_nll import BLOCK_BYTES, head_terms, row_bytes, token_nll
+from verl_ext.losses.token_nll import BLOCK_BYTES, MEASURES, head_terms, row_bytes, token_measures, token_nll

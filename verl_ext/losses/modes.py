@@ -10,9 +10,9 @@
 | `pack`       | 1 / N_pack                   | packs with a target | over packs of their token means                 |
 | `longwriter` | n_docs / (per_pack · N_pack) | packs with a target | a pack's token mean times its documents         |
 
-N counts the target tokens of a document or pack, n_docs the documents of a pack. A pack without a target has no token
-mean, so it is no term of the mean over packs. With every weight 1, `sequence` is LongAlign's (1/M) Σ_i L_i / N_i
-(https://arxiv.org/abs/2401.18058) and `longwriter` is LongWriter's weight of pack losses
+N counts the target tokens of a document or pack, n_docs the documents of a pack that have a target. A pack without a
+target has no token mean, so it is no term of the mean over packs. With every weight 1, `sequence` is LongAlign's (1/M)
+Σ_i L_i / N_i (https://arxiv.org/abs/2401.18058) and `longwriter` is LongWriter's weight of pack losses
 (https://arxiv.org/abs/2408.07055).
 
 Everything here comes from data alone, so Z is known before the first forward pass. Pure numpy.
@@ -69,9 +69,13 @@ def pack(mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any]) -> Pa
 def longwriter(
     mask: NDArray[Any], weights: NDArray[Any], lengths: NDArray[Any], documents_per_pack: int = 30
 ) -> PackCoefficients:
-    """Weigh as `pack` does, times the pack's documents over `documents_per_pack`."""
+    """Weigh as `pack` does, times the pack's documents with a target over `documents_per_pack`.
+
+    LongWriter's code counts documents by the sum of weights that add up to 1 in each document with a target.
+    """
     coefficients, normaliser = pack(mask, weights, lengths)
-    return PackCoefficients(coefficients * (len(lengths) / documents_per_pack), normaliser)
+    documents = np.count_nonzero(np.add.reduceat(mask, np.cumsum(lengths) - lengths))
+    return PackCoefficients(coefficients * (documents / documents_per_pack), normaliser)
 
 
 MODES: dict[str, Mode] = {

@@ -17,6 +17,9 @@ second product with the weight. This is possible because the loss is Σ a_t·nll
 to one common factor that arrives with the backward pass. Liger's fused linear cross-entropy works the same way; here
 d weight is summed in fp32, tokens without a target never enter, and coefficients differ by token.
 
+Both can also say of each token whether the label is the likeliest, and the entropy of the distribution, log Σ e^z −
+Σ z·e^z / Σ e^z with z the logits less their peak: from the same logits, a slice that the caches hold at a time.
+
 In fp16 the loss scale arrives with that common factor, after gradients have been written in fp16. Coefficients of 1/N,
 for documents of N targets, would underflow. So they are multiplied by a power of two beforehand, which brings the
 largest to between 2^7 and 2^8.
@@ -30,24 +33,41 @@ from typing import Any
 import torch
 
 ROWS = 512  # 512 rows of a 151k vocabulary are 0.3 GB in fp32, and two such slices are alive at once
+MEASURES = (
+    "is_greedy",
+    "entropy",
+)  # of a token: 1 if its label is the argmax; the entropy of its distribution, in nats
+_SLICE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of logits whose products are held beside them, for the entropy
 
 
 class _TokenNLL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool, rows: int
-    ) -> torch.Tensor:
-        peak = logits.amax(-1).float()
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool, rows: int, measures: bool
+    ) -> tuple[torch.Tensor, ...]:
+        peak, likeliest = _peak(logits, measures)
+        peak = peak.float()
         # The peak is subtracted first, because logits that share a large offset would cancel in fp32.
-        parts = zip(logits.split(rows), peak.unsqueeze(-1).split(rows), strict=True)
-        log_sum = torch.cat([(part.float() - top).exp_().sum(-1).log_() for part, top in parts])
+        log_sums, means = [], []
+        for part, top in zip(logits.split(rows), peak.split(rows), strict=True):
+            exp_logits = part.float() - top
+            products = _exp_(exp_logits, measures)
+            total = exp_logits.sum(-1)
+            log_sums.append(total.log())
+            means.append(products / total if measures else products)
+        log_sum, peak = torch.cat(log_sums), peak.squeeze(-1)
         target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()
         ctx.save_for_backward(logits, labels, peak, log_sum)
         ctx.inplace_backward, ctx.rows = inplace_backward, rows
-        return log_sum - (target - peak)
+        nll = log_sum - (target - peak)
+        if not measures:
+            return (nll,)
+        is_greedy, entropy = (likeliest.squeeze(-1) == labels).float(), log_sum - torch.cat(means)
+        ctx.mark_non_differentiable(is_greedy, entropy)
+        return nll, is_greedy, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, labels, peak, log_sum = ctx.saved_tensors
         logits = logits.detach()
         gradient = logits if ctx.inplace_backward else torch.empty_like(logits)
@@ -57,7 +77,7 @@ class _TokenNLL(torch.autograd.Function):
             softmax = (part.float() - top).sub_(log).exp_()
             softmax.scatter_add_(-1, label, torch.full_like(grad, -1.0))
             out.copy_(softmax.mul_(grad))
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def token_nll(
@@ -68,9 +88,21 @@ def token_nll(
     It equals ``F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient. `inplace_backward`
     writes the gradient over ``logits``, for callers who own them.
     """
+    return token_measures(logits, labels, inplace_backward=inplace_backward, rows=rows, measures=False)[0]
+
+
+def token_measures(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    inplace_backward: bool = False,
+    rows: int = ROWS,
+    measures: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """Return :func:`token_nll`, and with `measures` also MEASURES, each fp32[T] and without a gradient."""
     assert logits.dim() == 2
     assert labels.shape == logits.shape[:1]
-    return _TokenNLL.apply(logits, labels, inplace_backward, rows)
+    return _TokenNLL.apply(logits, labels, inplace_backward, rows, measures)
 
 
 BLOCK_BYTES = 256 * 2**20
@@ -86,26 +118,33 @@ class _HeadTerms(torch.autograd.Function):
         bias: torch.Tensor | None,
         rows: int,
         learns: bool,
+        measures: bool,
         *factors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         hidden, weights = factors[::2], factors[1::2]
-        wants_bias, *wants = (learns and needed for needed in (ctx.needs_input_grad[2], *ctx.needs_input_grad[5:]))
+        wants_bias, *wants = (learns and needed for needed in (ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]))
         gradients = [
             None if not wanted else torch.empty_like(x) if index % 2 == 0 else torch.zeros_like(x, dtype=torch.float32)
             for index, (x, wanted) in enumerate(zip(factors, wants, strict=True))  # hidden, weight, hidden, weight, …
         ]
         bias_gradient = None if bias is None or not wants_bias else torch.zeros_like(bias, dtype=torch.float32)
-        nll = torch.empty_like(coefficients)
+        nll, *measured = (torch.empty_like(coefficients) for _ in range(3 if measures else 1))
         grad_scale = _fp16_grad_scale(coefficients)
         for first in range(0, len(labels), rows):
             block = slice(first, first + rows)
             label, coefficient = labels[block, None], coefficients[block, None] * grad_scale
             # logits, exp_logits and grad_logits are one [R, V] tensor in memory, under the name of its content.
             logits = _logits(hidden, weights, bias, block)
-            peak, target = logits.amax(-1, keepdim=True), logits.gather(1, label)
-            exp_logits = logits.sub_(peak).exp_()
+            (peak, likeliest), target = _peak(logits, measures), logits.gather(1, label)
+            exp_logits = logits.sub_(peak)
+            products = _exp_(exp_logits, measures)
             total = exp_logits.sum(-1, keepdim=True)
-            nll[block] = (total.log() - (target - peak)).squeeze(1)
+            log_total = total.log()
+            nll[block] = (log_total - (target - peak)).squeeze(1)
+            if measures:
+                is_greedy, entropy = measured
+                is_greedy[block] = (likeliest == label).squeeze(1)
+                entropy[block] = log_total.squeeze(1) - products / total.squeeze(1)
             if wants_bias or any(wants):
                 grad_logits = exp_logits.mul_(coefficient / total).scatter_add_(1, label, -coefficient)
                 if bias_gradient is not None:
@@ -120,9 +159,9 @@ class _HeadTerms(torch.autograd.Function):
             del logits, exp_logits  # or they would be in memory beside the next block
         ctx.gradients, ctx.bias_gradient, ctx.grad_scale = gradients, bias_gradient, grad_scale
         ctx.dtypes = [*(x.dtype for x in factors), None if bias is None else bias.dtype]
-        ctx.mark_non_differentiable(nll)
+        ctx.mark_non_differentiable(nll, *measured)
         # A token of coefficient 0 is not learnt: an infinite nll must not become NaN by a product with 0.
-        return torch.where(coefficients != 0, coefficients * nll, 0.0), nll
+        return torch.where(coefficients != 0, coefficients * nll, 0.0), nll, *measured
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -133,7 +172,7 @@ class _HeadTerms(torch.autograd.Function):
         *scaled, bias = (
             None if x is None else _scale(x, scale).to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return None, None, bias, None, None, *scaled
+        return None, None, bias, None, None, None, *scaled
 
 
 def head_terms(
@@ -143,8 +182,9 @@ def head_terms(
     *,
     bias: torch.Tensor | None = None,
     block_bytes: int = BLOCK_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(coefficients · nll, nll)`` of ``labels``, both fp32[N], under the logits Σ hidden·weightᵀ + bias.
+    measures: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Return ``(coefficients · nll, nll)`` of ``labels``, each fp32[N], under the logits Σ hidden·weightᵀ + bias.
 
     Args:
         factors: pairs of hidden[N, H] and weight[V, H] of one floating type: the head's, and a low-rank adapter's.
@@ -152,6 +192,7 @@ def head_terms(
         coefficients: fp32[N].
         bias: [V].
         block_bytes: the bytes of logits in memory at a time; at least one row is.
+        measures: return also MEASURES.
 
     Only the first result is differentiable, and its terms must all have the same upstream gradient, as under a sum.
     It equals ``coefficients * F.cross_entropy(logits.float(), labels, reduction="none")`` in value and gradient.
@@ -161,7 +202,8 @@ def head_terms(
     rows = max(1, block_bytes // row_bytes(weight.shape[0], weight.dtype, weight.is_cpu))
     with torch.autocast(labels.device.type, enabled=False):
         learns = torch.is_grad_enabled()  # asked here: inside forward it never is
-        return _HeadTerms.apply(labels, coefficients, bias, rows, learns, *(x for pair in factors for x in pair))
+        flat = (x for pair in factors for x in pair)
+        return _HeadTerms.apply(labels, coefficients, bias, rows, learns, measures, *flat)
 
 
 def row_bytes(vocabulary: int, dtype: torch.dtype, on_cpu: bool = True) -> int:
@@ -181,6 +223,25 @@ def _logits(
     if bias is not None:
         logits += bias
     return logits.float()
+
+
+def _peak(logits: torch.Tensor, measures: bool) -> tuple[torch.Tensor, Any]:
+    """Return the largest logits [R, 1], and with `measures` their places."""
+    return logits.max(-1, keepdim=True) if measures else (logits.amax(-1, keepdim=True), None)
+
+
+def _exp_(logits: torch.Tensor, measures: bool) -> Any:
+    """Replace fp32[R, V] by its exponentials; with `measures` return Σ z·e^z of each row, z what stood there."""
+    if not measures:
+        logits.exp_()
+        return None
+    rows = max(_SLICE_BYTES.get(logits.device.type, 2**26) // max(logits[:1].nbytes, 1), 1)
+    sums = logits.new_empty(len(logits))
+    for part, out in zip(logits.split(rows), sums.split(rows), strict=True):
+        exponentials = part.exp()
+        torch.sum(part.mul_(exponentials), -1, out=out)
+        part.copy_(exponentials)
+    return sums
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

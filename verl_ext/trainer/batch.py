@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from verl_ext.data import CategoryTable
-from verl_ext.losses import LossSpec, pack_coefficients, shift_left
+from verl_ext.losses import MEASURES, LossSpec, pack_coefficients, shift_left
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.hang import watch
 
@@ -227,7 +227,9 @@ class StepLoss:
         if self.sums is not None:
             self.sums.weighted_loss.add_(terms.detach().double().sum())
             category = data["category_index"].values()
-            of_targets = torch.where(category >= 0, nll.detach().double(), 0.0)
-            self.sums.category_loss.index_add_(0, category.clamp(min=0), of_targets)
+            is_target, slots = category >= 0, category.clamp(min=0)
+            self.sums.category_loss.index_add_(0, slots, torch.where(is_target, nll.detach().double(), 0.0))
+            if "entropy" in model_output:
+                self.sums.add_measures(slots, is_target, *(model_output[name].values() for name in MEASURES))
         share = terms.sum() * self.scale
         return share * torch.where(share.detach().isfinite(), 1.0, torch.nan), {}

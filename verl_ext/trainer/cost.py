@@ -13,7 +13,7 @@ row, so the ratio holds for a training step. The unit is 2·heads·d operations:
 from typing import Any
 
 from verl_ext.attention import HeadPadding
-from verl_ext.config.support import attention_layers, windowed_layers
+from verl_ext.flops import attention_layers, windowed_layers
 from verl_ext.packing import TOKENS, CostModel
 
 # Operations that a GPU does while its link moves one bf16 element: 400 TFLOP/s against 400 GB/s. An order of magnitude.

@@ -120,12 +120,12 @@ class Evaluation:
         dataset = self.validation.dataset
         total: StepSums | None = None
         scores = AnswerScores.for_run(self._run, dataset, self._engine)
-        size = self._run.config.data.micro_batch_size_per_gpu
+        size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
         with self._engine.eval_mode():
             for packs, batch in self._batches():
                 sums = self._rank.sums(batch)
                 loss = StepLoss(1.0, 1, sums)
-                micro_batches = list(batch.micro_batches(size, **self._run.config.loss.head_flags))
+                micro_batches = list(batch.micro_batches(size, head_measures=True, **flags))
                 self._engine.evaluate(micro_batches, loss if scores is None else scores.beside(loss))
                 if scores is not None:
                     first = 0
@@ -133,7 +133,7 @@ class Evaluation:
                         last = first + micro_batch.batch_size[0]
                         scores.generate(micro_batch, packs[first:last])
                         first = last
-                total = sums if total is None else StepSums(total.values + sums.values, sums.slots)
+                total = sums if total is None else total + sums
         assert total is not None
         names = dataset.categories.names
         metrics = total.reduced(self._rank.all_reduce).report("val", names)

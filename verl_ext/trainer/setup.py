@@ -31,6 +31,7 @@ from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, DataOptions, RunLength
 from verl_ext.data.mixture import mixture_notices
 from verl_ext.engines.activations import check_host_memory
+from verl_ext.engines.schedule import ScheduleOptions, keeps_rates, schedule_problems
 from verl_ext.losses import LossSpec
 from verl_ext.metrics import RESERVED
 from verl_ext.nodes import content as digest_of_folder
@@ -43,7 +44,8 @@ from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
 from verl_ext.values import leaves, refuse, show
 
-_SCHEDULE = "the length of the learning rate's schedule (trainer.total_training_steps)"
+_TOTAL = "trainer.total_training_steps"
+_SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
 _BASE = "the weights in model.path"
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # a card or a template that is edited there stops no resume
 
@@ -71,7 +73,8 @@ class Run:
         memory: settings that the weights of its memory belong to, None without one.
         model_config: the values of its config.json that describe its shape.
         checkpoint: to resume from, None if the run begins anew.
-        extends: the packs are those of the run that it resumes, and more.
+        extends: the first packs are those of the run that it resumes, which has fewer or more.
+        keeps_rates: the steps done had the rates of this schedule, though the run that it resumes had another.
     """
 
     config: RunConfig
@@ -93,6 +96,7 @@ class Run:
     model_config: dict[str, Any] = field(default_factory=dict)
     checkpoint: Path | None = None
     extends: bool = False
+    keeps_rates: bool = False
 
     @property
     def steps_per_epoch(self) -> float:
@@ -114,6 +118,8 @@ class Run:
         allowed = list(self.config.trainer.allow_resume_mismatch)
         if self.extends:  # PackDataset.extends compares the rest
             allowed += resume.options_that("may_grow", [DataOptions, self.config.dataset_class.Options])
+        if self.keeps_rates:
+            allowed += [_TOTAL, *resume.options_that("ahead", [ScheduleOptions])]
         return resume.RunState(self._fingerprint(), self.grouping, str(self.output), allowed)
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -134,7 +140,8 @@ class Run:
         return {
             **resume.shared_options(values, [DataOptions, config.dataset_class.Options]),
             **resume.upstream_options(values),
-            **resume.shared_options(values, [TrainerOptions]),
+            **resume.shared_options(values, [TrainerOptions, ScheduleOptions]),
+            **resume.shared_options(values, [ScheduleOptions], "ahead"),
             **config.loss.fingerprint,
             **self.train_set.plan_options(),
             "packs in data.train_dir": self.plan.num_packs,
@@ -223,6 +230,7 @@ def prepare(composed: DictConfig) -> Run:
         plan = _step_plan(config, train_set, train_set.pack_costs(cost))
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
+        refuse(schedule_problems(config.optim, total_steps))
         _refuse_steps_without_target(train_set, plan, total_steps)
         validation = None
         if val_set is not None:
@@ -262,6 +270,9 @@ def _resumed(run: Run, checkpoint: Path) -> Run:
     if not run.config.trainer.eval_only and is_same and run.train_set.extends(saved, seen):
         notice = f"the {seen:,} samples seen stay the same, and {run.plan.num_packs:,} are now planned"
         run = replace(run, extends=True, notices=(*run.notices, notice))
+    before = saved.get(_SCHEDULE)
+    if keeps_rates(run.config.optim, run.total_steps, saved, before, step_of(checkpoint)):
+        run = replace(run, keeps_rates=True)
     run.run_state().check(saved)
     return run
 

@@ -1,4 +1,4 @@
-"""The bar over the steps of a run."""
+"""The bar over the steps of a run, and the tokens and FLOPs of each."""
 
 from typing import TYPE_CHECKING
 
@@ -9,11 +9,13 @@ if TYPE_CHECKING:
 
 
 class ProgressHook(Hook):
-    """The trainer's bar, which counts the tokens of all ranks."""
+    """The trainer's bar, which counts the tokens and model FLOPs of all ranks; the tokens of the run so far."""
 
     def __init__(self, trainer: "SFTTrainer") -> None:
         super().__init__(trainer)
-        self._pack_tokens = self.run.train_set.pack_tokens()
+        train_set, flops = self.run.train_set, trainer.engine.train_flops
+        self._pack_tokens, self._pack_targets = train_set.pack_tokens(), train_set.pack_targets()
+        self._pack_flops = None if flops is None or not trainer.is_rank0 else train_set.pack_costs(flops)
         done, total = trainer.first_step, self.run.total_steps
         if done >= total:
             trainer.progress.say(f"nothing to train: step {done} of {total} is done")
@@ -21,8 +23,13 @@ class ProgressHook(Hook):
             trainer.progress.say(f"resumed after step {done} of {total}")
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
-        """Move the bar by a step."""
-        self.trainer.progress.step(int(self._pack_tokens[self.run.plan.packs(step - 1)].sum()))
+        """Move the bar by a step, and count its tokens."""
+        packs, state = self.run.plan.packs(step - 1), self.trainer.run_state
+        tokens = int(self._pack_tokens[packs].sum())
+        state.total_tokens += tokens
+        state.total_target_tokens += int(self._pack_targets[packs].sum())
+        flops = None if self._pack_flops is None else float(self._pack_flops[packs].sum())
+        self.trainer.progress.step(tokens, flops)
 
     def close(self) -> None:
         """End the bar."""

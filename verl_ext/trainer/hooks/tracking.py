@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from verl.utils.device import get_torch_device
+import torch
+import torch.distributed as dist
+from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.tracking import Tracking
 
 from verl_ext.checkpoint.layout import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import atomic_write, write_json
+from verl_ext.flops import peak_flops
 from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.values import first_line, reason_of
@@ -38,13 +41,20 @@ class TrackingHook(Hook):
     def __init__(self, trainer: "SFTTrainer") -> None:
         super().__init__(trainer)
         self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
+        given = self.options.gpu_peak_tflops
+        self.peak_flops = given and given * 1e12
+        if given is None and self.options.device == "cuda":
+            self.peak_flops = peak_flops(get_torch_device().get_device_name())
         loggers: dict[str, Any] = {} if self.tracking is None else self.tracking.logger
         if "console" in loggers:
             loggers["console"] = trainer.progress  # verl's prints every number with 17 digits
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Log the metrics of a step that is due."""
-        if self.tracking is None or outcome.sums is None or not self.run.is_due(step, self.options.log_freq):
+        if outcome.sums is None or not self.run.is_due(step, self.options.log_freq):
+            return
+        peaks = _peaks_of_memory()  # collective
+        if self.tracking is None:
             return
         engine, state, train_set = self.trainer.engine, self.trainer.run_state, self.run.train_set
         metrics = outcome.sums.report("train", train_set.categories.names)
@@ -59,8 +69,15 @@ class TrackingHook(Hook):
         metrics["train/skipped_steps"] = state.skipped_steps
         if self.options.spike_factor is not None:
             metrics["train/spikes"] = state.spikes
-        metrics["train/tokens_per_second"] = self.trainer.progress.tokens_per_second()
+        metrics["train/total_tokens"] = state.total_tokens
+        metrics["train/total_target_tokens"] = state.total_target_tokens
+        tokens_per_second, flops_per_second = self.trainer.progress.rates()
+        metrics["train/tokens_per_second"] = tokens_per_second
         metrics["train/memory_gib"] = get_torch_device().max_memory_reserved() / 2**30  # rank 0's peak
+        metrics["perf/tokens_per_second_per_gpu"] = tokens_per_second / self.run.world_size
+        if self.peak_flops is not None and flops_per_second is not None:
+            metrics["perf/mfu"] = flops_per_second / (self.peak_flops * self.run.world_size)
+        metrics |= peaks
         self.trainer.progress.show(metrics)
         self.log(metrics, step)
 
@@ -79,6 +96,16 @@ class TrackingHook(Hook):
         if self.tracking is not None:
             with log_tracker_errors("trainer.logger did not end in order"):
                 self.tracking.finish()
+
+
+def _peaks_of_memory() -> dict[str, float]:
+    """Return the most memory of a rank so far, in GiB, under verl's names, without those not counted; collective."""
+    device: Any = get_device_id()
+    peaks = [get_torch_device().max_memory_allocated(), get_torch_device().max_memory_reserved()]
+    largest = torch.tensor(peaks, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    names = (f"perf/max_memory_{kind}_gb" for kind in ("allocated", "reserved"))
+    return {name: peak / 2**30 for name, peak in zip(names, largest.tolist(), strict=True) if peak}
 
 
 @contextmanager

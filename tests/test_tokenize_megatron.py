@@ -1,0 +1,51 @@
+"""`verl-ext tokenize format=megatron`: the documents of the Arrow folder, by our reader and by megatron-core's."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.megatron_peer import indexed_dataset
+from tests.test_tokenize_run import QA, model, rows, tokenize_files, write_jsonl
+from verl_ext.data.megatron.index import TokenIndex
+from verl_ext.values import DataError, UsageError
+
+__all__ = ["model"]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, Path]:
+    texts = [{"text": "the cat sat on the mat " * count} for count in (1, 4, 2)]
+    return {"qa": write_jsonl(tmp_path / "qa.jsonl", QA), "prose": write_jsonl(tmp_path / "prose.jsonl", texts)}
+
+
+def test_tokens_and_masks_are_those_of_the_arrow_folder_row_by_row(tmp_path: Path, model: Path, sources) -> None:
+    tokenize_files(sources, tmp_path / "arrow", model)
+    report = tokenize_files(sources, tmp_path / "megatron", model, "format=megatron")
+    expected = rows(tmp_path / "arrow")
+    assert len(expected) == report.total.documents == 23
+    found = {"ours": [], "theirs": []}
+    for name, documents in (("qa", 20), ("prose", 3)):
+        prefix = str(tmp_path / "megatron" / name)
+        tokens, masks = TokenIndex(prefix), TokenIndex(f"{prefix}_mask")
+        assert (tokens.num_documents, masks.num_documents) == (documents, documents)
+        assert (tokens.dtype, masks.dtype) == (np.int32, np.uint8)
+        found["ours"] += [(tokens.tokens(i).tolist(), masks.tokens(i).tolist()) for i in range(documents)]
+        theirs = [indexed_dataset.IndexedDataset(path) for path in (prefix, f"{prefix}_mask")]
+        found["theirs"] += [tuple(index[i].tolist() for index in theirs) for i in range(documents)]
+    wanted = [(row["input_ids"], row["loss_mask"]) for row in expected]
+    assert found == {"ours": wanted, "theirs": wanted}
+    assert 0 < sum(map(sum, (mask for _, mask in wanted))) < sum(len(ids) for ids, _ in wanted)
+
+
+def test_what_the_form_has_no_place_for_is_refused(tmp_path: Path, model: Path, sources) -> None:
+    weighted = write_jsonl(tmp_path / "weighted.jsonl", [{**QA[0], "weight": 0.5}])
+    with pytest.raises(DataError, match=r"sources\.qa must have no weights with format=megatron"):
+        tokenize_files({"qa": weighted}, tmp_path / "out", model, "format=megatron")
+    with pytest.raises(UsageError, match="category_field must be null with format=megatron; got answer"):
+        tokenize_files(sources, tmp_path / "out", model, "format=megatron", "category_field=answer")
+    with pytest.raises(UsageError, match=r"sources\.qa_mask must have another name"):
+        tokenize_files({"qa": weighted, "qa_mask": weighted}, tmp_path / "out", model, "format=megatron")
+    with pytest.raises(UsageError, match=r"format must be one of arrow, megatron; got megatrn \(nearest: megatron\)"):
+        tokenize_files(sources, tmp_path / "out", model, "format=megatrn")
+    assert not (tmp_path / "out").exists()

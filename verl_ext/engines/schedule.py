@@ -1,0 +1,131 @@
+"""Schedules of the learning rate beside verl's `constant` and `cosine`: factors of `optim.lr` by step.
+
+    linear                 1 → m over all steps after the warm-up
+    cosine_with_restarts   1 → m as half a cosine, `optim.num_cycles` times, each beginning at 1 again
+    wsd                    1, and 1 → m over the last `optim.lr_wsd_decay_steps` steps (warm-up, stable, decay)
+
+m is `optim.min_lr_ratio`. A warm-up rises from 0 to 1 first, as in verl's schedules. A factor follows from the step and
+the options alone, so that a resumed run has the rates of one that was not interrupted.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.config.optimizer import OptimizerConfig
+
+from verl_ext.values import Options, option, show
+
+OF_VERL = ("constant", "cosine")
+STABLE_SHARE = 0.9  # of the steps after the warm-up, if `optim.lr_wsd_decay_steps` is null; verl ≤ 0.6's
+_ONE_DECAY = 0.5  # verl's default of `optim.num_cycles`: half a wave
+# The share of the decay that is left after a part of it, from (0, 1) to (1, 0); Megatron's names and formulas.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "linear": lambda done: 1.0 - done,
+    "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+    "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
+}
+SCHEDULES = (*OF_VERL, "linear", "cosine_with_restarts", "wsd")
+
+
+@dataclass  # not frozen: a base of verl's own dataclass of the optim node
+class ScheduleOptions(Options):
+    """The keys of the optim node that say how the learning rate goes; its other keys are verl's."""
+
+    prefix: ClassVar[str] = "optim"
+
+    lr_scheduler_type: str = option("constant", "the learning rate after the warm-up", choices=SCHEDULES, resume="same")
+    lr_wsd_decay_steps: int | None = option(
+        None,
+        "with wsd: the last steps of the run, in which the rate falls to min_lr_ratio; null: a tenth of those after "
+        "the warm-up. A resumed run may change them, and its length, as long as the decay has not begun",
+        least=0,
+        resume="ahead",
+    )
+    lr_wsd_decay_style: str = option("cosine", "with wsd: how the rate falls", choices=DECAYS, resume="ahead")
+
+
+@dataclass
+class StepOptimizerConfig(FSDPOptimizerConfig, ScheduleOptions):
+    """verl's configuration of the optimizer with our schedules."""
+
+    def __post_init__(self) -> None:
+        # Upstream: verl 0.9.1 asserts that the type is one of its own two. To go when it leaves that to the engine.
+        if self.lr_scheduler_type in OF_VERL or self.warmup_style is not None:
+            super().__post_init__()
+        else:
+            OptimizerConfig.__post_init__(self)
+
+
+def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[str]:
+    """Give a line for options that this schedule does not read, or that no run of `total_steps` can have."""
+    kind, cycles, steps = optim.lr_scheduler_type, optim.num_cycles, optim.lr_wsd_decay_steps
+    if kind == "cosine_with_restarts" and (cycles < 1 or cycles != int(cycles)):
+        yield f"optim.num_cycles must be a whole number from 1 with optim.lr_scheduler_type={kind}; got {show(cycles)}"
+    if kind in ("linear", "wsd") and cycles != _ONE_DECAY:
+        yield f"optim.num_cycles must be {_ONE_DECAY} with optim.lr_scheduler_type={kind}; got {show(cycles)}"
+    if kind != "wsd":
+        for name, default in (("steps", None), ("style", "cosine")):
+            if (value := getattr(optim, f"lr_wsd_decay_{name}")) != default:
+                yield f"optim.lr_wsd_decay_{name} needs optim.lr_scheduler_type=wsd; got {show(value)} with {kind}"
+    elif steps is not None and total_steps is not None and steps > (room := total_steps - _warmup(optim, total_steps)):
+        yield f"optim.lr_wsd_decay_steps must be at most {room}, the steps of the run after the warm-up; got {steps}"
+
+
+def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:
+    """Return the factor of `optim.lr` by the number of steps done, of a schedule that is not verl's.
+
+    Args:
+        optim: the values of the optim node, as attributes.
+        total_steps: of the run.
+    """
+    floor, warmup = optim.min_lr_ratio or 0.0, _warmup(optim, total_steps)
+    length = max(total_steps - warmup, 0)
+    shift = 0 if optim.zero_indexed_step else 1
+    style, cycles = "linear", 1
+    if optim.lr_scheduler_type == "cosine_with_restarts":
+        style, cycles = "cosine", int(optim.num_cycles)
+    stable = 0
+    if optim.lr_scheduler_type == "wsd":
+        style, decay = optim.lr_wsd_decay_style, optim.lr_wsd_decay_steps
+        stable = int(length * STABLE_SHARE) if decay is None else length - decay
+
+    def factor(steps_done: int) -> float:
+        step = steps_done + shift
+        if step < warmup:
+            return step / warmup
+        if step < warmup + stable:
+            return 1.0
+        if step >= total_steps:
+            return floor
+        done = cycles * (step - warmup - stable) / (length - stable) % 1.0
+        return floor + (1.0 - floor) * DECAYS[style](done)
+
+    return factor
+
+
+def keeps_rates(optim: Any, total_steps: int, saved: Mapping[str, Any], saved_total: Any, steps_done: int) -> bool:
+    """Return whether a run's steps so far had the rates of these options, though its own were others.
+
+    Args:
+        optim: the values of the optim node, as attributes.
+        total_steps: of the run as it is now.
+        saved: the options of the run's checkpoint, by dotted key.
+        saved_total: its total steps.
+        steps_done: the step of the checkpoint.
+    """
+    before = SimpleNamespace(**{name: saved.get(f"optim.{name}", value) for name, value in vars(optim).items()})
+    if not (optim.lr_scheduler_type == before.lr_scheduler_type == "wsd" and isinstance(saved_total, int)):
+        return False
+    now, then = rate_factor(optim, total_steps), rate_factor(before, saved_total)
+    return all(now(step) == then(step) for step in range(steps_done))
+
+
+def _warmup(optim: Any, total_steps: int) -> int:
+    """Return the steps of the warm-up by verl's rule."""
+    steps = optim.lr_warmup_steps
+    return steps if steps is not None and steps > 0 else int(optim.lr_warmup_steps_ratio * total_steps)

@@ -1,0 +1,98 @@
+"""Model FLOPs of a training step, by the lengths of its documents, and their share of a GPU's peak (MFU).
+
+    per token       2 for each number of a matrix that it is multiplied with; of experts, those that it visits
+    per token       4 or 6 for each number of a recurrent layer's state (`verl_ext.layers.mixers`)
+    per document    heads·(d_qk + d_v)·l² in each layer's causal attention, half of the square; less in a window
+
+is a forward pass. A backward pass costs twice as much, and once for a matrix that is not trained. What is computed
+again (checkpointing, flash attention), norms and embeddings count nothing; the head counts for every token, as in
+others' MFU, though losses are computed of targets alone.
+
+l tokens of a document, d_qk and d_v the sizes of a head's keys and values.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from verl_ext.packing import CostModel
+
+# Dense bf16 operations a second by NVIDIA's and AMD's data sheets. The first name that a device's name contains counts.
+PEAK_FLOPS = {
+    **{"GB300": 2500e12, "B300": 2250e12, "GB200": 2500e12, "B200": 2250e12},
+    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "H20": 148e12},
+    **{"A100": 312e12, "A800": 312e12, "A30": 165e12, "A10": 125e12, "A40-": 149.7e12, "NVIDIA A40": 149.7e12},
+    **{"L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12},
+    **{"MI300X": 1307e12, "MI325X": 1307e12, "MI355X": 2500e12, "MI350X": 2300e12},
+}
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+_EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the peak of a device by its name; None if it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+
+
+def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0) -> CostModel | None:
+    """Return the FLOPs of forward and backward by a document's tokens; None of a model whose experts are not known.
+
+    Args:
+        model: of transformers, adapters included, before it is sharded.
+        hf_config: its config.
+        of_states: the FLOPs of a token in the states of recurrent layers, in a forward pass.
+    """
+    text = hf_config.get_text_config()
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        return None
+    try:
+        per_token = sum(_of_matrices(model, text)) + 3 * of_states
+    except LookupError:
+        return None
+    if (heads := getattr(text, "num_attention_heads", None)) is None:
+        return CostModel(round(per_token), 0)
+    keys = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if rotated := getattr(text, "qk_rope_head_dim", None):  # latent attention has keys in two parts
+        keys = text.qk_nope_head_dim + rotated
+    width = 3 * heads * (keys + (getattr(text, "v_head_dim", None) or keys))
+    windowed, window = windowed_layers(text)
+    return CostModel(round(per_token), width * (attention_layers(text) - windowed), width * windowed, window)
+
+
+def _of_matrices(model: nn.Module, text: Any) -> Iterator[float]:
+    """Yield the FLOPs of a token in every matrix. Raises LookupError if the share of its experts is not known."""
+    experts, chosen = (
+        next((value for name in names if (value := getattr(text, name, None))), None) for names in (_EXPERTS, _CHOSEN)
+    )
+    for path, part in model.named_modules():
+        if isinstance(part, nn.Embedding):
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.ndim < 2 or name.endswith("bias"):
+                continue
+            share = 1.0
+            is_stacked = parameter.ndim == 3 and not isinstance(part, nn.Conv1d)
+            if is_stacked or _EXPERT.search(path):
+                if not experts or not chosen or (is_stacked and parameter.shape[0] != experts):
+                    raise LookupError(f"{path}.{name}")
+                share = chosen / experts
+            yield share * parameter.numel() * (6 if parameter.requires_grad else 4)
+
+
+def attention_layers(text: Any) -> int:
+    """Count the layers of a text config that have attention, whose cost grows with the square of a length."""
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    return (
+        sum("attention" in kind and kind != "linear_attention" for kind in kinds) if kinds else text.num_hidden_layers
+    )
+
+
+def windowed_layers(text: Any) -> tuple[int, int | None]:
+    """Return (layers with sliding-window attention, its width in tokens) of a Hugging Face text config."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers  # Mistral: every layer
+    layers = sum(kind == "sliding_attention" for kind in kinds)
+    return (layers, int(window)) if window and layers else (0, None)
