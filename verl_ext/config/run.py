@@ -18,6 +18,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
+from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
@@ -53,6 +54,9 @@ class TrainerOptions(Options):
     seed: int = option(1, "seed of dropout and of new adapters", least=0, resume="same")
     save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
+    val_before_train: bool = option(
+        True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a run that begins"
+    )
     max_ckpt_to_keep: int | None = option(None, "how many checkpoints to keep; null: all", least=1)
     resume_mode: str = option(
         "auto", "auto: from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
@@ -203,6 +207,7 @@ class RunConfig:
     trainer: TrainerOptions
     plan: PlanOptions
     ray: RayOptions
+    eval: AnswerOptions
     model: type[PackedModel]
     model_options: Any
     engine: FSDPEngineConfig
@@ -228,6 +233,7 @@ class RunConfig:
         for options in (DataOptions, LossOptions, AttentionOptions, ParallelOptions, TrainerOptions, PlanOptions):
             read(options.prefix, functools.partial(options.read, values[options.prefix]))
         read("ray", lambda: RayOptions.read(values["ray"]))
+        read("eval", lambda: AnswerOptions.read(values["eval"]))
         read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelOptions.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:
