@@ -1,7 +1,7 @@
 """A small OpenAI-compatible server on this machine, which answers from a function and keeps what it was asked."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -11,9 +11,7 @@ Asked = tuple[str, dict[str, Any]]  # path, body
 
 
 @contextmanager
-def answer_server(
-    answer: Callable[[dict[str, Any]], str], models: tuple[str, ...]
-) -> Iterator[tuple[str, list[Asked]]]:
+def answer_server(answer: Callable[[dict[str, Any]], str], models: Sequence[str]) -> Iterator[tuple[str, list[Asked]]]:
     """Yield the base URL and the requests so far; a model that is not served is a 404, as OpenAI has it."""
     asked: list[Asked] = []
 

@@ -1,17 +1,21 @@
 """Runs that are evaluated by answers: metrics, the table, resumes, a server, and a training that stays as it is."""
 
+import contextlib
+import io
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.answer_server import answer_server
 from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, metrics, stopped_at, train_alone
+from tests.training import build, differences, metrics, stopped_at, train_alone
 from verl_ext.config import compose
 from verl_ext.trainer.setup import prepare
 
@@ -114,26 +118,60 @@ def test_a_resumed_run_gives_the_same_answers_and_repeats_no_line(options, whole
     assert not differences(stopped, whole, STEPS)
 
 
-def test_a_server_answers_in_the_models_place_and_its_end_is_a_warning(options, tmp_path, capfd):
+def _train_and_hear(options, folder):
+    """What rank 0 printed on stderr in a run with tensorboard's files in a folder."""
+    os.environ["TENSORBOARD_DIR"] = str(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        trainer = build(options)
+        trainer.resume()
+        trainer.fit()
+    return heard.getvalue()
+
+
+def _texts(folder):
+    """The texts that tensorboard's files have."""
+    events = [event for file in folder.iterdir() for event in EventFileLoader(str(file)).Load()]
+    values = [value.tensor for event in events for value in event.summary.value]
+    return [text.decode() for value in values for text in value.string_val]
+
+
+def test_a_server_answers_in_the_models_place_and_its_failure_is_a_warning(options, tmp_path):
     asked = []
 
     def answer(body):
         asked.append(body["messages"][-1]["content"])
+        if len(asked) == len(QUESTIONS):
+            served.clear()
         return "w0"
 
-    with answer_server(answer, ("small",)) as (url, _):
-        given = [*options, f"trainer.default_local_dir={tmp_path}", f"eval.base_url={url}", "eval.freq=null"]
-        run_ranks(train_alone, 2, [*given, "trainer.logger=[file,tensorboard]"])
-    found = metrics(tmp_path)
-    assert found[STEPS, "val/answer/odd"] == 1.0
-    assert sorted(asked) == sorted(2 * QUESTIONS)  # before step 1 and at the end
+    served = ["small"]
+    with answer_server(answer, served) as (url, _):
+        given = [*options, f"trainer.default_local_dir={tmp_path / 'run'}", f"eval.base_url={url}", "eval.freq=null"]
+        given += ["trainer.logger=[file,tensorboard]", "parallel=cpu"]
+        heard, _ = run_ranks(_train_and_hear, 2, given, tmp_path / "tensorboard")
+    assert sorted(asked) == sorted(QUESTIONS)
+    found = metrics(tmp_path / "run")
+    assert found[0, "val/answer/odd"] == 1.0
+    assert (STEPS, "val/answer") not in found
+    assert f"warning: step {STEPS} has no val/answer: eval.base_url={url}" in heard
+    assert any("w1 w2 w3" in text and "w0" in text for text in _texts(tmp_path / "tensorboard"))
+
+
+def test_a_scorer_that_fails_on_one_rank_is_a_warning(options, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def picky(record, answer):\n    return len(record['answer']) / (record['question'] != 'w40')\n"
+    )
+    given = [*options, f"trainer.default_local_dir={tmp_path / 'run'}", f"eval.score={tmp_path / 'own.py'}:picky"]
+    heard, _ = run_ranks(_train_and_hear, 2, [*given, "eval.freq=null"], tmp_path)
+    assert "picky must give a number; got ZeroDivisionError" in heard
+    assert not [name for _, name in metrics(tmp_path / "run") if name.startswith("val/answer")]
 
 
 def _refusal(options):
-    try:
+    """What is printed on stderr by a run that ends while it is prepared."""
+    with contextlib.redirect_stderr(io.StringIO()) as heard, pytest.raises(SystemExit):
         prepare(compose(["parallel=cpu", *options]))
-    except SystemExit:
-        return "ended"
+    return heard.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +182,6 @@ def _refusal(options):
         ("eval.base_url=http://127.0.0.1:9/v1", "eval.base_url must be a server that answers"),
     ],
 )
-def test_a_mistake_ends_the_run_before_the_model_is_loaded(given, line, options, tmp_path, capfd):
-    wrong = [*options, f"trainer.default_local_dir={tmp_path}", given]
-    assert run_ranks(_refusal, 1, wrong) == ["ended"]
-    assert line in capfd.readouterr().err
+def test_a_mistake_ends_the_run_before_the_model_is_loaded(given, line, options, tmp_path):
+    (heard,) = run_ranks(_refusal, 1, [*options, f"trainer.default_local_dir={tmp_path}", given])
+    assert line in heard

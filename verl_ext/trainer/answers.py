@@ -6,15 +6,17 @@ One way for the prompts of `eval.prompts` and for the questions of a validation 
     batches of 2                                            [0 2] [4 6]          [1 3] [5]
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch.distributed as dist
+from tqdm import tqdm
 
 from verl_ext.answers.generation import Sampling
 from verl_ext.answers.prompts import Prompt, Prompts, prompt_text
@@ -62,17 +64,22 @@ def scored_answers(
     mine, share = list(order[ranks.rank :: ranks.size]), -(-len(order) // ranks.size)
     found: list[Scored] = []
     failure: str | None = None
-    for first in range(0, share, batch_size):
+    hidden = None if ranks.rank == 0 else True  # None: unless stderr is a terminal
+    bar = tqdm(range(0, share, batch_size), desc="answer", unit="batch", delay=5, leave=False, disable=hidden)
+    for first in bar:
         batch = mine[first : first + batch_size]
         asked = [prompts[number] for number in batch]
         try:
-            texts = answer(asked)  # before a failure ends the rank's own work: other ranks wait for its forwards
+            texts = answer(asked)
             for number, prompt, text in zip(batch, asked, texts, strict=True):
                 if failure is None:
                     value = score(prompt.record, prompt.expected, text)
                     found.append(Scored(number, prompt.category, value, text if number in shown else None))
-        except (ScoreFailed, ServerFailed) as error:
+        except ScoreFailed as error:  # the rank goes on: others wait for its part of their forwards
             failure = one_line(str(error))
+        except ServerFailed as error:
+            failure = one_line(str(error))
+            break
         watch.mark()
     gathered = ranks.gather((found, failure))
     if failed := next((failure for _, failure in gathered if failure is not None), None):
@@ -94,10 +101,11 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
 
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
     """Return the answers of the model in training; an idle rank answers a prompt of one token."""
+    seeds = itertools.count(sampling.seed)  # batches draw other tokens
 
     def texts(batch: list[Prompt]) -> list[str]:
         idle = [[tokenizer.eos_token_id or 0]]
-        answers = engine.generate_answers([prompt.ids for prompt in batch] or idle, sampling)
+        answers = engine.generate_answers([prompt.ids for prompt in batch] or idle, replace(sampling, seed=next(seeds)))
         return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers[: len(batch)]]
 
     return texts
@@ -147,7 +155,7 @@ class Answers:
         """Return how the model answers: a resumed run draws what it would have drawn."""
         options = self.run.config.eval
         seed = np.random.SeedSequence([self.run.config.trainer.seed, step, dist.get_rank()])
-        draws = options.temperature, options.top_p, int(seed.generate_state(1, np.uint64)[0])
+        draws = options.temperature, options.top_p, int(seed.generate_state(1)[0])
         return Sampling(options.max_new_tokens, self.prompts.stops, *draws)
 
     def _of_server(self, batch: list[Prompt]) -> list[str]:

@@ -210,7 +210,8 @@ class SFTTrainer:
         with loader_deaths_reported(files=self.run.files):
             metrics = self.validate()
             if self.answers is not None:
-                metrics |= self.answers.measure(self.first_step)[0]
+                with user_errors_end_the_run():
+                    metrics |= self.answers.measure(self.first_step)[0]
         if self.is_rank0:
             path = write_evaluation(metrics, self.first_step, self.config)
             width = max(map(len, metrics))
