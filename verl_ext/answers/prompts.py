@@ -67,7 +67,9 @@ class Prompts:
         named = options.prompts
         paths = [named] if isinstance(named, str) else named
         if isinstance(paths, list) and any(_is_tokenized(path) for path in paths):
-            found = _documents([os.path.expanduser(path) for path in paths], tokenizer)
+            found: Iterator[tuple[Prompt, int | None]] = _documents(
+                [os.path.expanduser(path) for path in paths], tokenizer
+            )
             ends: set[int] = set()
         else:
             template = _template(options, tokenizer)
@@ -77,12 +79,15 @@ class Prompts:
         items = []
         for prompt, end in found:
             items.append(prompt)
-            ends |= {end} - {None}
+            if end is not None:
+                ends.add(end)
             if len(items) == options.max_samples:
                 break
         if not items:
             raise DataError(f"{_KEY} must hold a prompt with an answer; {named} has none")
-        return cls(items, tuple(sorted(ends | {tokenizer.eos_token_id} - {None})))
+        if tokenizer.eos_token_id is not None:
+            ends.add(tokenizer.eos_token_id)
+        return cls(items, tuple(sorted(ends)))
 
     @property
     def longest(self) -> int:
@@ -116,7 +121,7 @@ def _template(options: AnswerOptions, tokenizer: Any) -> ChatTemplate:
 
 def _records(
     named: Any, options: AnswerOptions, tokenizer: Any, template: ChatTemplate
-) -> Iterator[tuple[Prompt, None]]:
+) -> Iterator[tuple[Prompt, int | None]]:
     if isinstance(named, Mapping):
         patterns = {str(name): [paths] if isinstance(paths, str) else list(paths) for name, paths in named.items()}
     else:

@@ -131,8 +131,10 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (the node that it fills, {key: default})} of every options dataclass of conf/."""
-    always = (ModelOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, RayOptions, TrainerOptions)
-    always += (AnswerOptions,)
+    always = (
+        *(ModelOptions, AttentionOptions, LossOptions, ParallelOptions),
+        *(AnswerOptions, PlanOptions, RayOptions, TrainerOptions),
+    )
     nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default

@@ -136,7 +136,7 @@ class Answers:
             answer = engine_texts(self.engine, self.tokenizer, self._sampling(step))
             with self.engine.eval_mode():
                 scored = scored_answers(items, order, answer, scorer(options.score), options.batch_size, shown)
-        table = [
+        table: list[Mapping[str, Any]] = [
             {
                 "step": step,
                 "category": one.category,
