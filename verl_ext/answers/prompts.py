@@ -163,8 +163,8 @@ def _of_record(
 def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int | None]]:
     """Yield the prompt of each document of tokenized folders, and the special token that its answer ends with."""
     data = TokenizedData(folders, _KEY)
-    names = CategoryTable.read(folders).names
-    numbers = CategoryTable.read(folders).ids
+    table = CategoryTable.read(folders)
+    names = dict(zip(table.ids, table.names, strict=True))
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     for row in range(len(data)):
         columns = data.block(row, row + 1)
@@ -175,7 +175,7 @@ def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int
                 f"{_KEY} must hold documents with a prompt and an answer; row {row} of {folders[0]} has not"
             )
         number = int(columns["category_ids"][targets[-1]])
-        category = names[numbers.index(number)] if number in numbers else str(number)
+        category = names.get(number, str(number))
         answer = ids[first : targets[-1] + 1].tolist()
         prompt, expected = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], answer))
         record = {"prompt": prompt, "answer": expected, "category": category}
