@@ -175,7 +175,7 @@ def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int
                 f"{_KEY} must hold documents with a prompt and an answer; row {row} of {folders[0]} has not"
             )
         number = int(columns["category_ids"][targets[-1]])
-        category = names.get(number, str(number))
+        category = names.get(number, str(number) if number else "")
         answer = ids[first : targets[-1] + 1].tolist()
         prompt, expected = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], answer))
         record = {"prompt": prompt, "answer": expected, "category": category}
