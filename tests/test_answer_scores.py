@@ -50,7 +50,8 @@ def _write(folder, model, titans):
     for category, asked in ROWS.items():
         records, likeliest = [], []
         for number, (word, target) in enumerate(asked):
-            record = {"input": " ".join([word, *TEXT[number:]]), "question": "w1 w2"}
+            text = " ".join([word, *TEXT[5 * len(paths) + number :]])  # no prompt twice
+            record = {"input": text, "question": "w1 w2"}
             ids = torch.tensor([tokenizer(prompt_text(*record.values()))["input_ids"]])
             said = tokenizer.convert_ids_to_tokens(titans(ids).logits[0, -1].argmax().item())
             assert said not in tokenizer.all_special_tokens
