@@ -50,7 +50,8 @@ def _write(folder, model, titans):
     for category, asked in ROWS.items():
         records, likeliest = [], []
         for number, (word, target) in enumerate(asked):
-            record = {"input": " ".join([word, *TEXT[number:]]), "question": "w1 w2"}
+            text = " ".join([word, *TEXT[5 * len(paths) + number :]])  # no prompt twice
+            record = {"input": text, "question": "w1 w2"}
             ids = torch.tensor([tokenizer(prompt_text(*record.values()))["input_ids"]])
             said = tokenizer.convert_ids_to_tokens(titans(ids).logits[0, -1].argmax().item())
             assert said not in tokenizer.all_special_tokens
@@ -65,12 +66,20 @@ def _write(folder, model, titans):
 
 
 def _measure_twice(options):
-    """Metrics of the model's own answers, and of true ones with the row's first two tokens behind them."""
+    """Metrics of the model's own answers, and of true ones with the row's first two tokens behind them.
+
+    The end token stands among these in one row, and ends what is read of the answer there.
+    """
     trainer = build(options)
     own = trainer.validate()
 
-    def true_answers(ids, prompts, tokens):
-        return [[row[at].item(), *row[:2].tolist()] for row, at in zip(ids, prompts, strict=True)]
+    dataset, true = trainer.run.validation.dataset, {}
+    for row in (dataset[pack] for pack in range(len(dataset))):
+        at = int(row["loss_mask"].argmax())
+        true[tuple(row["input_ids"][:at].tolist())] = [row["input_ids"][at].item(), *row["input_ids"][:2].tolist()]
+
+    def true_answers(prompts, sampling):
+        return [sampling.cut(true.get(tuple(prompt), [])) for prompt in prompts]
 
     trainer.engine.generate_answers = true_answers
     return own, trainer.validate()

@@ -171,9 +171,9 @@ def _loss_and_answers(options):
     trainer = build(options)
     generate, answers = trainer.engine.generate_answers, {}
 
-    def noted(ids, prompts, tokens):
-        generated = generate(ids, prompts, tokens)
-        answers.update({tuple(row[:n].tolist()): said for row, n, said in zip(ids, prompts, generated, strict=True)})
+    def noted(prompts, sampling):
+        generated = generate(prompts, sampling)
+        answers.update(zip(map(tuple, prompts), generated, strict=True))
         return generated
 
     trainer.engine.generate_answers = noted

@@ -233,6 +233,13 @@ def check_pytest(command: Command) -> None:
     assert all((ROOT / word).is_file() for word in command.words if word.startswith("tests/"))
 
 
+def check_harness(command: Command) -> None:
+    """lm-eval is not installed here: the task that is named must be one of the folder."""
+    given = dict(zip(command.words, command.words[1:], strict=False))
+    tasks = [path.read_text(encoding="utf-8") for path in (ROOT / given["--include_path"]).glob("*.yaml")]
+    assert any(f"task: {given['--tasks']}\n" in task for task in tasks)
+
+
 HANDLERS: dict[str, Callable[[Command], None]] = {
     "verl-ext": run_data_command,
     "torchrun": run_module,
@@ -243,6 +250,7 @@ HANDLERS: dict[str, Callable[[Command], None]] = {
     "kubectl": check_manifest,
     "make": check_make,
     "pip": check_pip,
+    "lm-eval": check_harness,
     ".venv/bin/python": check_pytest,
 }
 

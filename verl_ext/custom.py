@@ -1,4 +1,4 @@
-"""A class or function of the user's own, named by file and name: `data.custom_cls`, `loss.custom_cls`."""
+"""A class or function of the user's own, named by file and name: `data.custom_cls`, `loss.custom_cls`, `eval.score`."""
 
 import functools
 import importlib
@@ -25,12 +25,25 @@ def custom_object(node: str, path: str | None, name: str | None) -> Any:
     for key, value, other in (("path", path, "name"), ("name", name, "path")):
         if not value:
             raise ValueError(f"{node}.{key} is required with {node}.{other}; got {show(value)}")
-    module = _module(f"{node}.path", str(path))
-    if not hasattr(module, str(name)):
-        nearest = nearest_name(str(name), [known for known in vars(module) if not known.startswith("_")])
+    return _member(f"{node}.name", _module(f"{node}.path", str(path)), str(path), str(name))
+
+
+def named_object(key: str, value: str) -> Any:
+    """Return the object that `module:name` or `file.py:name`, the value of an option, names.
+
+    Raises:
+        ValueError: as :func:`custom_object` does.
+    """
+    path, _, name = value.rpartition(":")
+    return _member(key, _module(key, path if path.endswith(".py") else f"{_PACKAGE}{path}"), path, name)
+
+
+def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
+    if not hasattr(module, name):
+        nearest = nearest_name(name, [known for known in vars(module) if not known.startswith("_")])
         hint = f" (nearest: {nearest})" if nearest else ""
-        raise ValueError(f"{node}.name must be a name in {path}; got {name}{hint}")
-    return getattr(module, str(name))
+        raise ValueError(f"{key} must be a name in {path}; got {name}{hint}")
+    return getattr(module, name)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from verl_ext import __version__
 
 _LINE = 80  # columns of a step's line
 _TALL = 30  # lines of a terminal from which on a step has more than one
-_HEADLINES = ("loss", "exact_match", "accuracy", "perplexity")
+_HEADLINES = ("loss", "exact_match", "accuracy", "answer", "perplexity")
 
 
 def announce(work: str) -> None:

@@ -57,6 +57,8 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     if hf_config is not None or (path and not _is_missing(path)):
         try:
             model = config.model.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
+            if config.eval.asks_model and not config.trainer.plan_only:
+                problems += config.model.answer_problems(config, model.hf_config)
         except ValueError as error:
             problems += str(error).splitlines()
         if hf_config is None and config.plan.gpu_memory is None and os.path.isdir(config.model_folder):

@@ -134,6 +134,13 @@ class PackedModel(HFModelConfig, ModelOptions):
         return check_weights(model_class, hf_config, path, config.model_options.allow_weight_mismatch, override)
 
     @classmethod
+    def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
+        """Give a line for each reason why this model cannot answer `eval.prompts` while it trains."""
+        if config.engine.strategy != "fsdp2":
+            yield f"engine.strategy must be fsdp2 with eval.prompts; got {config.engine.strategy}"
+        yield support.generation_problem(support.Architecture(hf_config))
+
+    @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
         """Return the settings that the weights of its memory belong to; None without one."""
         return None
@@ -197,6 +204,12 @@ class QwenTitansModel(PackedModel):
             )
         refuse([*problems, *_memory_problems(config.model_options.memory_checkpoint, titans)])
         return ModelFacts(titans, backend="sdpa", head="targets", notices=[])  # transformers' own attention
+
+    @classmethod
+    def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
+        """Refuse draws: a model with a memory generates the likeliest tokens."""
+        if config.eval.temperature:
+            yield f"eval.temperature must be 0 with model=qwen_titans; got {config.eval.temperature}"
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:

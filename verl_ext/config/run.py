@@ -18,6 +18,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
+from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
@@ -55,6 +56,9 @@ class TrainerOptions(Options):
     seed: int = option(1, "seed of dropout and of new adapters", least=0, resume="same")
     save_freq: Any = option(-1, f"steps between checkpoints, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
     test_freq: Any = option(-1, f"steps between validations, or {AFTER_EACH_EPOCH}; 0, -1: only at the end")
+    val_before_train: bool = option(
+        True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a run that begins"
+    )
     max_ckpt_to_keep: int | None = option(None, "how many checkpoints to keep; null: all", least=1)
     resume_mode: str = option(
         "auto", "auto: from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
@@ -212,6 +216,7 @@ class RunConfig:
     trainer: TrainerOptions
     plan: PlanOptions
     ray: RayOptions
+    eval: AnswerOptions
     model: type[PackedModel]
     model_options: Any
     engine: FSDPEngineConfig
@@ -238,6 +243,7 @@ class RunConfig:
             read(options.prefix, functools.partial(options.read, values[options.prefix]))
         read("ray", lambda: RayOptions.read(values["ray"]))
         read("schedule", lambda: ScheduleOptions.read(values["optim"]))
+        read("eval", lambda: AnswerOptions.read(values["eval"]))
         read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelOptions.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:

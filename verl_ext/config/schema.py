@@ -24,6 +24,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
@@ -46,6 +47,8 @@ FREE_FORM = (
     "data.val_dir",
     "engine.turbo_config",
     "engine.wrap_policy",
+    "eval.apply_chat_template_kwargs",
+    "eval.prompts",
     "hydra",
     "loss.category_weights",
     "model.fused_kernel_options",
@@ -129,8 +132,11 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (the node that it fills, {key: default})} of every options dataclass of conf/."""
-    always = (ModelOptions, AttentionOptions, LossOptions, ParallelOptions, PlanOptions, RayOptions, ScheduleOptions)
-    nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in (*always, TrainerOptions)}
+    always = (
+        *(ModelOptions, AttentionOptions, LossOptions, ParallelOptions, ScheduleOptions),
+        *(AnswerOptions, PlanOptions, RayOptions, TrainerOptions),
+    )
+    nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default
             nodes[cls.prefix.replace(".", "/")] = (cls.prefix, dict.fromkeys(options_of(cls)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_ext.answers.generation import generation_problem as answer_problem
 from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
 from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
@@ -175,6 +176,18 @@ def _trial(model: Architecture) -> str | None:
         return isolation_problem(trial)
     except Exception as error:  # a model's code raises whatever it meets
         return f"a trial of {type(trial).__name__} fails: {first_line(error)}"
+
+
+def generation_problem(model: Architecture) -> str | None:
+    """Return why a small model of this architecture cannot answer prompts; None if it can, or cannot be made small."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        trial = trial_model(model.hf_config, model.cls or AutoModelForCausalLM)
+    except Exception:  # small sizes do not suit the config
+        return None
+    problem = answer_problem(trial)
+    return problem and f"eval.prompts must be null, or eval.base_url be given, for a {model.name}: {problem}"
 
 
 def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:

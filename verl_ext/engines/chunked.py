@@ -11,7 +11,7 @@ Every rank runs equally many chunks, and so collectives. Registered under vendor
 Legend: B rows of a micro-batch, L tokens of a row, T ≤ L of them that are read, N wanted positions, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
+from verl_ext.answers.generation import Sampling
 from verl_ext.engines.step import StepEngine, asks_for_measures
 from verl_ext.losses import token_measures
 from verl_ext.models.qwen_titans import generate_greedily, load_memory_checkpoint
@@ -34,7 +35,7 @@ from verl_ext.models.qwen_titans import generate_greedily, load_memory_checkpoin
 class ChunkedEngine(StepEngine):
     """Runs micro-batches of rows through a ``QwenTitansForCausalLM``; its model node is `model=qwen_titans`'s."""
 
-    generates: ClassVar[bool] = True
+    tells_greedy: ClassVar[bool] = True
 
     model_config: Any
     module: Any
@@ -122,22 +123,21 @@ class ChunkedEngine(StepEngine):
             outputs["entropy"] = nll.new_zeros(len(wanted)).masked_scatter(wanted, measured[1])
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
-    def generate_answers(self, ids: torch.Tensor, prompts: torch.Tensor, tokens: int) -> list[list[int]]:
-        """Continue the first ``prompts[B]`` tokens of rows ``ids[B, L]`` by the likeliest tokens; collective."""
+    def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """Continue prompts by the likeliest tokens; collective."""
         device: Any = get_device_id()
-        is_prompt = torch.arange(ids.shape[1]) < prompts[:, None]
-        tokenizer = self.model_config.tokenizer
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        is_prompt = torch.arange(ids.shape[1]) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
         with self._autocast():
             answers = generate_greedily(
                 self.module,
                 ids.to(device),
                 is_prompt.long().to(device),
-                tokens,
-                eos_token_ids=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
-                pad_token_id=tokenizer.pad_token_id or 0,
+                sampling.max_new_tokens,
+                eos_token_ids=sampling.stops,
                 all_max=_all_max,
             )
-        return answers.tolist()
+        return [sampling.cut(answer) for answer in answers.tolist()]
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """Gather the whole parameters of the memory in rank 0's host memory; collective."""

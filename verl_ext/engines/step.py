@@ -26,6 +26,7 @@ from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
+from verl_ext.answers.generation import Sampling, generate
 from verl_ext.attention.layout import pinned
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.optimizer import take_threads, with_implementation
@@ -53,7 +54,7 @@ class StepEngine(FSDPEngineWithLMHead):
     """An engine that runs the micro-batches of a step."""
 
     context_device_mesh: DeviceMesh | None = None  # of the groups that share packs, if there are several
-    generates: ClassVar[bool] = False  # True if it has generate_answers(ids, prompts, tokens)
+    tells_greedy: ClassVar[bool] = False  # True if its outputs have `is_greedy`
     scaler: Any  # a ShardedGradScaler in fp16, else None
     router_loss: RouterLoss | None = None
     train_flops: CostModel | None = None  # of a step by its documents' lengths, if they are known
@@ -169,6 +170,12 @@ class StepEngine(FSDPEngineWithLMHead):
         if self.host_copies is not None:
             self.host_copies.hold_device()
         return super().optimizer_step()
+
+    def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """Continue prompts in eval mode; collective. Ranks may hold other prompts, and other numbers of them."""
+        device: Any = get_device_id()
+        with self._autocast():
+            return generate(self.module, prompts, sampling, device)
 
     def run_module(self, model_inputs: dict, output_args: dict) -> Any:
         """Run the model."""

@@ -6,16 +6,18 @@ If the data has questions (data=babilong) and the model generates (model=qwen_ti
     accuracy      what is generated, up to the tokenizer's EOS or `trainer.answer_tokens`, is right as the data has it
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from tqdm import tqdm
 from verl.utils.device import get_device_id
 
+from verl_ext.answers import Prompt
+from verl_ext.answers.generation import Sampling
 from verl_ext.checkpoint.layout import EVALUATION
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
@@ -23,6 +25,7 @@ from verl_ext.engines.chunked import rows, target_positions
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
 from verl_ext.metrics import StepSums
+from verl_ext.trainer.answers import engine_texts, mean_scores, scored_answers
 from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run, Validation
@@ -30,82 +33,64 @@ from verl_ext.trainer.setup import Run, Validation
 _MORE = 4  # tokens that a generated answer may be longer than the longest target
 
 
-class AnswerScores:
-    """The counts of one rank: answers, exact ones, generated right ones, by category slot.
+class ExactMatches:
+    """The counts of one rank: answers and exact ones, by category slot.
 
-    float64[3, C + 1] on the engine's device; slot 0 is of no category.
-
-    Args:
-        dataset: the validation set.
-        engine: generates the answers.
-        tokens: to generate for an answer; 0 for none.
+    float64[2, C + 1] on the engine's device; slot 0 is of no category.
     """
 
-    def __init__(self, dataset: PackDataset, engine: Any, tokens: int) -> None:
+    def __init__(self, categories: int) -> None:
         device: Any = get_device_id()
-        self.dataset, self.engine, self.tokens = dataset, engine, tokens
-        self.counts = torch.zeros(3, len(dataset.categories.ids) + 1, dtype=torch.float64, device=device)
-
-    @classmethod
-    def for_run(cls, run: Run, dataset: PackDataset, engine: StepEngine) -> "AnswerScores | None":
-        """Return the scores of a run; None if the data has no questions or the engine does not generate."""
-        if not (dataset.has_questions and engine.generates):
-            return None
-        asked = run.config.trainer.answer_tokens
-        return cls(dataset, engine, int(dataset.pack_targets().max()) + _MORE if asked is None else asked)
+        self.counts = torch.zeros(2, categories + 1, dtype=torch.float64, device=device)
 
     def beside(self, loss: StepLoss) -> Callable[..., tuple[torch.Tensor, dict]]:
         """Wrap the loss function, so that it also counts the exact answers of each batch."""
 
         def scored(model_output: dict, data: TensorDict, dp_group: object = None) -> tuple[torch.Tensor, dict]:
-            self._count_exact(rows(model_output["is_greedy"]), data)
+            is_greedy, targets = rows(model_output["is_greedy"]), target_positions(data)
+            categories = rows(data["category_index"]).amax(1).clamp(min=0)  # int64[B]: 0 of a row without an answer
+            answered = targets.any(1)
+            exact = answered & (is_greedy | ~targets).all(1)
+            for counts, of_rows in zip(self.counts, (answered, exact), strict=True):
+                counts.index_add_(0, categories, of_rows.double())
             return loss(model_output, data, dp_group)
 
         return scored
 
-    def generate(self, micro_batch: TensorDict, packs: Sequence[int | None]) -> None:
-        """Generate an answer for every row and count the right ones; collective."""
-        if self.tokens == 0:
-            return
-        ids, targets = rows(micro_batch["input_ids"]), target_positions(micro_batch)
-        prompts = torch.where(targets.any(1), targets.long().argmax(1) + 1, 1)  # int64[B]: tokens before the answer
-        generated = self.engine.generate_answers(ids, prompts, self.tokens)
-        categories = _categories(micro_batch)
-        for row, pack in enumerate(packs):
-            if pack is not None and targets[row].any():
-                self.counts[2, categories[row]] += self._is_right(pack, generated[row])
-
     def report(self, prefix: str, names: Sequence[str], all_reduce: Callable[[torch.Tensor], None]) -> dict[str, float]:
-        """Return shares of right answers over all data-parallel ranks, in all and by category."""
-        kinds = {"exact_match": 1, "accuracy": 2} if self.tokens else {"exact_match": 1}
+        """Return shares of exact answers over all data-parallel ranks, in all and by category."""
         total = self.counts.clone()
         all_reduce(total)
-        answers, *_ = counts = total.tolist()
+        answers, exact = total.tolist()
         metrics: dict[str, float] = {f"{prefix}/answers": int(sum(answers))}
-        for kind, at in kinds.items():
-            metrics[f"{prefix}/{kind}"] = sum(counts[at]) / sum(answers)
-            for name, right, asked in zip(names, counts[at][1:], answers[1:], strict=True):
-                if asked:
-                    metrics[f"{prefix}/{name}_{kind}"] = right / asked
+        metrics[f"{prefix}/exact_match"] = sum(exact) / sum(answers)
+        for name, right, asked in zip(names, exact[1:], answers[1:], strict=True):
+            if asked:
+                metrics[f"{prefix}/{name}_exact_match"] = right / asked
         return metrics
 
-    def _count_exact(self, is_greedy: torch.Tensor, data: TensorDict) -> None:
-        targets, categories = target_positions(data), _categories(data)
-        answered = targets.any(1)
-        self.counts[0].index_add_(0, categories, answered.double())
-        exact = answered & (is_greedy | ~targets).all(1)
-        self.counts[1].index_add_(0, categories, exact.double())
 
-    def _is_right(self, pack: int, generated: Sequence[int]) -> bool:
-        tokenizer = self.engine.model_config.tokenizer
-        answer = list(takewhile(lambda token: token != tokenizer.eos_token_id, generated))
-        text = tokenizer.decode(answer, skip_special_tokens=True)
-        return self.dataset.is_right_answer(pack, text)
+class Questions:
+    """The questions of a dataset as prompts: what stands before each row's answer."""
 
+    def __init__(self, dataset: PackDataset) -> None:
+        self._dataset = dataset
+        self._asked = np.flatnonzero(dataset.pack_targets())  # a truncated row may have no answer
 
-def _categories(data: TensorDict) -> torch.Tensor:
-    """Return int64[B], the category slot of each row's answer; 0 of a row without one."""
-    return rows(data["category_index"]).amax(1).clamp(min=0)
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __getitem__(self, number: int) -> Prompt:
+        pack = int(self._asked[number])
+        row, table = self._dataset[pack], self._dataset.categories
+        first = int(row["loss_mask"].argmax())
+        category = int(table.index(row["category_ids"][first]))
+        name = table.names[category - 1] if category else ""
+        return Prompt(row["input_ids"][:first].tolist(), "", name, {"pack": pack})
+
+    def score(self, record: Mapping[str, Any], expected: str, answer: str) -> float:
+        """Return 1 for an answer that the data takes for right, else 0."""
+        return float(self._dataset.is_right_answer(record["pack"], answer))
 
 
 class Evaluation:
@@ -119,36 +104,46 @@ class Evaluation:
         """Return the `val/…` metrics of the weights as they are; the same on every rank."""
         dataset = self.validation.dataset
         total: StepSums | None = None
-        scores = AnswerScores.for_run(self._run, dataset, self._engine)
+        has_answers = dataset.has_questions and self._engine.tells_greedy
+        exact = ExactMatches(len(dataset.categories.ids)) if has_answers else None
         size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
         with self._engine.eval_mode():
-            for packs, batch in self._batches():
+            for batch in self._batches():
                 sums = self._rank.sums(batch)
                 loss = StepLoss(1.0, 1, sums)
                 micro_batches = list(batch.micro_batches(size, head_measures=True, **flags))
-                self._engine.evaluate(micro_batches, loss if scores is None else scores.beside(loss))
-                if scores is not None:
-                    first = 0
-                    for micro_batch in micro_batches:
-                        last = first + micro_batch.batch_size[0]
-                        scores.generate(micro_batch, packs[first:last])
-                        first = last
+                self._engine.evaluate(micro_batches, loss if exact is None else exact.beside(loss))
                 total = sums if total is None else total + sums
         assert total is not None
         names = dataset.categories.names
         metrics = total.reduced(self._rank.all_reduce).report("val", names)
-        if scores is not None:
-            metrics |= scores.report("val", names, self._rank.all_reduce)
+        if exact is not None:
+            metrics |= exact.report("val", names, self._rank.all_reduce) | self._accuracy()
         return metrics
 
-    def _batches(self) -> Iterator[tuple[list[int | None], StepBatch]]:
-        """Give this rank's packs of every step, and their batch; with a bar if it takes long."""
+    def _accuracy(self) -> dict[str, float]:
+        """Return the shares of generated answers that are right, in all and by category."""
+        dataset, config = self.validation.dataset, self._run.config
+        asked = config.trainer.answer_tokens
+        tokens = int(dataset.pack_targets().max()) + _MORE if asked is None else asked
+        if tokens == 0:
+            return {}
+        questions, tokenizer = Questions(dataset), self._engine.model_config.tokenizer
+        stops = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        answer = engine_texts(self._engine, tokenizer, Sampling(tokens, stops))
+        size = config.data.micro_batch_size_per_gpu
+        with self._engine.eval_mode():
+            scored = scored_answers(questions, range(len(questions)), answer, questions.score, size)
+        means = mean_scores(scored)
+        return {f"val/{name}_accuracy" if name else "val/accuracy": mean for name, mean in means.items()}
+
+    def _batches(self) -> Iterator[StepBatch]:
+        """Give this rank's batch of every step; with a bar if it takes long."""
         dataset, plan = self.validation.dataset, self.validation.plan
         batches = self._rank.batches(dataset, plan, 0, plan.steps_per_epoch)
         hidden = None if self._rank.rank == 0 else True  # None: unless stderr is a terminal
         bar = tqdm(batches, desc="validate", unit="step", delay=5, leave=False, disable=hidden)
-        for step, batch in enumerate(bar):
-            yield plan.rank_packs(step, self._rank.rank, self._rank.size), batch
+        yield from bar
 
 
 def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) -> Path:

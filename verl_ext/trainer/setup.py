@@ -18,6 +18,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from verl.utils.torch_dtypes import PrecisionType
 
+from verl_ext.answers import Prompts
+from verl_ext.answers.server import Server
 from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
@@ -25,7 +27,7 @@ from verl_ext.config.check import check_categories, check_run
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import AFTER_EACH_EPOCH, Machine, RunConfig, TrainerOptions
 from verl_ext.config.schema import check_keys
-from verl_ext.config.support import check_positions
+from verl_ext.config.support import check_positions, model_positions
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, DataOptions, RunLength
@@ -72,6 +74,7 @@ class Run:
         head: in use, by the model's class; the built module may need another one.
         memory: settings that the weights of its memory belong to, None without one.
         model_config: the values of its config.json that describe its shape.
+        prompts: that are answered; None without `eval.prompts`.
         checkpoint: to resume from, None if the run begins anew.
         extends: the first packs are those of the run that it resumes, which has fewer or more.
         keeps_rates: the steps done had the rates of this schedule, though the run that it resumes had another.
@@ -97,6 +100,7 @@ class Run:
     checkpoint: Path | None = None
     extends: bool = False
     keeps_rates: bool = False
+    prompts: Prompts | None = None
 
     @property
     def steps_per_epoch(self) -> float:
@@ -202,6 +206,7 @@ def prepare(composed: DictConfig) -> Run:
                 refuse_locked(Path(config.trainer.default_local_dir))
         output = resume.check_output(composed, config.machine.world_size)
         train_set, val_set = open_sets(config)
+        prompts = None if config.trainer.plan_only else _open_prompts(config, model.hf_config)
     with user_errors_end_the_run():  # every rank reads its share of the files
         checkpoint = None if config.trainer.plan_only else resume.verified(output, ranks)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
@@ -256,6 +261,7 @@ def prepare(composed: DictConfig) -> Run:
             files=files,
             content=content,
             base=base,
+            prompts=prompts,
         )
         if not config.trainer.eval_only:  # which remembers less
             run.run_state().check_allowed()
@@ -308,6 +314,23 @@ def open_sets(config: RunConfig) -> tuple[PackDataset, PackDataset | None]:
     family = config.dataset_class
     tokenizer = _tokenizer(config.model_options) if family.needs_tokenizer else None
     return family.open_sets(config.values["data"], tokenizer, length, config.trainer.eval_only)
+
+
+def _open_prompts(config: RunConfig, hf_config: Any) -> Prompts | None:
+    """Read the prompts of `eval.prompts`, and ask the server of `eval.base_url` whether it has the model."""
+    options = config.eval
+    if options.prompts is None:
+        return None
+    prompts = Prompts.read(options, _tokenizer(config.model_options))
+    if options.base_url is not None:
+        Server(options)
+    positions = model_positions(hf_config) if options.asks_model and config.model.needs_positions else None
+    if positions is not None and prompts.longest + options.max_new_tokens > positions:
+        raise ValueError(
+            f"eval.max_new_tokens must be at most {positions - prompts.longest}, what the longest prompt of "
+            f"eval.prompts leaves of the model's {positions} positions; got {options.max_new_tokens}"
+        )
+    return prompts
 
 
 def _tokenizer(model: Any) -> Any:

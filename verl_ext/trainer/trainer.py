@@ -25,6 +25,7 @@ from verl_ext.engines.step import StepEngine
 from verl_ext.losses import HEADS
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
+from verl_ext.trainer.answers import Answers
 from verl_ext.trainer.batch import StepBatch, StepLoss
 from verl_ext.trainer.distributed import last_acts, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
@@ -58,6 +59,7 @@ class SFTTrainer:
         self.evaluation = None
         if run.validation is not None:
             self.evaluation = Evaluation(run, run.validation, self.engine, self.rank)
+        self.answers = None if run.prompts is None else Answers(run, run.prompts, self.engine)
         with _upstream_quiet():
             self.client.reset()
         if self.is_rank0:
@@ -207,6 +209,9 @@ class SFTTrainer:
         """Measure the validation set with the weights as they are, print the metrics and write them."""
         with loader_deaths_reported(files=self.run.files):
             metrics = self.validate()
+            if self.answers is not None:
+                with user_errors_end_the_run():
+                    metrics |= self.answers.measure(self.first_step)[0]
         if self.is_rank0:
             path = write_evaluation(metrics, self.first_step, self.config)
             width = max(map(len, metrics))

@@ -1,5 +1,6 @@
 """The hooks of the training loop, a file each, and their table in the order of their calls."""
 
+from verl_ext.trainer.hooks.answers import AnswersHook
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.hang import HangHook
 from verl_ext.trainer.hooks.profile import ProfileHook
@@ -17,6 +18,7 @@ HOOKS: tuple[type[Hook], ...] = (
     SkippedStepsHook,
     TrackingHook,
     ValidationHook,
+    AnswersHook,
     StopHook,
     SavingHook,
     HangHook,  # The last: from its call on, the next batch counts.

@@ -1,4 +1,4 @@
-"""Validation, every `trainer.test_freq` steps and after the last one."""
+"""Validation, before step 1, every `trainer.test_freq` steps and after the last one."""
 
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
@@ -6,8 +6,17 @@ from verl_ext.trainer.hooks.base import Hook, StepOutcome
 class ValidationHook(Hook):
     """The validation: its metrics are logged."""
 
+    def pre_step(self, step: int) -> None:
+        """Validate before the first step of a run that begins, as step 0."""
+        if step == 1 and self.options.val_before_train:
+            self._validate(0)
+
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Validate if it is due."""
-        if self.run.validation is not None and self.run.is_due(step, self.options.test_freq):
+        if self.run.is_due(step, self.options.test_freq):
+            self._validate(step)
+
+    def _validate(self, step: int) -> None:
+        if self.run.validation is not None:
             with self.trainer.progress.paused():
                 self.trainer.log(self.trainer.validate(), step)

@@ -1,0 +1,181 @@
+"""Prompts with expected answers, their scores, and a server's answers."""
+
+import json
+import socket
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.answer_server import answer_server
+from tests.tokenized_data import write_tokenized
+from verl_ext.answers import AnswerOptions, Prompts
+from verl_ext.answers.scores import number_of, scorer
+from verl_ext.answers.server import Server, ServerFailed
+
+CHAT = [
+    {"role": "user", "content": "w1 w2"},
+    {"role": "assistant", "content": "w3"},
+    {"role": "user", "content": "w4"},
+    {"role": "assistant", "content": "w5 w6"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def _file(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_the_prompt_of_a_chat_is_what_its_template_renders_before_the_last_answer(tokenizer, tmp_path):
+    path = _file(tmp_path / "maths.jsonl", {"messages": CHAT}, {"question": "w7", "answer": "w8"})
+    first, second = Prompts.read(AnswerOptions(prompts=path), tokenizer).items
+    expected = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, return_dict=False)
+    assert (first.ids, first.expected, first.category) == (expected, "w5 w6", "maths")
+    asked = [{"role": "user", "content": "w7"}]
+    assert second.ids == tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert second.record == {"question": "w7", "answer": "w8"}
+
+
+def test_answers_end_with_the_templates_end_of_a_turn_beside_the_tokenizers(tokenizer, tmp_path):
+    path = _file(tmp_path / "a.jsonl", {"messages": CHAT})
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, eos_token="<|pad|>")
+    stops = Prompts.read(AnswerOptions(prompts=path), other).stops
+    assert set(stops) == set(other.convert_tokens_to_ids(["<|pad|>", "<|im_end|>"]))
+
+
+def test_the_prompt_of_a_tokenized_document_ends_before_its_last_targets(tokenizer, tmp_path):
+    ids, mask = [5, 6, 7, 8, 9, 10, 2, 11], [0, 0, 1, 1, 0, 1, 1, 0]
+    document = {"input_ids": np.array(ids), "loss_mask": np.array(mask), "category_ids": 2 * np.array(mask)}
+    folder = write_tokenized(tmp_path / "data", [document], {1: "code", 2: "maths"})
+    prompts = Prompts.read(AnswerOptions(prompts=folder), tokenizer)
+    (prompt,) = prompts.items
+    assert (prompt.ids, prompt.expected, prompt.category) == (ids[:5], tokenizer.decode([10]), "maths")
+    assert prompts.stops == (2,)
+
+
+def test_categories_are_those_of_the_option_or_of_a_field(tokenizer, tmp_path):
+    path = _file(tmp_path / "a.jsonl", {"messages": CHAT, "kind": "own"}, {"messages": CHAT})
+    options = AnswerOptions(prompts={"named": [path]}, category_field="kind")
+    assert [prompt.category for prompt in Prompts.read(options, tokenizer).items] == ["own", "named"]
+    assert len(Prompts.read(AnswerOptions(prompts=path, max_samples=1), tokenizer).items) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"messages": CHAT[:1]}, "no assistant turn"),
+        ({"text": "w1 w2"}, "no chat"),
+        ({"messages": CHAT[1:2]}, "nothing stands before"),
+        ({"messages": [CHAT[0], {**CHAT[1], "content": "", "tool_calls": [{"name": "f"}]}]}, "no words"),
+    ],
+)
+def test_a_record_without_prompt_or_answer_is_refused_with_its_line(record, problem, tokenizer, tmp_path):
+    path = _file(tmp_path / "a.jsonl", {"messages": CHAT}, record)
+    with pytest.raises(ValueError, match=rf"eval\.prompts .*{path}:2: .*{problem}"):
+        Prompts.read(AnswerOptions(prompts=path), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"score": "exakt"}, r"eval\.score .*; got exakt \(nearest: exact\)"),
+        ({"score": "no.such.module:f"}, r"eval\.score must be .*no\.such\.module"),
+        ({"score": "math:coshh"}, r"eval\.score must be a name in .*coshh \(nearest: cosh\)"),
+        ({"freq": 0}, r"eval\.freq must be at least 1; got 0"),
+        ({"max_new_tokens": 0}, r"eval\.max_new_tokens must be at least 1; got 0"),
+        ({"prompts": {"a": {"b": "c"}}}, r"eval\.prompts must be a path"),
+        ({"base_url": "localhost:8000"}, r"eval\.base_url must begin with http"),
+        ({"model": "m"}, r"eval\.base_url is required with eval\.model=m"),
+    ],
+)
+def test_wrong_options_are_one_line(given, line):
+    with pytest.raises(ValueError, match=line) as raised:
+        AnswerOptions(**{"prompts": "a.jsonl", **given})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_frequency_without_prompts_is_refused():
+    with pytest.raises(ValueError, match=r"eval\.prompts is required with eval\.freq=5; got null"):
+        AnswerOptions(freq=5)
+
+
+def test_a_missing_file_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"eval\.prompts must name files that exist; no_such\.jsonl"):
+        Prompts.read(AnswerOptions(prompts="no_such.jsonl"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It is 3 + 4 = 7.\n#### 7", "7"),
+        ("#### 1,234.50 dollars of 9", "1234.5"),
+        ("12 apples, then 15", "15"),
+        ("The sum is -8.", "-8"),
+        ("from 3-4", "4"),
+        ("costs $.50", "0.5"),
+        ("none", None),
+        ("####", None),
+    ],
+)
+def test_the_number_of_a_text_is_its_result_as_gsm8k_writes_it_or_its_last_one(text, number):
+    found = number_of(text)
+    assert (None if found is None else float(found)) == (None if number is None else float(number))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "answer", "score"),
+    [
+        ("exact", "a b", " a b\n", 1),
+        ("exact", "a b", "a b c", 0),
+        ("exact", "<think>x</think>a", "<think>it may be b</think>\n\na", 1),
+        ("number", "so\n#### 1,000", "It makes 1000.0", 1),
+        ("number", "#### 72", "72 and then 73", 0),
+        ("number", "#### 5", "none", 0),
+        ("contains", "Paris", "It is PARIS.", 1),
+        ("contains", "Paris", "<think>Paris?</think>London", 0),
+    ],
+)
+def test_built_in_scores(name, expected, answer, score):
+    assert scorer(name)({}, expected, answer) == score
+
+
+def test_a_scorer_of_ones_own_is_given_the_record_and_the_answer(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def half(record, answer):\n    return 0.5 * (record['x'] == answer)\n")
+    own = scorer(f"{path}:half")
+    assert (own({"x": "a"}, "", "a"), own({"x": "a"}, "", "b")) == (0.5, 0.0)
+    with pytest.raises(ValueError, match=r"eval\.score=.*own\.py:half .*KeyError: 'x'"):
+        own({}, "", "a")
+
+
+def test_a_server_is_sent_chats_or_tokens(tokenizer, tmp_path):
+    chats = Prompts.read(AnswerOptions(prompts=_file(tmp_path / "a.jsonl", *[{"messages": CHAT}] * 3)), tokenizer)
+    document = {"input_ids": np.array([5, 6, 7]), "loss_mask": np.array([0, 0, 1]), "category_ids": np.zeros(3, int)}
+    folder = write_tokenized(tmp_path / "data", [document])
+    with answer_server(lambda body: f"as {body['model']}", ("small",)) as (url, asked):
+        options = AnswerOptions(prompts="a", base_url=url, max_new_tokens=9, temperature=0.5)
+        assert Server(options).answers(chats.items) == ["as small"] * 3
+        assert Server(options).answers(Prompts.read(AnswerOptions(prompts=folder), tokenizer).items) == ["as small"]
+    given = {"model": "small", "max_tokens": 9, "temperature": 0.5, "top_p": 1.0}
+    assert asked[:3] == [("/v1/chat/completions", {**given, "messages": CHAT[:3]})] * 3
+    assert asked[3:] == [("/v1/completions", {**given, "prompt": [5, 6]})]
+
+
+def test_a_server_must_answer_and_have_the_model():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens there
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        with pytest.raises(ServerFailed, match=rf"eval\.base_url must be a server that answers; got {url}"):
+            Server(AnswerOptions(prompts="a", base_url=url))
+    with answer_server(lambda body: "", ("small", "large")) as (url, _):
+        with pytest.raises(ServerFailed, match=r"eval\.model must be one of small, large; got smal \(nearest: small\)"):
+            Server(AnswerOptions(prompts="a", base_url=url, model="smal"))
+        with pytest.raises(ServerFailed, match=r"eval\.model is required: .* serves small, large; got null"):
+            Server(AnswerOptions(prompts="a", base_url=url))
+        with pytest.raises(ServerFailed, match=r"/nowhere refuses GET models; got 404"):
+            Server(AnswerOptions(prompts="a", base_url=f"{url}/nowhere"))

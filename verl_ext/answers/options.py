@@ -1,0 +1,65 @@
+"""The options of the answers that a run is evaluated by: the `eval` node."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from verl_ext.answers.scores import BUILT_IN, scorer
+from verl_ext.values import Options, option, show
+
+
+@dataclass(frozen=True)
+class AnswerOptions(Options):
+    """The prompts that a model in training answers, how it answers, and how answers are scored."""
+
+    prefix: ClassVar[str] = "eval"
+
+    prompts: Any = option(
+        None,
+        "chats whose last answer is asked for: files or folders of records, a tokenized folder, or {category: files}; "
+        "null: none",
+    )
+    freq: int | None = option(None, "steps between two evaluations by answers; null: only at the end", least=1)
+    score: str = option("exact", f"{', '.join(BUILT_IN)}, or module:function of your own, (record, answer) -> float")
+    max_samples: int | None = option(None, "ask the first N prompts only; null: all", least=1)
+    category_field: str | None = option(None, "field whose value is a record's category; null: its file's name")
+    chat_template: str | None = option(None, "a Jinja template, or a file with one; null: the tokenizer's own")
+    apply_chat_template_kwargs: dict[str, Any] = option({}, "passed to the template, e.g. {enable_thinking: false}")
+    max_new_tokens: int = option(256, "most tokens of an answer", least=1)
+    temperature: float = option(0.0, "0: the likeliest tokens; above 0: tokens are drawn", least=0)
+    top_p: float = option(1.0, "draw among the likeliest tokens of this probability", above=0, most=1)
+    batch_size: int = option(8, "prompts that a rank answers at a time", least=1)
+    table_rows: int = option(8, "answers that are kept in answers.jsonl and the trackers' tables", least=0)
+    base_url: str | None = option(
+        None, "an OpenAI-compatible server, e.g. http://localhost:8000/v1, that answers in the model's place"
+    )
+    model: str | None = option(None, "the model's name there; null: the only one that it serves")
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether the model in training generates the answers."""
+        return self.prompts is not None and self.base_url is None
+
+    def problems(self) -> Iterable[str | None]:
+        """Check the score, the server's address, and options that need each other."""
+        try:
+            scorer(self.score)
+        except ValueError as error:
+            yield str(error)
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            yield f"eval.base_url must begin with http:// or https://; got {show(self.base_url)}"
+        for name in ("freq", "base_url"):
+            if self.prompts is None and (value := getattr(self, name)) is not None:
+                yield f"eval.prompts is required with eval.{name}={value}; got null"
+        if self.model is not None and self.base_url is None:
+            yield f"eval.base_url is required with eval.model={self.model}; got null"
+        if self.prompts is not None and not _are_paths(self.prompts):
+            yield f"eval.prompts must be a path, a list of paths or {{category: paths}}; got {show(self.prompts)}"
+
+
+def _are_paths(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(not isinstance(paths, dict) and _are_paths(paths) for paths in value.values())
+    return (isinstance(value, str) and bool(value)) or (
+        isinstance(value, list) and bool(value) and all(isinstance(path, str) and path for path in value)
+    )

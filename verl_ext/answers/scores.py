@@ -1,0 +1,81 @@
+"""Scores of answers: rules that compare an answer with the expected one, or a function of the user's own.
+
+| score | an answer is right (1) if |
+|---|---|
+| `exact` | its text is the expected one, but for white space around it |
+| `number` | its number is that of the expected answer |
+| `contains` | it holds the expected answer, in upper or lower case |
+
+The number of a text is that after its last `####`, as GSM8K writes results, or else its last one; 1,234.50 is 1234.5.
+What a model thinks, up to the last `</think>`, is no part of an answer.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from verl_ext.custom import named_object
+from verl_ext.values import choice_problem, first_line, refuse
+
+Scorer = Callable[[Mapping[str, Any], str, str], float]  # (record, expected answer, answer)
+
+_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)")
+_THOUGHT_END = "</think>"
+
+
+class ScoreFailed(ValueError):
+    """A function of the user's own that gives no score, in one line."""
+
+
+def number_of(text: str) -> Decimal | None:
+    """Return the number that a text gives as its result; None without one."""
+    _, mark, result = text.rpartition("####")
+    found = _NUMBER.findall(result)
+    if not found:
+        return None
+    return Decimal((found[0] if mark else found[-1]).replace(",", ""))
+
+
+def _exact(expected: str, answer: str) -> bool:
+    return answer.strip() == expected.strip()
+
+
+def _same_number(expected: str, answer: str) -> bool:
+    number = number_of(answer)
+    return number is not None and number == number_of(expected)
+
+
+def _contains(expected: str, answer: str) -> bool:
+    return expected.strip().casefold() in answer.casefold()
+
+
+BUILT_IN: dict[str, Callable[[str, str], bool]] = {"exact": _exact, "number": _same_number, "contains": _contains}
+
+
+def scorer(name: str) -> Scorer:
+    """Return the scorer that `eval.score` names. Raises ValueError if there is none."""
+    if rule := BUILT_IN.get(name):
+        return lambda record, expected, answer: float(rule(_without_thought(expected), _without_thought(answer)))
+    if ":" not in name:
+        refuse([choice_problem("eval.score", name, [*BUILT_IN, "module:function"])])
+    function = named_object("eval.score", name)
+    if not callable(function):
+        raise ValueError(f"eval.score must name a function; got {name}")
+
+    def own(record: Mapping[str, Any], expected: str, answer: str) -> float:
+        try:
+            score = float(function(record, answer))
+        except Exception as error:  # the user's code raises whatever it meets
+            got = f"{type(error).__name__}: {first_line(error)}"
+            raise ScoreFailed(f"eval.score={name} must give a number; got {got}") from error
+        if not math.isfinite(score):
+            raise ScoreFailed(f"eval.score={name} must give a finite number; got {score}")
+        return score
+
+    return own
+
+
+def _without_thought(text: str) -> str:
+    return text.rpartition(_THOUGHT_END)[2]

@@ -1,0 +1,166 @@
+"""The answers to prompts by the ranks of a run, each to its share, and their mean scores.
+
+One way for the prompts of `eval.prompts` and for the questions of a validation set (data=babilong):
+
+    prompts, the longest first   0 1 2 3 4 5 6      rank 0: 0 2 4 6      rank 1: 1 3 5 -
+    batches of 2                                            [0 2] [4 6]          [1 3] [5]
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch.distributed as dist
+from tqdm import tqdm
+
+from verl_ext.answers.generation import Sampling
+from verl_ext.answers.prompts import Prompt, Prompts, prompt_text
+from verl_ext.answers.scores import ScoreFailed, Scorer, scorer
+from verl_ext.answers.server import Server, ServerFailed
+from verl_ext.engines.step import StepEngine
+from verl_ext.trainer.distributed import RunRanks
+from verl_ext.trainer.hang import watch
+from verl_ext.trainer.setup import Run
+from verl_ext.values import one_line
+
+Texts = Callable[[list[Prompt]], list[str]]  # the answers to a batch; of the model in training collective, also for []
+
+
+class PromptList(Protocol):
+    """Prompts by number, which may be read when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Prompt: ...
+
+
+class Scored(NamedTuple):
+    """An answer and its score; text is None for those that no table shows."""
+
+    number: int
+    category: str
+    score: float
+    text: str | None
+
+
+class NoAnswers(ValueError):
+    """On every rank: the prompts have no scores, for a reason in one line."""
+
+
+def scored_answers(
+    prompts: PromptList, order: Sequence[int], answer: Texts, score: Scorer, batch_size: int, shown: Sequence[int] = ()
+) -> list[Scored]:
+    """Answer prompts, each rank its share, and return the scores of all in the order of their numbers; collective.
+
+    order: the numbers of prompts, those of like length side by side. shown: the numbers whose texts are returned.
+    Raises NoAnswers on every rank if a server or a scorer fails on one.
+    """
+    ranks = RunRanks()
+    mine, share = list(order[ranks.rank :: ranks.size]), -(-len(order) // ranks.size)
+    found: list[Scored] = []
+    failure: str | None = None
+    hidden = None if ranks.rank == 0 else True  # None: unless stderr is a terminal
+    bar = tqdm(range(0, share, batch_size), desc="answer", unit="batch", delay=5, leave=False, disable=hidden)
+    for first in bar:
+        batch = mine[first : first + batch_size]
+        asked = [prompts[number] for number in batch]
+        try:
+            texts = answer(asked)
+            for number, prompt, text in zip(batch, asked, texts, strict=True):
+                if failure is None:
+                    value = score(prompt.record, prompt.expected, text)
+                    found.append(Scored(number, prompt.category, value, text if number in shown else None))
+        except ScoreFailed as error:  # the rank goes on: others wait for its part of their forwards
+            failure = one_line(str(error))
+        except ServerFailed as error:
+            failure = one_line(str(error))
+            break
+        watch.mark()
+    gathered = ranks.gather((found, failure))
+    if failed := next((failure for _, failure in gathered if failure is not None), None):
+        raise NoAnswers(failed)
+    return sorted(scored for found, _ in gathered for scored in found)
+
+
+def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
+    """Return the mean score of all under "", and that of each category, in the order of their first prompts.
+
+    A category "" is none.
+    """
+    by_category: dict[str, list[float]] = defaultdict(list)
+    for one in scored:
+        by_category[one.category].append(one.score)
+    by_category[""] = [one.score for one in scored]
+    return {name: fmean(scores) for name, scores in by_category.items()}
+
+
+def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
+    """Return the answers of the model in training; an idle rank answers a prompt of one token."""
+    seeds = itertools.count(sampling.seed)  # batches draw other tokens
+
+    def texts(batch: list[Prompt]) -> list[str]:
+        idle = [[tokenizer.eos_token_id or 0]]
+        answers = engine.generate_answers([prompt.ids for prompt in batch] or idle, replace(sampling, seed=next(seeds)))
+        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers[: len(batch)]]
+
+    return texts
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The evaluation of a run by the answers to `eval.prompts`."""
+
+    run: Run
+    prompts: Prompts
+    engine: StepEngine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        return self.engine.model_config.tokenizer
+
+    def measure(self, step: int) -> tuple[dict[str, float], list[Mapping[str, Any]]]:
+        """Return the metrics, the same on every rank, and the rows of the table; collective. Raises NoAnswers."""
+        options, items = self.run.config.eval, self.prompts.items
+        rows = min(options.table_rows, len(items))
+        shown = [number * len(items) // rows for number in range(rows)]
+        order = sorted(range(len(items)), key=lambda number: -len(items[number].ids))
+        if options.base_url is not None:
+            scored = scored_answers(items, order, self._of_server, scorer(options.score), options.batch_size, shown)
+        else:
+            answer = engine_texts(self.engine, self.tokenizer, self._sampling(step))
+            with self.engine.eval_mode():
+                scored = scored_answers(items, order, answer, scorer(options.score), options.batch_size, shown)
+        table: list[Mapping[str, Any]] = [
+            {
+                "step": step,
+                "category": one.category,
+                "prompt": prompt_text(items[one.number], self.tokenizer),
+                "answer": one.text,
+                "expected": items[one.number].expected,
+                "score": one.score,
+            }
+            for one in scored
+            if one.text is not None
+        ]
+        means = mean_scores(scored)
+        return {f"val/answer/{name}" if name else "val/answer": mean for name, mean in means.items()}, table
+
+    def _sampling(self, step: int) -> Sampling:
+        """Return how the model answers: a resumed run draws what it would have drawn."""
+        options = self.run.config.eval
+        seed = np.random.SeedSequence([self.run.config.trainer.seed, step, dist.get_rank()])
+        draws = options.temperature, options.top_p, int(seed.generate_state(1)[0])
+        return Sampling(options.max_new_tokens, self.prompts.stops, *draws)
+
+    def _of_server(self, batch: list[Prompt]) -> list[str]:
+        return self._server.answers(batch) if batch else []
+
+    @cached_property
+    def _server(self) -> Server:
+        return Server(self.run.config.eval)

@@ -1,0 +1,64 @@
+"""Answers to prompts, before step 1, every `eval.freq` steps and after the last one.
+
+    answers.jsonl    the same few prompts each time: {"step", "category", "prompt", "answer", "expected", "score"}
+
+Trackers get these rows as their own tables, by verl. A failure of the server or of a scorer of the user's own is a
+warning, as it is of a tracker: training goes on.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.tracking import ValidationGenerationsLogger
+
+from verl_ext.checkpoint.layout import ANSWERS
+from verl_ext.redaction import redacted_text
+from verl_ext.trainer.answers import NoAnswers
+from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.tracking import continued_lines, log_tracker_errors
+
+if TYPE_CHECKING:
+    from verl_ext.trainer.trainer import SFTTrainer
+
+
+class AnswersHook(Hook):
+    """The evaluation by answers, if `eval.prompts` is given: its metrics are logged, and its table written."""
+
+    def __init__(self, trainer: "SFTTrainer") -> None:
+        super().__init__(trainer)
+        self._tables = ValidationGenerationsLogger(self.options.project_name, self.options.experiment_name)
+        if trainer.is_rank0 and trainer.answers is not None:
+            continued_lines(self.run.output / ANSWERS, trainer.first_step)
+
+    def pre_step(self, step: int) -> None:
+        """Ask before the first step of a run that begins, as step 0."""
+        if step == 1 and self.options.val_before_train:
+            self._ask(0)
+
+    def post_step(self, step: int, outcome: StepOutcome) -> None:
+        """Ask if it is due."""
+        if self.run.is_due(step, self.run.config.eval.freq or -1):
+            self._ask(step)
+
+    def _ask(self, step: int) -> None:
+        if self.trainer.answers is None:
+            return
+        with self.trainer.progress.paused():
+            try:
+                metrics, table = self.trainer.answers.measure(step)
+            except NoAnswers as error:
+                if self.trainer.is_rank0:
+                    print(f"warning: step {step} has no val/answer: {redacted_text(str(error))}", file=sys.stderr)
+                return
+            self.trainer.log(metrics, step)
+            if self.trainer.is_rank0 and table:
+                with log_tracker_errors(f"the answers of step {step} are lost"):
+                    self._write(table, step)
+
+    def _write(self, table: Sequence[Mapping[str, Any]], step: int) -> None:
+        with (self.run.output / ANSWERS).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+        rows = [[row["prompt"], row["answer"], row["score"]] for row in table]
+        self._tables.log(self.options.loggers, rows, step)
