@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
+from verl_ext.attention import PACKED_ATTENTION, HeadPadding, choose_backend, fallback_notices, flash_limit
 from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
@@ -168,7 +168,7 @@ def _trial(model: Architecture) -> str | None:
     try:
         trial = trial_model(model.hf_config, cls)
     except Exception as error:  # small sizes do not suit the config, or the model builds its own attention
-        is_known = model.cls is None or getattr(cls, "_supports_attention_backend", False)
+        is_known = getattr(cls, "_supports_attention_backend", False) and PACKED_ATTENTION not in str(error)
         return None if is_known else f"{cls.__name__} cannot be tried with packed attention: {first_line(error)}"
     try:
         return isolation_problem(trial)
