@@ -44,7 +44,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
-    **dict.fromkeys(_ENCODERS, {"is_decoder": True}),
+    **{kind: {"is_decoder": True} for kind in _ENCODERS},
 }
 # On a CPU transformers' own forward of these is wrong for documents longer than a chunk, and clamps by time_step_min.
 SIZES: dict[str, dict[str, Any]] = {
