@@ -6,10 +6,17 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
+from tests.checked import support_problems
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
 
+# Every model type that transformers has for text, with images or without.
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 _HYBRID = ["linear_attention", "full_attention"] * 2
 # Encoders, and decoders of pairs, whose classes are causal with is_decoder alone.
 _ENCODERS = (
@@ -69,6 +76,16 @@ def model_config(kind: str) -> Any:
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(part, name, 0.0)
     return config
+
+
+def refusal(kind: str) -> str | None:
+    """Why a model type is refused before a model is loaded; None if it is trained."""
+    try:
+        config = model_config(kind)
+    except Exception as error:
+        return f"transformers makes no config of its defaults: {str(error).splitlines()[0]}"
+    problems = support_problems(config)
+    return problems[0] if problems else None
 
 
 def packed_and_plain(kind: str) -> tuple[nn.Module, nn.Module]:
