@@ -214,6 +214,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "engine.strategy": ("fsdp2", "its engine shards the memory by FSDP2"),
     "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
     "model.lora_adapter_path": (None, "it has no adapters"),
+    "model.experts": ("auto", "its Qwen has no experts"),
     "model.use_liger": (False, "liger does not know the model"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),

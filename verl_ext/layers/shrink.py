@@ -8,7 +8,7 @@ from typing import Any
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "embedding_dim", "dim"),
+        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim"),
         64,
     ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
@@ -32,11 +32,8 @@ _SIZES: dict[str, Any] = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     **{"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16},
     **{"mamba_dt_rank": 4, "mamba_d_ssm": 128, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_expand": 2},
-    **{
-        "expand": 1,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },  # Mamba 2 and Zamba: heads · head size is that many times 64
+    # Heads times their size is the hidden size in Mamba 2, and twice that in Zamba.
+    **{"expand": 1, "attention_hidden_size": 128, "attention_head_dim": 32},
     **{"ssm_state_size": 8, "state_size": 8, "time_step_rank": 4, "n_mamba_heads": 8, "mamba_headdim": 16},
     **{"n_groups": 2, "mamba_ngroups": 2, "chunk_size": 16, "lru_width": 64, "block_size": 8},
     **{"hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2},
