@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.checked import support_problems
+from verl_ext.config.support import Architecture
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
 
@@ -41,6 +42,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "minimax": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"]},
     "qwen3_5_moe_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "qwen3_5_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
@@ -82,8 +84,9 @@ def refusal(kind: str) -> str | None:
     """Why a model type is refused before a model is loaded; None if it is trained."""
     try:
         config = model_config(kind)
+        _ = Architecture(config).module
     except Exception as error:
-        return f"transformers makes no config of its defaults: {str(error).splitlines()[0]}"
+        return f"transformers builds no model of its defaults: {str(error).splitlines()[0]}"
     problems = support_problems(config)
     return problems[0] if problems else None
 
