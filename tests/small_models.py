@@ -15,6 +15,7 @@ from tests.checked import support_problems
 from verl_ext.config.support import Architecture
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
+from verl_ext.values import first_line
 
 # Every model type that transformers has for text, with images or without.
 KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
@@ -84,10 +85,11 @@ def refusal(kind: str) -> str | None:
     """Why a model type is refused before a model is loaded; None if it is trained."""
     try:
         config = model_config(kind)
-        _ = Architecture(config).module
+        problems = support_problems(config)
+        if not problems:
+            _ = Architecture(config).module  # a class that cannot be built is left to its loader
     except Exception as error:
-        return f"transformers builds no model of its defaults: {str(error).splitlines()[0]}"
-    problems = support_problems(config)
+        return f"transformers builds no model of its defaults: {first_line(error)}"
     return problems[0] if problems else None
 
 
