@@ -115,7 +115,8 @@ def _lines() -> Iterator[str]:
 def _without_names(cause: str) -> str:
     """Leave names and sizes of one class out of a refusal, so that types share a row."""
     cause = re.sub(r"^model\.path: \w+ ", "", cause)
-    cause = re.sub(r"\b(?:a )?[\w-]+(ForCausalLM|ForConditionalGeneration|LMHeadModel|ModelWithLMHead)\b", "the class", cause)
+    kinds = "ForCausalLM|ForConditionalGeneration|LMHeadModel|ModelWithLMHead"
+    cause = re.sub(rf"\b(?:a )?[\w-]+({kinds})\b", "the class", cause)
     cause = cause.replace("cannot be tried with packed attention: 'verl_ext_packed'", "computes attention of its own")
     return cause.replace("|", "\\|").replace("`", "")
 
