@@ -79,6 +79,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/activation_memory.py --tokens 2048
 	$(BIN)/python benchmarks/memory_plan.py
 	$(BIN)/python benchmarks/scaling.py --check
+	$(BIN)/python benchmarks/leaks.py
 	$(BIN)/python benchmarks/titans_memory.py
 	$(BIN)/python benchmarks/tokenizing.py
 	$(BIN)/python benchmarks/index.py

@@ -52,9 +52,10 @@ class Expected:
         return sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients.values()))
 
 
-def load_eager(path: str) -> PreTrainedModel:
+def load_eager(path: str, **options: bool) -> PreTrainedModel:
     """The model in fp32 with transformers' own eager attention."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    given = {"dtype": torch.float32, "attn_implementation": "eager", **options}
+    return AutoModelForCausalLM.from_pretrained(path, **given).eval()
 
 
 def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tensor]:

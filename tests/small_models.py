@@ -6,39 +6,60 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
+from tests.checked import support_problems
+from verl_ext.config.support import Architecture
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
+from verl_ext.values import first_line
 
+# Every model type that transformers has for text, with images or without.
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 _HYBRID = ["linear_attention", "full_attention"] * 2
+# Encoders, and decoders of pairs, whose classes are causal with is_decoder alone.
+_ENCODERS = (
+    *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert"),
+    *("data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "pegasus", "plbart"),
+    *("prophetnet", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 # What released checkpoints have and default configs lack, or what a trial must have to show a leak.
-SIZES: dict[str, dict[str, Any]] = {
+VALUES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "mamba_d_head": 16},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         "use_mamba_kernels": False,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "minimax": {"layer_types": _HYBRID, "num_hidden_layers": 4},
-    # On a CPU transformers' own forward is wrong for documents longer than a chunk, and clamps by time_step_min.
-    "nemotron_h": {
-        **{"layers_block_type": ["mamba", "attention", "mamba", "moe"], "chunk_size": 64, "time_step_min": 1e-30},
-    },
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"]},
     "qwen3_5_moe_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "qwen3_5_text": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "qwen3_next": {"layer_types": _HYBRID, "num_hidden_layers": 4},
     "zamba": {
-        **{"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "use_mamba_kernels": False},
-        **{"num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2},
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+        "use_mamba_kernels": False,
     },
-    "zamba2": {
-        **{"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
-        **{"chunk_size": 64, "hybrid_layer_ids": [1, 3], "time_step_min": 1e-30},
-        **{"num_key_value_heads": 4, "attention_head_dim": 32, "attention_hidden_size": 128},
-    },
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
+    **{kind: {"is_decoder": True} for kind in _ENCODERS},
+}
+# On a CPU transformers' own forward of these is wrong for documents longer than a chunk, and clamps by time_step_min.
+SIZES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"chunk_size": 128, "time_step_min": 1e-30},
+    "zamba2": {"chunk_size": 128, "time_step_min": 1e-30},
 }
 
 
@@ -50,12 +71,34 @@ def model_class(kind: str) -> type:
     return cls[0] if isinstance(cls, tuple) else cls
 
 
+def model_config(kind: str) -> Any:
+    """A config of a model type as released checkpoints have it, without dropout."""
+    config = CONFIG_MAPPING[kind](**VALUES.get(kind, {}))
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(part, name, 0.0)
+    return config
+
+
+def refusal(kind: str) -> str | None:
+    """Why a model type is refused before a model is loaded; None if it is trained."""
+    try:
+        config = model_config(kind)
+        problems = support_problems(config)
+        if not problems:
+            _ = Architecture(config).module  # a class that cannot be built is left to its loader
+    except Exception as error:
+        return f"transformers builds no model of its defaults: {first_line(error)}"
+    return problems[0] if problems else None
+
+
 def packed_and_plain(kind: str) -> tuple[nn.Module, nn.Module]:
     """A small model of a type that computes packs, and transformers' own with the same weights and eager attention."""
-    cls, config, sizes = model_class(kind), CONFIG_MAPPING[kind](), SIZES.get(kind, {})
+    cls, config, sizes = model_class(kind), model_config(kind), SIZES.get(kind, {})
     packed = trial_model(config, cls, **sizes)
     plain = cls._from_config(shrunk(config, **sizes), attn_implementation="eager")
-    plain.load_state_dict(packed.state_dict())
+    plain.to(next(packed.parameters()).dtype).load_state_dict(packed.state_dict())
     return packed, plain.eval()
 
 

@@ -29,7 +29,7 @@ DOCUMENTS = _documents()
 PACKS = [[DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[2]], [DOCUMENTS[3]], [DOCUMENTS[4], DOCUMENTS[5]]]
 
 
-def _steps(folders, ulysses, groups):
+def engine_steps(folders, ulysses, groups, overrides=()):
     """A step of each model, on ranks that share every pack."""
     from tests.packed_engine import build_worker, train_step
 
@@ -37,7 +37,7 @@ def _steps(folders, ulysses, groups):
     context = f"parallel.context_parallel_size={groups}"
     packs, steps = [pack_row(pack) for pack in PACKS], {}
     for name, folder in folders.items():
-        engine = build_worker(folder, ulysses * groups if groups == 1 else ulysses, [context]).engine
+        engine = build_worker(folder, ulysses * groups if groups == 1 else ulysses, [context, *overrides]).engine
         steps[name] = train_step(engine, packs, collate, len(packs), "fused")
     return steps
 
@@ -58,7 +58,7 @@ def folders(tmp_path_factory, tiny_model):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ulysses", "groups"), [(1, 1), (2, 1), (1, 2)])
 def test_a_step_equals_plain_hugging_face(ulysses, groups, folders):
-    steps = run_ranks(_steps, ulysses * groups, folders, ulysses, groups)[0]
+    steps = run_ranks(engine_steps, ulysses * groups, folders, ulysses, groups)[0]
     for name, folder in folders.items():
         expected = Reference(load_eager(folder), DOCUMENTS).step(PACKS, "token", {})
         assert steps[name].report["train/loss"] == pytest.approx(expected.loss, rel=1e-5), name

@@ -5,100 +5,33 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
+from tests.documents_alone import largest_errors, ranks_of_a_pack
 from tests.ranks import run_ranks
-from tests.small_models import in_float64, packed_and_plain
+from tests.small_models import packed_and_plain
 from verl_ext.attention import DocumentLayout, SequenceShards
-from verl_ext.attention.context import ContextGroups, ContextLayout
 from verl_ext.layers import MIXERS, RunningPack, mixers_of, unknown_mixers
 from verl_ext.layers.convolution import convolve
 from verl_ext.layers.dealing import dealt
 
-LENGTHS = [13, 7, 1, 29, 18, 4]  # 72 tokens: 3 and 4 ranks share them; longer than a chunk, shorter than a convolution
 SEAMS = ("qwen3_5_text", "nemotron_h", "lfm2", "olmo_hybrid")
+SCORES = ("gpt_oss", "gemma2", "llama4_text")  # sinks, a soft cap, chunks
 FAMILIES = (
     *SEAMS,
     *("qwen3_next", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "lfm2_moe"),
     *("minimax", "jamba", "zamba", "mamba", "falcon_mamba"),
-    *("gpt_oss", "gemma2", "llama4_text"),
+    *SCORES,
 )
-
-
-def _documents():
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, 190, (length,), generator=generator) for length in LENGTHS]
-
-
-def _alone(model, documents):
-    """The loss of each document, from a forward of its own, and the gradients of their sum."""
-    losses = []
-    for document in documents:
-        logits = model(input_ids=document[None], use_cache=False).logits[0]
-        losses.append(F.cross_entropy(logits[:-1], document[1:], reduction="sum"))
-        losses[-1].backward()
-    return torch.stack(losses).detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def _groups(ulysses, context):
-    """The shards of this rank, the ranks of a pack and the groups of context parallelism."""
-    ranks = ulysses * context
-    shards = SequenceShards(ulysses, context, dist.get_rank())
-    set_ulysses_sequence_parallel_group(dist.group.WORLD if ranks > 1 else None)
-    groups = None
-    if context > 1:
-        mesh = init_device_mesh("cpu", (context, ulysses), mesh_dim_names=("across", "inside"))
-        groups = ContextGroups(shards, mesh.get_group("inside"), mesh.get_group("across"))
-    return shards, dist.group.WORLD if ranks > 1 else None, groups
 
 
 def _errors(families, ulysses, context):
     """By family: the largest relative error of a document's loss and of a parameter's gradient."""
-    shards, group, groups = _groups(ulysses, context)
-    documents = _documents()
-    ids = torch.cat(documents)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    layout = DocumentLayout.from_lengths(LENGTHS, "cpu")
-    layout = ContextLayout.from_layout(layout, groups) if groups else layout
-    is_target = torch.cat([torch.arange(length) < length - 1 for length in LENGTHS])
-    errors = {}
-    pairs = {family: packed_and_plain(family) for family in families}
-    in_float64(*(model for pair in pairs.values() for model in pair))
-    for family, (model, plain) in pairs.items():
-        expected, gradients = _alone(plain, documents)
-        _share(model, shards, group)
-        model.train()
-        inputs = {"input_ids": shards.slice(ids)[None], "position_ids": shards.slice(positions)[None]}
-        logits = model(**inputs, document_layout=layout, use_cache=False).logits[0]
-        nll = F.cross_entropy(logits, shards.slice(ids.roll(-1)), reduction="none") * shards.slice(is_target)
-        nll.sum().backward()
-        parts = [torch.empty_like(nll) for _ in range(shards.ranks)]
-        dist.all_gather(parts, nll.detach())
-        losses = torch.stack([part.sum() for part in shards.by_position(torch.cat(parts)).split(LENGTHS)])
-        assert all(p.grad is not None for name, p in model.named_parameters() if gradients[name] is not None)
-        largest = max(float(gradient.norm()) for gradient in gradients.values() if gradient is not None)
-        worst = float(((losses - expected).abs() / expected.clamp(min=1e-9)).max())
-        for name, parameter in model.named_parameters():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient)
-            true = torch.zeros_like(parameter) if gradients[name] is None else gradients[name]
-            worst = max(worst, float((gradient - true).norm()) / max(float(true.norm()), 1e-5 * largest))
-        errors[family] = worst
-    return errors
-
-
-def _share(model, shards, group):
-    """Let the ranks of a group share what one rank was made for."""
-    for module in model.modules():
-        pack = module.running_pack
-        pack.shards, pack.group = shards, group
+    return {family: largest_errors(family, (ulysses, context))[0] for family in families}
 
 
 def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone():
-    (errors,) = run_ranks(_errors, 1, (*SEAMS, "jamba"), 1, 1)
+    (errors,) = run_ranks(_errors, 1, (*SEAMS, "jamba", *SCORES), 1, 1)
     assert max(errors.values()) < 1e-11, errors
 
 
@@ -120,7 +53,7 @@ def test_ranks_that_do_not_divide_the_heads_and_groups_of_ranks_have_them(ulysse
 
 def _convolutions(ulysses, context, cases, taps):
     """Whether this rank's outputs and input gradients are its slices of each document's convolution."""
-    shards, group, _ = _groups(ulysses, context)
+    shards, group, _ = ranks_of_a_pack(ulysses, context)
     torch.manual_seed(0)
     weight, bias = torch.randn(3, taps, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     for lengths in cases:

@@ -18,7 +18,7 @@ from verl.workers.config import HFModelConfig
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config import support
 from verl_ext.config.upstream import fixed_value_problems
-from verl_ext.config.weights import ModelOptions, check_weights
+from verl_ext.config.weights import ModelOptions, check_weights, dequantize
 from verl_ext.models.qwen_titans import MemoryOptions, QwenTitansConfig, QwenTitansForCausalLM, load_memory_checkpoint
 from verl_ext.plugin import CHUNKED, PACKED
 from verl_ext.values import Options, choice_problem, nearest_name, option, plain, refuse, show
@@ -73,6 +73,7 @@ class PackedModel(HFModelConfig, ModelOptions):
         super().__post_init__()
         self.override_config = given
         override(self.hf_config, given)
+        dequantize(self.hf_config)
 
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
@@ -105,6 +106,7 @@ class PackedModel(HFModelConfig, ModelOptions):
     @classmethod
     def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
         """Check the model that `model.path` holds; ValueError with a line for each mistake."""
+        dequantize(hf_config)
         model = support.Architecture(hf_config)
         refuse(support.model_support_problems(model))
         problems = list(support.option_problems(config, model))
@@ -225,6 +227,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "engine.strategy": ("fsdp2", "its engine shards the memory by FSDP2"),
     "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
     "model.lora_adapter_path": (None, "it has no adapters"),
+    "model.experts": ("auto", "its Qwen has no experts"),
     "model.use_liger": (False, "liger does not know the model"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),

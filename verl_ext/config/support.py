@@ -19,6 +19,7 @@ from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
 from verl_ext.layers import mixers_of, unknown_mixers
+from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.values import first_line, nearest_name
@@ -163,15 +164,14 @@ def _layer_problems(model: Architecture) -> list[str]:
 
 
 def _trial(model: Architecture) -> str | None:
-    """Return how a small model mixes the documents of a pack; None if it does not, or cannot be made."""
+    """Return how a small model mixes the documents of a pack; None if it does not."""
     from transformers import AutoModelForCausalLM
 
     cls = model.cls or AutoModelForCausalLM
     try:
         trial = trial_model(model.hf_config, cls)
     except Exception as error:  # small sizes do not suit the config, or the model builds its own attention
-        is_known = model.cls is None or getattr(cls, "_supports_attention_backend", False)
-        return None if is_known else f"{cls.__name__} cannot be tried with packed attention: {first_line(error)}"
+        return f"{cls.__name__} cannot be tried with packed attention: {first_line(error)}"
     try:
         return isolation_problem(trial)
     except Exception as error:  # a model's code raises whatever it meets
@@ -202,6 +202,8 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield f"{SP} must be at most {most}; got {ulysses}; {CP} lets more ranks share a pack"
     if config.model_options.tile_tokens is not None and model.module is not None and not any(tileable(model.module)):
         yield untileable(f"a {model.name}", config.model_options.tile_tokens)
+    if problem := experts_problem(model.module, config.model_options.experts):
+        yield f"{problem}; got {config.model_options.experts}"
     yield from lora_problems(config, model)
     if config.plan.gpu_memory is not None and model.module is not None:
         states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time != "attention"}
@@ -257,6 +259,9 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
     """Warn of settings that are allowed and may not be intended; `head` is the one in use."""
     if config.trainer.device == "cuda":
         yield from _kernel_notices(config, model)
+        asked = config.model_options.experts
+        if has_experts(model.module) and (asked == "eager" or experts_problem(model.module, "grouped_mm")):
+            yield f"model.experts={asked} runs a {model.name}'s own code over its experts, which is slow on a GPU"
     if not asks_for_router_loss(model.hf_config) and has_router_loss(model.cls, model.text):
         yield (
             f"{model.name} is trained without a router loss; model.override_config.output_router_logits=true "

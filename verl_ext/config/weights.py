@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import glob
+from inspect import signature
 from logging import WARNING, LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
 from transformers import utils
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.text.json_records import parse_json
@@ -30,6 +32,29 @@ class ModelOptions(ActivationOptions):
         "globs of weights that model.path may lack, which begin random (lm_head.weight), or have beside the model's, "
         "which are left out (v_head.*)",
     )
+    experts: str = option(
+        "auto",
+        "the products of a mixture of experts: grouped_mm, one product for all experts; eager, a loop over them; auto, "
+        "grouped_mm if transformers has it for the model",
+        choices=("auto", "grouped_mm", "eager"),
+    )
+
+
+def dequantize(hf_config: Any) -> None:
+    """Let transformers turn quantized weights (GPT-OSS' MXFP4) into plain ones as it loads them, in place.
+
+    Raises ValueError if it cannot: quantized weights have no gradients.
+    """
+    quantization = getattr(hf_config, "quantization_config", None)
+    if not quantization:
+        return
+    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(values.get("quant_method"))
+    method_class = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if method_class is None or "dequantize" not in signature(method_class).parameters:
+        plain_weights = "weights that are not quantized, or that transformers dequantizes as it loads them (mxfp4, fp8)"
+        raise ValueError(f"model.path must hold {plain_weights}; got quant_method={method}")
+    hf_config.quantization_config = {**values, "dequantize": True}
 
 
 def weight_problems(folder: str) -> list[str]:

@@ -27,6 +27,7 @@ from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, supported_h
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, asks_for_measures, on_device
 from verl_ext.layers import RunningPack, attach, install
+from verl_ext.layers.experts import choose_experts
 from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
@@ -66,6 +67,7 @@ class PackedEngine(StepEngine):
             module = super()._build_module()
         finally:
             self.ulysses_sequence_parallel_size = ranks
+        choose_experts(module, getattr(self.model_config, "experts", "auto"))  # verl's own config has none
         restore_rope_precision(module)
         choose_rope_by_document(module, self.shards)
         pack = RunningPack(self.shards, self.ulysses_parallel_group if self.use_ulysses_sp else None)

@@ -51,7 +51,10 @@ class Halo:
         width = max(map(len, sent))
         held = tokens // shards.ranks
         gathered = {t: held + rank * width + i for rank, tails in enumerate(sent) for i, t in enumerate(tails)}
-        rows, read, kept, lengths = [], [], [], []
+        rows: list[int] = []
+        read: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        lengths: list[int] = []
         row = 0  # of a token among the L
         for first, last in shards.spans(tokens):
             rows += range(row + max(last - first - taps + 1, 0), row + last - first)
@@ -63,11 +66,11 @@ class Halo:
                 lengths.append(len(halo) + end - start)
                 row += end - start
         rows += [0] * (width - len(rows))
-        found = (
+        sent_rows, read_rows, kept_rows = (
             pinned(x, device).to(device, non_blocking=True)
             for x in (torch.tensor(rows), torch.cat(read), torch.cat(kept))
         )
-        return cls(*found, DocumentLayout.from_lengths(lengths, device))
+        return cls(sent_rows, read_rows, kept_rows, DocumentLayout.from_lengths(lengths, device))
 
 
 def _last_tokens(shards: SequenceShards, tokens: int, count: int) -> list[int]:

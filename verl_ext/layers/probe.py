@@ -5,6 +5,7 @@ must stay equal to the last bit, and equal those that it has alone. Whatever a m
 attention that is not dispatched, masks without positions, remote code, a layer that a new release brings.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from verl_ext.layers.pack import RunningPack, attach
 from verl_ext.layers.shrink import shrunk
 
 _LENGTHS = (21, 18)  # longer than the windows and chunks of a shrunk config
+_MOST_PARAMETERS = 50_000_000  # of a trial; a config whose sizes have other names than the table's stays large
 _TOLERANCE = 1e-4  # of the largest logit; matrices of other sizes round otherwise
 
 
@@ -30,15 +32,22 @@ def trial_model(config: Any, cls: Any, **sizes: Any) -> nn.Module:
         config: the real model's config.
         cls: its class; transformers' Auto class for remote code.
         sizes: values of the small config that win.
+
+    Raises ValueError if the small config's model is still too large to be tried.
     """
     small = shrunk(config, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         given: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION}
         if hasattr(cls, "_from_config"):
-            model = cls._from_config(small, **given).float()
+            make = functools.partial(cls._from_config, small, **given)
         else:  # an Auto class; the config of remote code was read with the user's consent
-            model = cls.from_config(small, trust_remote_code=True, **given).float()
+            make = functools.partial(cls.from_config, small, trust_remote_code=True, **given)
+        with torch.device("meta"):
+            parameters = sum(weight.numel() for weight in make().parameters())
+        if parameters > _MOST_PARAMETERS:
+            raise ValueError(f"its smallest form has {parameters:,} parameters")
+        model = make().float()
         for name, weight in model.named_parameters():
             if weight.dim() >= 2 and not name.endswith("A_log"):  # of such a size that attention is far from even
                 nn.init.normal_(weight, std=0.5 if "embed" in name else weight[0].numel() ** -0.5)

@@ -8,12 +8,12 @@ from typing import Any
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 256),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim", "attention_hidden_size"),
+        ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_size", "dim"),
         64,
     ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "attention_head_dim"), 16),
+    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim"), 16),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "ffn_hidden_size", "dim_ff"), 96),
     **dict.fromkeys(("intermediate_size_mlp",), 96),
     **dict.fromkeys(
@@ -32,6 +32,8 @@ _SIZES: dict[str, Any] = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     **{"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16},
     **{"mamba_dt_rank": 4, "mamba_d_ssm": 128, "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_expand": 2},
+    # Heads times their size is the hidden size in Mamba 2, and twice that in Zamba.
+    **{"expand": 1, "attention_hidden_size": 128, "attention_head_dim": 32},
     **{"ssm_state_size": 8, "state_size": 8, "time_step_rank": 4, "n_mamba_heads": 8, "mamba_headdim": 16},
     **{"n_groups": 2, "mamba_ngroups": 2, "chunk_size": 16, "lru_width": 64, "block_size": 8},
     **{"hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2},
@@ -43,7 +45,7 @@ _SIZES: dict[str, Any] = {
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _KINDS = ("layer_types", "layers_block_type", "block_types", "no_rope_layers")
 _INDICES = ("hybrid_layer_ids", "moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
-_MOST_LAYERS = 8
+_MOST_LAYERS = 12
 
 
 def shrunk(config: Any, **sizes: Any) -> Any:
@@ -65,6 +67,8 @@ def shrunk(config: Any, **sizes: Any) -> Any:
             small[name] = value[:layers]
         elif name in _INDICES and isinstance(value, list):
             small[name] = [index for index in value if index < layers]
+    if "kv_lora_rank" in small or "attention_hidden_size" in small:  # latent attention and Zamba's share no heads
+        small["num_key_value_heads"] = small["num_attention_heads"]
     if "qk_rope_head_dim" in small:
         small["head_dim"] = small["qk_rope_head_dim"]  # latent attention rotates a part of each head
     ropes = [name for name in ("rope_parameters", "rope_scaling") if isinstance(values.get(name), dict)]
@@ -89,6 +93,8 @@ def _layers_of_each_kind(values: Mapping[str, Any]) -> int:
     for name in _KINDS:
         kinds: Sequence[Any] = values.get(name) or ()
         layers = max([layers, *(kinds.index(kind) + 1 for kind in set(kinds))])
+        shared = [place for place, kind in enumerate(kinds) if kind == "hybrid"]  # Zamba's, two of which tie weights
+        layers = max([layers, *(place + 1 for place in shared[:2])])
     for name in _INDICES:
         layers = max([layers, *(values.get(name) or ())[:1]]) if isinstance(values.get(name), list) else layers
     return min(layers, _MOST_LAYERS)
@@ -101,6 +107,8 @@ def _unscaled(rope: dict[str, Any], head_size: int) -> dict[str, Any]:
     small: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10_000.0}
     if (part := rope.get("partial_rotary_factor")) is not None:
         small["partial_rotary_factor"] = part
+    if "llama_4_scaling_beta" in rope:  # a factor on the queries that grows by place beyond the original positions
+        small |= {"llama_4_scaling_beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": 8}
     if "mrope_section" in rope:  # pairs of time, height and width; texts have the same position in all three
         pairs = int(head_size * (part or 1)) // 2
         small["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]

@@ -1,0 +1,54 @@
+"""A step of gated delta nets, Mamba 2 and attention sinks on the GPU: loss and every gradient.
+
+fp32 is compared with plain Hugging Face on the same GPU, document by document; bf16 with the engine in fp32.
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.gpu.test_step import BF16, assert_close, deviation
+from tests.packed_engine import build_worker, train_step
+from tests.reference import Reference, load_eager, pack_row
+from tests.small_models import packed_and_plain
+from tests.test_hybrid_training import DOCUMENTS, PACKS
+from verl_ext.attention.packed import set_backend
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.batch import StepCollator
+
+FAMILIES = ("qwen3_5_text", "nemotron_h", "gpt_oss")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory, tiny_model):
+    """A folder of a small model of a family."""
+    written = tmp_path_factory.mktemp(request.param)
+    _, plain = packed_and_plain(request.param)
+    plain.save_pretrained(written)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(written)
+    return str(written)
+
+
+def step(folder, overrides=(), backend="auto"):
+    """One step over all packs."""
+    set_backend(backend)
+    engine = build_worker(folder, overrides=overrides, parallel="auto").engine
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    return train_step(engine, [pack_row(pack) for pack in PACKS], collate, len(PACKS), "fused")
+
+
+def test_in_fp32_a_step_equals_single_documents_in_plain_hugging_face(folder, device, one_rank):
+    found = step(folder, backend="sdpa")
+    with torch.device(device):
+        want = Reference(load_eager(folder).to(device), DOCUMENTS).step(PACKS, "token", {})
+    assert found.report["train/loss"] == pytest.approx(want.loss, rel=1e-4)
+    largest = max(float(truth.norm()) for truth in want.gradients.values())
+    for name, truth in want.gradients.items():
+        if float(truth.norm()) > 1e-5 * largest:
+            assert deviation(found.gradients[name], truth.cpu()) < 1e-3, name
+
+
+def test_half_precision_stays_near_fp32(folder, gpu, one_rank):
+    assert_close(step(folder, BF16), step(folder, backend="sdpa"), 1e-2, 1e-1)

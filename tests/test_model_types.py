@@ -1,0 +1,63 @@
+"""Every model type that transformers has for text is trained exactly on packs, or refused with the cause."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.documents_alone import largest_errors
+from tests.ranks import run_ranks
+from tests.small_models import KINDS, refusal
+
+AT_LEAST = 99  # types that are trained, of 224 in transformers 5.10
+TOLERANCE = 1e-11  # fp64
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+
+def _named(part):
+    """The model types that a part of the page names."""
+    text = PAGE.read_text(encoding="utf-8").split("\n## ")
+    (found,) = (body for body in text if body.startswith(part))
+    return [kind for kind in re.findall(r"`([^`]+)`", found) if kind in KINDS]
+
+
+def _errors(kinds, layouts):
+    """By type: an error for each layout, or how it failed."""
+    errors = {}
+    for kind in kinds:
+        try:
+            errors[kind] = largest_errors(kind, *layouts)
+        except Exception as error:
+            errors[kind] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def _wrong(errors):
+    return {kind: found for kind, found in errors.items() if isinstance(found, str) or not max(found) < TOLERANCE}
+
+
+def _verdicts_and_errors(kinds):
+    """The verdict of each of this rank's types, and the errors on one rank of those that are trained."""
+    own = kinds[torch.distributed.get_rank() :: 2]
+    verdicts = {kind: refusal(kind) for kind in own}
+    return verdicts, _errors([kind for kind in own if verdicts[kind] is None], [(1, 1)])
+
+
+@pytest.mark.slow
+def test_every_type_is_exact_on_one_rank_and_on_two_or_refused_with_the_cause():
+    verdicts, errors = {}, {}
+    for of_rank in run_ranks(_verdicts_and_errors, 2, KINDS):
+        verdicts |= of_rank[0]
+        errors |= of_rank[1]
+    assert _wrong(errors) == {}
+    assert sorted(errors) == sorted(_named("Trained")), "python docs/make_models.py writes the page"
+    assert all("\n" not in cause for cause in verdicts.values() if cause is not None)
+    for of_rank in run_ranks(_errors, 2, sorted(errors), [(2, 1), (1, 2)]):
+        assert _wrong(of_rank) == {}
+
+
+def test_the_page_names_each_type_once():
+    trained, refused = _named("Trained"), _named("Refused")
+    assert sorted([*trained, *refused]) == KINDS
+    assert len(trained) >= AT_LEAST

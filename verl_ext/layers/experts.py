@@ -1,0 +1,39 @@
+"""The products of a mixture of experts: grouped, one for all experts of a layer, or a loop over them.
+
+Transformers has both for classes that keep the weights of a layer's experts as one tensor, and takes the first unless
+it is told otherwise (torch.nn.functional.grouped_mm). Other classes run code of their own.
+"""
+
+from typing import Any
+
+from torch import nn
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as configs name them
+
+
+def has_experts(model: Any) -> bool:
+    """Tell whether a model is a mixture of experts; None is not."""
+    text = None if model is None else model.config.get_text_config()
+    return any(getattr(text, name, None) for name in _COUNTS)
+
+
+def experts_problem(model: Any, asked: str) -> str | None:
+    """Return the requirement that `model.experts` misses for a model, None if it has what is asked."""
+    if asked == "auto" or model is None:
+        return None
+    name = type(model).__name__
+    if not has_experts(model):
+        return f"model.experts must be auto for a {name}, which has no experts"
+    try:
+        choose_experts(model, asked)
+    except ValueError:
+        return (
+            f"model.experts must be auto or eager for a {name}, of whose experts transformers has no grouped products"
+        )
+    return None
+
+
+def choose_experts(model: nn.Module, asked: str) -> None:
+    """Let a model of transformers compute its experts as `model.experts` asks; ValueError if it cannot."""
+    if asked != "auto":
+        model.set_experts_implementation(asked)  # type: ignore[operator]
