@@ -212,6 +212,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "engine.strategy": ("fsdp2", "its engine shards the memory by FSDP2"),
     "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
     "model.lora_adapter_path": (None, "it has no adapters"),
+    "model.freeze": ([], "model.train=memory is what freezes the base"),
     "model.use_liger": (False, "liger does not know the model"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),
@@ -236,6 +237,10 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
         ValueError: the architecture has no such key, or refuses the value.
     """
     given = {key: value for key, value in plain(values).items() if key != _ATTENTION}
+    text, whole = hf_config.get_text_config(), hf_config
+    if text is not whole:  # the keys of a model with towers, and those of its text model
+        of_text = {key: given.pop(key) for key in list(given) if not hasattr(whole, key) and hasattr(text, key)}
+        override(text, of_text)
     if isinstance(getattr(hf_config, "rope_parameters", None), dict):
         rope = {**(given.pop("rope_scaling", None) or {}), **(given.pop("rope_parameters", None) or {})}
         if "rope_theta" in given:

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import utils
 
 from verl_ext.engines.activations import ActivationOptions
+from verl_ext.layers.towers import FreezeOptions
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, option, refuse, show
 
@@ -22,7 +23,7 @@ _OPTION = "model.allow_weight_mismatch"
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node
-class ModelOptions(ActivationOptions):
+class ModelOptions(ActivationOptions, FreezeOptions):
     """The keys of the model node that are not verl's."""
 
     allow_weight_mismatch: list[str] = option(
