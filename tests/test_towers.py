@@ -1,15 +1,11 @@
 """Checkpoints with a vision tower train on text as plain transformers does, and their towers stay as they are."""
 
-import contextlib
-import os
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.checked import checked
@@ -21,6 +17,8 @@ from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import tensors_of, train
 from verl_ext.attention import DocumentLayout
 from verl_ext.commands.export import main as export
+from verl_ext.config import compose
+from verl_ext.config.weights import check_weights
 from verl_ext.data import CategoryTable
 from verl_ext.layers.probe import trial_model
 from verl_ext.layers.shrink import shrunk
@@ -232,6 +230,59 @@ def test_a_run_leaves_the_tower_as_it_is_to_the_last_bit(run, runs, folders, tmp
             kept = {name for name, _ in before.named_parameters() if "language_model.layers.0." in name}
             assert changed == trained
             assert trained == {n for n, _ in before.named_parameters() if not _is_outside(n, outside)} - kept
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    documents = random_documents(np.random.default_rng(0), [40, 30], VOCABULARY, 1)
+    return write_tokenized(tmp_path_factory.mktemp("data"), documents)
+
+
+def test_a_notice_counts_what_is_frozen(folders, data):
+    composed = compose([f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu"])
+    model = AutoModelForImageTextToText.from_pretrained(folders["gemma3"])
+    inside = model.model.language_model.num_parameters()
+    (notice,) = checked(composed, 1).notices
+    assert notice.startswith(f"{model.num_parameters() - inside:,} of {model.num_parameters():,} parameters are frozen")
+    assert "model.vision_tower, model.multi_modal_projector" in notice
+    assert notice.endswith(f"{inside:,} are trained")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.freeze=[vision_towr]"], r"^model\.freeze must name .*; got vision_towr \(nearest: .*vision_tower\)"),
+        (["model=lora", "model.freeze=[lm_head]"], r"^model\.freeze must be \[\] with model\.lora_rank"),
+        (["model=lora", "model.target_modules=[patch_embedding]"], "^model.target_modules must name .* the text model"),
+        (["model=lora", "model.target_modules=[embed_tokens]"], r"must leave out model\.language_model\.embed_tokens"),
+        (
+            ["model.override_config={sliding_windw:8}"],
+            r"unknown key .*; nearest: model\.override_config\.sliding_window",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(overrides, line, folders, data):
+    composed = compose([f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu", *overrides])
+    with pytest.raises(ValueError, match=line) as error:
+        checked(composed, 1)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_keys_of_the_text_model_are_overridden_by_their_names(folders, data):
+    keys = "model.override_config={max_position_embeddings:1024,text_config:{rms_norm_eps:1e-3},vocab_size:128}"
+    common = [f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu"]
+    text = checked(compose([*common, keys]), 1).hf_config.get_text_config()
+    assert (text.max_position_embeddings, text.rms_norm_eps, text.vocab_size) == (1024, 1e-3, 128)
+
+
+def test_a_checkpoint_without_its_tower_is_refused_in_one_line(folders, tmp_path):
+    model = AutoModelForImageTextToText.from_pretrained(folders["gemma3"])
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".language_model." in name}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    lacks = r"lacks 2: model\.multi_modal_projector\.\*, model\.vision_tower\.\*; model\.allow_weight_mismatch="
+    with pytest.raises(ValueError, match=lacks) as error:
+        check_weights(type(model), model.config, str(tmp_path), [], {})
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_freezing_names_modules_or_parameters_by_their_ends():

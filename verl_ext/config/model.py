@@ -231,16 +231,18 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
     """Set the values of `model.override_config` on a model's config, in place.
 
     verl sets each as an attribute, so that `rope_theta` and misspelt keys change nothing. Here a dict goes over the one
-    that is there, `rope_theta` into the rotary parameters, whose other entries stay the model's own.
+    that is there, `rope_theta` into the rotary parameters, whose other entries stay the model's own. Keys that the
+    config of a model with towers lacks are those of its text model.
 
     Raises:
         ValueError: the architecture has no such key, or refuses the value.
     """
     given = {key: value for key, value in plain(values).items() if key != _ATTENTION}
-    text, whole = hf_config.get_text_config(), hf_config
-    if text is not whole:  # the keys of a model with towers, and those of its text model
-        of_text = {key: given.pop(key) for key in list(given) if not hasattr(whole, key) and hasattr(text, key)}
-        override(text, of_text)
+    if (text := hf_config.get_text_config()) is not hf_config:  # a model with towers has a config for each part
+        for part in hf_config.sub_configs:
+            if isinstance(given.get(part), dict) and getattr(hf_config, part) is not None:
+                override(getattr(hf_config, part), given.pop(part))
+        override(text, {key: given.pop(key) for key in list(given) if not hasattr(hf_config, key)})
     if isinstance(getattr(hf_config, "rope_parameters", None), dict):
         rope = {**(given.pop("rope_scaling", None) or {}), **(given.pop("rope_parameters", None) or {})}
         if "rope_theta" in given:

@@ -6,7 +6,7 @@ Read from its config.json and classes, before weights are loaded.
 import copy
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +279,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
             f"adds it with router_aux_loss_coef={model.text.router_aux_loss_coef}"
         )
     if model.module is not None and not config.model_options.lora_rank:
-        yield from _frozen_notice(model)
+        yield from _frozen_notice(model, config.model_options.freeze)
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
         yield (
@@ -298,13 +298,13 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
             )
 
 
-def _frozen_notice(model: Architecture) -> Iterator[str]:
+def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str]:
     """Count what is not trained; `option_problems` froze it in the model without storage."""
     counts = [sum(p.numel() for p in model.module.parameters() if p.requires_grad is grad) for grad in (False, True)]
     if counts[0]:
-        outside = ", ".join(outside_text(model.module))
-        why = f"what texts do not reach ({outside}) and model.freeze" if outside else "model.freeze"
-        yield f"{counts[0]:,} of {sum(counts):,} parameters are frozen, by {why}; {counts[1]:,} are trained"
+        outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={show(patterns)}"
+        why = [f"a text does not reach {outside}"] * bool(outside) + [asked] * bool(patterns)
+        yield f"{counts[0]:,} of {sum(counts):,} parameters are frozen ({'; '.join(why)}), {counts[1]:,} are trained"
 
 
 def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import utils
 
 from verl_ext.engines.activations import ActivationOptions
-from verl_ext.layers.towers import FreezeOptions
+from verl_ext.layers.towers import FreezeOptions, outside_text
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, option, refuse, show
 
@@ -113,6 +113,9 @@ def check_weights(
         if passed:
             notices.append(f"{_OPTION}: {_listed(passed)} of model.path {then}")
         if rest := set(names) - passed:
+            for part in outside_text(model) if rest == set(found.get("missing_keys", ())) else ():
+                inside = {name for name in model.state_dict() if name.startswith(f"{part}.")}
+                rest = rest - inside | {f"{part}.*"} if inside and inside <= rest else rest
             how = f" with model.override_config={show(override)}" if override else ""
             hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
             problems.append(
