@@ -19,7 +19,7 @@ from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.layers import mixers_of, unknown_mixers
 from verl_ext.layers.probe import isolation_problem, trial_model
-from verl_ext.layers.towers import auto_class, freeze, outside_text, text_parts
+from verl_ext.layers.towers import auto_class, freeze, outside_text
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.values import first_line, nearest_name, show
 
@@ -66,12 +66,6 @@ class Architecture:
             return None
         with torch.device("meta"):
             return self.cls(copy.deepcopy(self.hf_config))
-
-    @property
-    def text_class(self) -> Any:
-        """The class of the text model: `cls`, or that of the model inside it which has the layers."""
-        has_towers = self.cls is not None and self.text is not self.hf_config
-        return type(text_parts(self.module)[0]) if has_towers else self.cls
 
     @property
     def heads(self) -> tuple[int, int] | None:
@@ -130,7 +124,7 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
         yield f"{name} must be {known}; it has {', '.join(modal)}"
     if text.model_type in _ELSEWHERE:
         yield f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
-    if asks_for_router_loss(hf_config) and not has_router_loss(model.text_class, text):
+    if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
         yield (
             f"model.override_config.output_router_logits must be false for {model.name}, of which "
             "transformers computes no router loss that can be taken over packs; got true"
@@ -198,6 +192,7 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     yield from lora_problems(config, model)
     if config.plan.gpu_memory is not None and model.module is not None:
         states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time != "attention"}
+        states |= set(outside_text(model.module))  # a plan was never compared with a run that has a tower
         if states:
             why = f"the memory of {', '.join(sorted(states))} is not predicted"
             yield f"plan.gpu_memory must be null for a {model.name}: {why}; got {config.plan.gpu_memory}"
@@ -273,7 +268,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
     """Warn of settings that are allowed and may not be intended; `head` is the one in use."""
     if config.trainer.device == "cuda":
         yield from _kernel_notices(config, model)
-    if not asks_for_router_loss(model.hf_config) and has_router_loss(model.text_class, model.text):
+    if not asks_for_router_loss(model.hf_config) and has_router_loss(model.cls, model.text):
         yield (
             f"{model.name} is trained without a router loss; model.override_config.output_router_logits=true "
             f"adds it with router_aux_loss_coef={model.text.router_aux_loss_coef}"
