@@ -19,7 +19,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import gather_outputs_and_unpad
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp import transformer_impl as verls_engine
+from verl.workers.engine.fsdp import transformer_impl
 
 from verl_ext.attention import SequenceShards, document_layout
 from verl_ext.attention.context import ContextGroups, ContextLayout
@@ -66,12 +66,12 @@ class PackedEngine(StepEngine):
         # Upstream: apply_monkey_patch of verl 0.9.1 refuses numbers of heads that this engine pads, and replaces the
         # forward of vision models by one that runs a dummy image in every step, by whose zero gradients weight decay
         # changes the tower, and that ignores logits_to_keep. To go when verl leaves the patches to the engine.
-        patch = verls_engine.apply_monkey_patch
-        verls_engine.apply_monkey_patch = _patch_fused_kernels
+        verls: Any = transformer_impl
+        patch, verls.apply_monkey_patch = verls.apply_monkey_patch, _patch_fused_kernels
         try:
             module: Any = super()._build_module()
         finally:
-            verls_engine.apply_monkey_patch = patch
+            verls.apply_monkey_patch = patch
         for part in text_parts(module):
             restore_rope_precision(part)
         choose_rope_by_document(module, self.shards)
