@@ -25,7 +25,8 @@ def test_models_that_keep_documents_apart_are_supported(name):
         ("FalconConfig", "cannot be tried with packed attention"),
         ("BloomConfig", "another document's tokens change a document's logits"),
         ("DogeConfig", "must have plain causal attention; doge uses an attention mask that it computes"),
-        ("Qwen3VLConfig", "must be a text model; it has vision_config"),
+        ("Phi4MultimodalConfig", "must be a text model, or one of images and text that transformers has"),
+        ("PaliGemmaConfig", "must have causal attention; got use_bidirectional_attention=True"),
         ("T5Config", "must be a causal language model that transformers has"),
     ],
 )

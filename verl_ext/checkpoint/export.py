@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.logging import disable_progress_bar
 from verl.utils.fsdp_utils import (
@@ -30,6 +30,7 @@ from verl.utils.transformers_compat import drop_tied_target_keys
 from verl_ext.checkpoint import layout
 from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, is_adapter, read_tensors
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
+from verl_ext.layers.towers import auto_class
 from verl_ext.values import DataError
 
 
@@ -80,7 +81,7 @@ def _gathered_weights(engine: Any) -> dict[str, torch.Tensor]:
 def plain_model(config: Any, trusted: bool = False) -> PreTrainedModel:
     """Return plain transformers' model of a config, on the meta device; a trusted one may have code of its own."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+        return auto_class(config).from_config(config, trust_remote_code=trusted)
 
 
 def _write_weights(
@@ -194,7 +195,7 @@ def _saved_weights(checkpoint: Path, base: str | None, dtype: str, scratch: Path
     if not weights:
         if base is None:
             raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
-        weights = AutoModelForCausalLM.from_pretrained(base, dtype="auto").state_dict()
+        weights = auto_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto").state_dict()
     path = checkpoint / ADAPTERS
     adapters = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if lost := sorted(adapters.keys() - weights.keys()):

@@ -228,6 +228,7 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
     "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
     "model.lora_adapter_path": (None, "it has no adapters"),
     "model.experts": ("auto", "its Qwen has no experts"),
+    "model.freeze": ([], "model.train=memory is what freezes the base"),
     "model.use_liger": (False, "liger does not know the model"),
     "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
     "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),
@@ -246,12 +247,18 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
     """Set the values of `model.override_config` on a model's config, in place.
 
     verl sets each as an attribute, so that `rope_theta` and misspelt keys change nothing. Here a dict goes over the one
-    that is there, `rope_theta` into the rotary parameters, whose other entries stay the model's own.
+    that is there, `rope_theta` into the rotary parameters, whose other entries stay the model's own. Keys that the
+    config of a model with towers lacks are those of its text model.
 
     Raises:
         ValueError: the architecture has no such key, or refuses the value.
     """
     given = {key: value for key, value in plain(values).items() if key != _ATTENTION}
+    if (text := hf_config.get_text_config()) is not hf_config:  # a model with towers has a config for each part
+        for part in hf_config.sub_configs:
+            if isinstance(given.get(part), dict) and getattr(hf_config, part) is not None:
+                override(getattr(hf_config, part), given.pop(part))
+        override(text, {key: given.pop(key) for key in list(given) if not hasattr(hf_config, key)})
     if isinstance(getattr(hf_config, "rope_parameters", None), dict):
         rope = {**(given.pop("rope_scaling", None) or {}), **(given.pop("rope_parameters", None) or {})}
         if "rope_theta" in given:

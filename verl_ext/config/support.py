@@ -6,11 +6,12 @@ Read from its config.json and classes, before weights are loaded.
 import copy
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from verl_ext.answers.generation import generation_problem as answer_problem
 from verl_ext.attention import HeadPadding, choose_backend, fallback_notices, flash_limit
@@ -21,8 +22,9 @@ from verl_ext.flops import windowed_layers
 from verl_ext.layers import mixers_of, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.probe import isolation_problem, trial_model
+from verl_ext.layers.towers import auto_class, freeze, outside_text
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.values import first_line, nearest_name
+from verl_ext.values import first_line, nearest_name, show
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -91,12 +93,10 @@ class Architecture:
 
 def model_class(hf_config: Any) -> Any:
     """Return the class that transformers has for a config; None if it has none, or remote code does."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     if getattr(hf_config, "auto_map", None):
         return None
     try:
-        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        cls = auto_class(hf_config)._model_mapping[type(hf_config)]
     except KeyError:
         return None
     return cls[0] if isinstance(cls, tuple) else cls
@@ -121,8 +121,10 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
     name = f"model.path: {model.name}"
     if cls is None and not getattr(hf_config, "auto_map", None):
         yield f"{name} must be a causal language model that transformers has; it has none for this config"
-    if modal := [kind for kind in ("vision_config", "audio_config") if getattr(hf_config, kind, None) is not None]:
-        yield f"{name} must be a text model; it has {', '.join(modal)}, whose inputs packs do not carry"
+    modal = [kind for kind in ("vision_config", "audio_config") if getattr(hf_config, kind, None) is not None]
+    if modal and (cls is None or auto_class(hf_config) is AutoModelForCausalLM):
+        known = "a text model, or one of images and text that transformers has"
+        yield f"{name} must be {known}; it has {', '.join(modal)}"
     if text.model_type in _ELSEWHERE:
         yield f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
     if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
@@ -165,9 +167,7 @@ def _layer_problems(model: Architecture) -> list[str]:
 
 def _trial(model: Architecture) -> str | None:
     """Return how a small model mixes the documents of a pack; None if it does not."""
-    from transformers import AutoModelForCausalLM
-
-    cls = model.cls or AutoModelForCausalLM
+    cls = model.cls or auto_class(model.hf_config)
     try:
         trial = trial_model(model.hf_config, cls)
     except Exception as error:  # small sizes do not suit the config, or the model builds its own attention
@@ -204,12 +204,31 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield untileable(f"a {model.name}", config.model_options.tile_tokens)
     if problem := experts_problem(model.module, config.model_options.experts):
         yield f"{problem}; got {config.model_options.experts}"
+    yield from _freeze_problems(config, model)
     yield from lora_problems(config, model)
     if config.plan.gpu_memory is not None and model.module is not None:
         states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time != "attention"}
+        states |= set(outside_text(model.module))  # a plan was never compared with a run that has a tower
         if states:
             why = f"the memory of {', '.join(sorted(states))} is not predicted"
             yield f"plan.gpu_memory must be null for a {model.name}: {why}; got {config.plan.gpu_memory}"
+
+
+def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
+    """Give a line for `model.freeze` that names nothing or leaves nothing, and for engines that cannot freeze."""
+    options = config.model_options
+    if options.freeze and options.lora_rank:
+        yield (
+            f"model.freeze must be [] with model.lora_rank={options.lora_rank}, which trains adapters alone "
+            f"(model.exclude_modules names modules without them); got {show(options.freeze)}"
+        )
+    elif model.module is not None:
+        try:
+            freeze(model.module, options.freeze)
+        except ValueError as error:
+            yield str(error)
+        if config.engine.strategy == "fsdp" and not all(p.requires_grad for p in model.module.parameters()):
+            yield f"engine.strategy must be fsdp2 for a {model.name} of which parameters are frozen; got fsdp"
 
 
 def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
@@ -220,7 +239,7 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
     options, adapter, tied = (
         config.model_options,
         config.model_options.lora_adapter_path,
-        model.text.tie_word_embeddings,
+        getattr(model.hf_config, "tie_word_embeddings", False),
     )
     if not options.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
         return []  # path_problems reports it; or a hub name
@@ -234,14 +253,20 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
         lora = LoraConfig(target_modules=options.target_modules, exclude_modules=options.exclude_modules)
     given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
     if model.cls is not None and given and given != "all-linear":
-        modules = [name for name, _ in model.module.named_modules()]
+        outside = tuple(f"{name}." for name in outside_text(model.module))
+        modules = [name for name, _ in model.module.named_modules() if not f"{name}.".startswith(outside)]
         for target in [given] if isinstance(given, str) else given:
             alone = LoraConfig(target_modules=given if isinstance(given, str) else [target])
             if not any(targets_module(alone, name) for name in modules):
                 nearest = nearest_name(target, {name.rpartition(".")[2] for name in modules})
                 hint = f" (nearest: {nearest})" if nearest else ""
-                return [f"{key} must name modules of a {model.cls.__name__}; got {target}{hint}"]
-    refused = ["lm_head", "model.embed_tokens"] if tied else ["model.embed_tokens"]
+                whose = f"the text model of a {model.cls.__name__}" if outside else f"a {model.cls.__name__}"
+                return [f"{key} must name modules of {whose}; got {target}{hint}"]
+    embedding = "model.embed_tokens"
+    if model.module is not None:
+        ids = model.module.get_input_embeddings()
+        embedding = next(name for name, module in model.module.named_modules() if module is ids)
+    refused = ["lm_head", embedding] if tied else [embedding]
     named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
     if not named or not (tied or config.engine.strategy == "fsdp2"):
         return []
@@ -267,6 +292,8 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
             f"{model.name} is trained without a router loss; model.override_config.output_router_logits=true "
             f"adds it with router_aux_loss_coef={model.text.router_aux_loss_coef}"
         )
+    if model.module is not None and not config.model_options.lora_rank:
+        yield from _frozen_notice(model, config.model_options.freeze)
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
         yield (
@@ -283,6 +310,15 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
                 f"model.tile_tokens={config.model_options.tile_tokens} is of {tiled} of {layers} layers: of the "
                 "others, mixtures of experts say, their norms and plain MLPs alone are tiled"
             )
+
+
+def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str]:
+    """Count what is not trained; `option_problems` froze it in the model without storage."""
+    counts = [sum(p.numel() for p in model.module.parameters() if p.requires_grad is grad) for grad in (False, True)]
+    if counts[0]:
+        outside, asked = ", ".join(outside_text(model.module)), f"model.freeze={show(patterns)}"
+        why = [f"a text does not reach {outside}"] * bool(outside) + [asked] * bool(patterns)
+        yield f"{counts[0]:,} of {sum(counts):,} parameters are frozen ({'; '.join(why)}), {counts[1]:,} are trained"
 
 
 def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:

@@ -16,6 +16,7 @@ from transformers import utils
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from verl_ext.engines.activations import ActivationOptions
+from verl_ext.layers.towers import FreezeOptions, outside_text
 from verl_ext.text.json_records import parse_json
 from verl_ext.values import first_line, option, refuse, show
 
@@ -24,7 +25,7 @@ _OPTION = "model.allow_weight_mismatch"
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node
-class ModelOptions(ActivationOptions):
+class ModelOptions(ActivationOptions, FreezeOptions):
     """The keys of the model node that are not verl's."""
 
     allow_weight_mismatch: list[str] = option(
@@ -137,6 +138,9 @@ def check_weights(
         if passed:
             notices.append(f"{_OPTION}: {_listed(passed)} of model.path {then}")
         if rest := set(names) - passed:
+            for part in outside_text(model) if rest == set(found.get("missing_keys", ())) else ():
+                inside = {name for name in model.state_dict() if name.startswith(f"{part}.")}
+                rest = rest - inside | {f"{part}.*"} if inside and inside <= rest else rest
             how = f" with model.override_config={show(override)}" if override else ""
             hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
             problems.append(

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from verl_ext.attention import SequenceShards
 from verl_ext.losses import head_terms
@@ -183,9 +182,17 @@ def supported_head(module: Any) -> str:
     return "fused" if is_linear and is_plain and _gives_logits_unchanged(type(model), model.config) else "targets"
 
 
-@dataclass
-class _LayersOutput(BaseModelOutputWithPastAndCrossAttentions):
-    router_logits: Any = None  # models with experts read it
+class _LayersOutput:
+    """The output of a model's layers: a hidden state, and None under every other name that models read."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
@@ -195,14 +202,19 @@ def _gives_logits_unchanged(cls: type, hf_config: Any) -> bool:
 
     class Layers(nn.Module):
         def forward(self, *_: Any, **__: Any) -> _LayersOutput:
-            return _LayersOutput(last_hidden_state=hidden)
+            return _LayersOutput(hidden)
 
     try:
         with torch.device("meta"):
             model = cls(copy.deepcopy(hf_config))
-        model.get_output_embeddings().forward = lambda _: given
-        setattr(model, cls.base_model_prefix, Layers())  # type: ignore[attr-defined]
-        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        head.forward = lambda _: given
+        # The layers stand beside the head, which may be that of a model inside this one.
+        beside = next(part for part in model.modules() if head in part.children())
+        for name, part in list(beside.named_children()):
+            if embeddings in part.modules():
+                setattr(beside, name, Layers())
+        logits = model(inputs_embeds=hidden, use_cache=False).logits
     except Exception:  # whatever a class raises that reads more than hidden states
         return False
     return logits is given and bool((given == 1).all())

@@ -5,6 +5,8 @@ Registered beside verl's own under vendor ``verl_ext``.
 Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V vocabulary.
 """
 
+import copy
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +14,13 @@ import torch
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import gather_outputs_and_unpad
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
 
 from verl_ext.attention import SequenceShards, document_layout
 from verl_ext.attention.context import ContextGroups, ContextLayout
@@ -28,6 +32,7 @@ from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_los
 from verl_ext.engines.step import StepEngine, asks_for_measures, on_device
 from verl_ext.layers import RunningPack, attach, install
 from verl_ext.layers.experts import choose_experts
+from verl_ext.layers.towers import freeze, outside_text, text_parts
 from verl_ext.losses import BLOCK_BYTES, HEADS, MEASURES, token_measures
 
 # The outputs that only verl's reinforcement learning asks for; verl's own code computes them.
@@ -59,21 +64,41 @@ class PackedEngine(StepEngine):
             self._groups = ContextGroups(self.shards, mesh.get_group("inside"), mesh.get_group("across"))
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module, with rotary frequencies in fp32 and by document."""
-        # Upstream: verl 0.9.1 patches flash attention for Ulysses (apply_monkey_patch) and refuses numbers of heads
-        # that this engine pads. It is told of one rank, so it does neither. To go when verl leaves it to the engine.
-        ranks, self.ulysses_sequence_parallel_size = self.ulysses_sequence_parallel_size, 1
+        """Build verl's module, with rotary frequencies in fp32 and by document, frozen outside the text model."""
+        # Upstream: apply_monkey_patch of verl 0.9.1 refuses numbers of heads that this engine pads, and replaces the
+        # forward of vision models by one that runs a dummy image in every step, by whose zero gradients weight decay
+        # changes the tower, and that ignores logits_to_keep. To go when verl leaves the patches to the engine.
+        verls: Any = transformer_impl
+        patch, verls.apply_monkey_patch = verls.apply_monkey_patch, _patch_fused_kernels
         try:
-            module = super()._build_module()
+            module: Any = super()._build_module()
         finally:
-            self.ulysses_sequence_parallel_size = ranks
+            verls.apply_monkey_patch = patch
         choose_experts(module, getattr(self.model_config, "experts", "auto"))  # verl's own config has none
-        restore_rope_precision(module)
+        for part in text_parts(module):
+            restore_rope_precision(part)
         choose_rope_by_document(module, self.shards)
         pack = RunningPack(self.shards, self.ulysses_parallel_group if self.use_ulysses_sp else None)
         attach(module, pack)
         install(module, pack)
+        if not self._is_lora:  # PEFT freezes all but its adapters
+            freeze(module, getattr(self.model_config, "freeze", ()))  # verl's own config has none
         return module
+
+    def _build_lora_module(self, module: Any) -> Any:
+        """Add verl's adapters to the text model alone."""
+        given, outside = self.model_config.exclude_modules, "|".join(map(re.escape, outside_text(module)))
+        if not outside:
+            return super()._build_lora_module(module)
+        if given is not None and not isinstance(given, str):
+            given = "|".join(rf"(.*\.)?{re.escape(name)}" for name in given)  # as PEFT reads a list of names
+        config = self.model_config
+        self.model_config = copy.copy(config)
+        vars(self.model_config)["exclude_modules"] = rf"({outside})(\..*)?" + (f"|{given}" if given else "")
+        try:
+            return super()._build_lora_module(module)
+        finally:
+            self.model_config = config
 
     def initialize(self) -> None:
         """Initialise as the parent does, and add a router loss if the config of a mixture of experts asks for it."""
@@ -186,7 +211,7 @@ class PackedEngine(StepEngine):
             "attention_mask": None,
             "position_ids": self._sequence_slice(positions, pad).unsqueeze(0),
         }
-        if getattr(self.model_config.hf_config, "output_router_logits", False):
+        if getattr(self.model_config.hf_config.get_text_config(), "output_router_logits", False):
             model_inputs["output_router_logits"] = False  # or transformers would add its own loss of this batch
         return model_inputs, {"pad_size": pad, "labels": self._sequence_slice(_next_ids(micro_batch), pad)}
 
@@ -249,6 +274,12 @@ class PackedEngine(StepEngine):
             return found
         padded = torch.nn.functional.pad(found, (0, 0, 0, rows.padded - len(found)))
         return gather_outputs_and_unpad(padded, gather_dim=0)[: len(rows.at)]
+
+
+def _patch_fused_kernels(model: Any, use_fused_kernels: bool = False, **given: Any) -> None:
+    """Patch a model as verl does, but only where its fused kernels are asked for."""
+    if use_fused_kernels:
+        apply_monkey_patch(model, use_fused_kernels=True, **{**given, "ulysses_sp_size": 1})
 
 
 def _next_ids(micro_batch: TensorDict) -> torch.Tensor:

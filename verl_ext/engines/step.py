@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
@@ -34,6 +35,7 @@ from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.schedule import OF_VERL, rate_factor
 from verl_ext.flops import train_flops
 from verl_ext.layers import mixers_of
+from verl_ext.layers.towers import auto_class
 from verl_ext.packing import CostModel
 
 _STEADY_STEPS = 400  # the scale doubles after so many; verl's own number
@@ -235,12 +237,13 @@ def asks_for_measures(micro_batch: TensorDict) -> bool:
 
 
 def _adapt_config(config: Any) -> None:
-    """Give configs like GPT-2's the fields that verl expects: num_key_value_heads and the name of an architecture."""
-    # Upstream: verl 0.9.1 reads num_key_value_heads from every config, and recognises a causal model by "ForCausalLM"
-    # in its architecture; GPT2LMHeadModel has neither. An export writes the class's own name again. To go when verl
+    """Give configs the fields that verl expects: GPT-2's lacks the name of an architecture, Mllama's its ties."""
+    # Upstream: verl 0.9.1 reads tie_word_embeddings from every config, and recognises a causal model by "ForCausalLM"
+    # in its architecture, which GPT2LMHeadModel lacks. An export writes the class's own name again. To go when verl
     # asks transformers' mapping of causal models.
-    if not hasattr(config, "num_key_value_heads") and hasattr(config, "num_attention_heads"):
-        config.num_key_value_heads = config.num_attention_heads
+    if not hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = False  # as transformers reads it
     architecture = (config.architectures or [""])[0]
-    if "ForCausalLM" not in architecture and CAUSAL_MODELS.get(config.model_type) == architecture:
+    is_causal = auto_class(config) is AutoModelForCausalLM
+    if is_causal and "ForCausalLM" not in architecture and CAUSAL_MODELS.get(config.model_type) == architecture:
         config.architectures = [f"{config.model_type.upper()}ForCausalLM"]

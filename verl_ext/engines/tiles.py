@@ -80,6 +80,8 @@ class TiledLayer:
         def cut(at: slice) -> dict[str, Any]:
             def of_tile(x: torch.Tensor) -> torch.Tensor:
                 assert not x.requires_grad, "gradients of a layer go through its hidden states"
+                if x.dim() > 2 and x.shape[1:3] == hidden.shape[:2]:  # angles of time, height and width: [3, B, T, …]
+                    return x[:, :, at]
                 return x[:, at] if x.dim() > 1 and x.shape[1] == tokens else x
 
             return {

@@ -42,6 +42,15 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "n_ctx", "max_sequence_length"), 512),
     **{"floor_scale": 4, "num_nextn_predict_layers": 0, "num_kv_shared_layers": 0},
 }
+_TOWER_SIZES: dict[str, Any] = {  # of vision and audio towers, which text does not reach
+    **{"hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2, "head_dim": 16},
+    **{"num_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2, "patch_size": 4, "image_size": 8},
+    **{"out_hidden_size": 64, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    **{"num_position_embeddings": 16, "position_embedding_size": 16, "deepstack_visual_indexes": [0]},
+    **{"fullatt_block_indexes": [0], "window_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **{"projector_dim": 64, "global_head_dim": 16, "default_output_length": 4, "pooling_kernel_size": 2},
+    **{"num_soft_tokens": 4, "layer_types": None},
+}
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _KINDS = ("layer_types", "layers_block_type", "block_types", "no_rope_layers")
 _INDICES = ("hybrid_layer_ids", "moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
@@ -52,10 +61,20 @@ def shrunk(config: Any, **sizes: Any) -> Any:
     """Return a config of the same class with small sizes and the first layers of each kind.
 
     Args:
-        config: a text config of Hugging Face's; it is not changed.
-        sizes: values of the new config, by name, that win over the table's.
+        config: a config of Hugging Face's; it is not changed.
+        sizes: values of the new config, by name, that win over the table's; those of a text config inside are a dict
+            under its name.
     """
     values = copy.deepcopy(config.to_dict())
+    parts = {name: getattr(config, name, None) for name in values if name.endswith("_config")}
+    parts = {name: part for name, part in parts.items() if hasattr(part, "to_dict")}
+    if parts:
+        text = config.get_text_config()
+        small = {
+            name: (shrunk(part, **sizes.pop(name, {})) if part is text else _small_tower(part)).to_dict()
+            for name, part in parts.items()
+        }
+        return type(config).from_dict({**values, **small, **_small_ids(values), **sizes})
     small = {name: size for name, size in _SIZES.items() if values.get(name) is not None}
     layers = _layers_of_each_kind(values)
     for name in _LAYERS:
@@ -74,6 +93,14 @@ def shrunk(config: Any, **sizes: Any) -> Any:
     ropes = [name for name in ("rope_parameters", "rope_scaling") if isinstance(values.get(name), dict)]
     small |= {name: _unscaled(values[name], small.get("head_dim", 16)) for name in ropes}
     return _rebuilt(config, {**values, **small, **_small_ids(values), **sizes})
+
+
+def _small_tower(config: Any) -> Any:
+    """Return a small config of a tower whose outputs a text model of `_SIZES` takes."""
+    values = config.to_dict()
+    small = {name: size for name, size in _TOWER_SIZES.items() if values.get(name) is not None}
+    pairs = {name: [size] * 2 for name, size in small.items() if isinstance(values[name], list) and size != [0]}
+    return _rebuilt(config, {**values, **small, **pairs})
 
 
 def _rebuilt(config: Any, values: Mapping[str, Any]) -> Any:

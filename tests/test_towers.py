@@ -1,0 +1,299 @@
+"""Checkpoints with a vision tower train on text as plain transformers does, and their towers stay as they are."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.checked import checked
+from tests.ranks import run_ranks
+from tests.reference import Document, Reference, pack_row
+from tests.small_models import in_float64
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from tests.training import tensors_of, train
+from verl_ext.attention import DocumentLayout
+from verl_ext.commands.export import main as export
+from verl_ext.config import compose
+from verl_ext.config.weights import check_weights
+from verl_ext.data import CategoryTable
+from verl_ext.layers.probe import trial_model
+from verl_ext.layers.shrink import shrunk
+from verl_ext.layers.towers import auto_class, freeze, outside_text
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.batch import StepCollator
+
+LENGTHS = [13, 7, 1, 29, 18, 4]
+
+
+def _mrope(*sections):
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(sections)}
+    return {"text_config": {"rope_parameters": rope}}
+
+
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+# model type: (its config where released checkpoints differ from the defaults, the sizes of its small model)
+FAMILIES = {
+    "gemma3": ({}, {}),
+    "gemma4": ({"vision_config": {"model_type": "gemma4_vision"}}, {}),
+    "glm4v": ({}, _mrope(2, 3, 3)),
+    "idefics3": ({}, {}),
+    "internvl": ({}, {}),
+    "lfm2_vl": ({}, {}),
+    "llama4": ({}, {}),
+    "llava": ({}, {}),
+    "mistral3": ({}, {}),
+    "qwen2_5_vl": ({}, _mrope(2, 3, 3)),
+    "qwen2_vl": ({}, _mrope(2, 3, 3)),
+    "qwen3_5": ({}, {"text_config": _HYBRID}),
+    "qwen3_5_moe": ({}, {"text_config": _HYBRID}),
+    "qwen3_vl": ({}, {}),
+    "qwen3_vl_moe": ({}, {}),
+}
+
+
+def _config(family):
+    given, sizes = FAMILIES[family]
+    return shrunk(CONFIG_MAPPING[family](**given), **sizes)
+
+
+def _packed_and_plain(family):
+    given, sizes = FAMILIES[family]
+    config = CONFIG_MAPPING[family](**given)
+    cls = auto_class(config)._model_mapping[type(config)]
+    packed = trial_model(config, cls[0] if isinstance(cls, tuple) else cls, **sizes)
+    plain = type(packed)._from_config(_config(family), attn_implementation="eager")
+    plain.load_state_dict(packed.state_dict())
+    return packed, plain.eval()
+
+
+def _is_outside(name, outside):
+    return f"{name}.".startswith(tuple(f"{part}." for part in outside))
+
+
+def _errors(families):
+    """By family: the largest error of a loss or gradient in a pack, relative to documents alone, in fp64."""
+    generator = torch.Generator().manual_seed(7)
+    documents = [torch.randint(3, 190, (length,), generator=generator) for length in LENGTHS]
+    ids, positions = torch.cat(documents), torch.cat([torch.arange(length) for length in LENGTHS])
+    is_target = torch.cat([torch.arange(length) < length - 1 for length in LENGTHS])
+    pairs = {family: _packed_and_plain(family) for family in families}
+    in_float64(*(model for pair in pairs.values() for model in pair))
+    errors = {}
+    for family, (model, plain) in pairs.items():
+        for document in documents:
+            logits = plain(input_ids=document[None], use_cache=False).logits[0]
+            F.cross_entropy(logits[:-1], document[1:], reduction="sum").backward()
+        layout = DocumentLayout.from_lengths(LENGTHS, "cpu")
+        logits = model.train()(
+            input_ids=ids[None], position_ids=positions[None], document_layout=layout, use_cache=False
+        ).logits[0]
+        F.cross_entropy(logits[is_target], ids.roll(-1)[is_target], reduction="sum").backward()
+        expected, outside = dict(plain.named_parameters()), outside_text(model)
+        assert outside, f"{family} has no tower here"
+        largest = max(float(p.grad.norm()) for p in expected.values() if p.grad is not None)
+        errors[family] = 0.0
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (expected[name].grad is None), f"{family}: {name}"
+            assert not _is_outside(name, outside) or parameter.grad is None, f"{family}: a text reaches {name}"
+            if parameter.grad is not None:
+                true = expected[name].grad
+                error = float((parameter.grad - true).norm()) / max(float(true.norm()), 1e-5 * largest)
+                errors[family] = max(errors[family], error)
+    return errors
+
+
+def test_a_pack_has_the_gradients_of_its_documents_alone_and_reaches_no_tower():
+    (errors,) = run_ranks(_errors, 1, ("gemma3", "qwen2_5_vl"))
+    assert max(errors.values()) < 1e-11, errors
+
+
+@pytest.mark.slow
+def test_every_family_has_the_gradients_of_its_documents_alone():
+    (errors,) = run_ranks(_errors, 1, tuple(FAMILIES))
+    assert max(errors.values()) < 1e-11, errors
+
+
+def _documents():
+    rng = np.random.default_rng(3)
+    documents = []
+    for size in (21, 2, 13, 30, 9, 17):
+        mask = [0, *rng.integers(0, 2, size - 2).tolist(), 1]
+        documents.append(Document(rng.integers(4, 128, size).tolist(), mask, [0] * size, [1.0] * size))
+    return documents
+
+
+DOCUMENTS = _documents()
+PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_model):
+    """Folders of small models with towers, by family."""
+    written = {}
+    for family in ("gemma3", "qwen2_5_vl", "qwen3_5"):
+        folder = tmp_path_factory.mktemp(family)
+        _, plain = _packed_and_plain(family)
+        plain.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+        written[family] = str(folder)
+    return written
+
+
+def _steps(folders, ulysses, ranks):
+    from tests.packed_engine import build_worker, train_step
+
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    packs, steps = [pack_row(pack) for pack in PACKS], {}
+    for family, folder in folders.items():
+        engine = build_worker(folder, ulysses).engine
+        assert engine.head_use == "fused"
+        steps[family] = train_step(engine, packs, collate, len(packs) * ulysses // ranks, "fused")
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ulysses", "ranks"), [(1, 1), (1, 2), (2, 2)])
+def test_a_step_of_the_engine_equals_plain_transformers(ulysses, ranks, folders):
+    steps = run_ranks(_steps, ranks, folders, ulysses, ranks)[0]
+    for family, folder in folders.items():
+        plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        outside = outside_text(plain)
+        for name, parameter in plain.eval().named_parameters():
+            parameter.requires_grad_(not _is_outside(name, outside))
+        expected = Reference(plain, DOCUMENTS).step(PACKS, "token", {})
+        assert steps[family].report["train/loss"] == pytest.approx(expected.loss, rel=1e-5), family
+        assert steps[family].gradients.keys() == expected.gradients.keys()
+        largest = max(float(gradient.norm()) for gradient in expected.gradients.values())
+        for parameter, gradient in expected.gradients.items():
+            off = float((steps[family].gradients[parameter].double() - gradient).norm())
+            off /= max(float(gradient.norm()), 1e-5 * largest)
+            assert off < 2e-4, f"{family}: {parameter} is off by {off:.1e} of its norm"
+
+
+def _train_all(runs):
+    for overrides in runs:
+        train([*overrides, "trainer.logger=[console]", "optim.weight_decay=0.1", "trainer.total_training_steps=2"])
+
+
+RUNS = {
+    "full": ["model.freeze=[layers.0]"],
+    "tiles": ["model.tile_tokens=16", "model.activation_offload=true"],
+    "lora": ["model=lora", "model.lora_rank=4"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(folders, tmp_path_factory):
+    """The folder of runs on two ranks, two steps with weight decay each, exported by training too."""
+    folder = tmp_path_factory.mktemp("runs")
+    documents = random_documents(np.random.default_rng(0), [40, 30, 20, 60, 25], VOCABULARY, 1)
+    data = write_tokenized(folder / "data", documents)
+    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    common = [f"data.train_dir={data}", f"model.path={folders['qwen2_5_vl']}", contents]
+    run_ranks(
+        _train_all, 2, [[*common, *own, f"trainer.default_local_dir={folder / name}"] for name, own in RUNS.items()]
+    )
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_leaves_the_tower_as_it_is_to_the_last_bit(run, runs, folders, tmp_path):
+    before = AutoModelForImageTextToText.from_pretrained(folders["qwen2_5_vl"], dtype=torch.float32)
+    outside = outside_text(before)
+    checkpoint = runs / run / "global_step_2"
+    saved = tensors_of(checkpoint)
+    trained = {name.removeprefix("optimizer.").rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
+    assert trained
+    assert not [name for name in trained if ".visual." in name], "the tower has adapters or a state"
+    assert export([f"checkpoint={checkpoint}", f"output_dir={tmp_path / 'out'}"]) == 0
+    by_training = load_file(checkpoint / "huggingface" / "model.safetensors")
+    by_command = load_file(tmp_path / "out" / "model.safetensors")
+    assert by_training.keys() == by_command.keys()
+    for folder in (checkpoint / "huggingface", tmp_path / "out"):
+        after, loading = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(loading.values()), loading
+        changed = {
+            name
+            for (name, x), y in zip(before.named_parameters(), after.parameters(), strict=True)
+            if not torch.equal(x, y)
+        }
+        assert changed
+        assert not [name for name in changed if _is_outside(name, outside)]
+        if run == "full":
+            kept = {name for name, _ in before.named_parameters() if "language_model.layers.0." in name}
+            assert changed == trained
+            assert trained == {n for n, _ in before.named_parameters() if not _is_outside(n, outside)} - kept
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    documents = random_documents(np.random.default_rng(0), [40, 30], VOCABULARY, 1)
+    return write_tokenized(tmp_path_factory.mktemp("data"), documents)
+
+
+def test_a_notice_counts_what_is_frozen(folders, data):
+    composed = compose([f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu"])
+    model = AutoModelForImageTextToText.from_pretrained(folders["gemma3"])
+    inside = model.model.language_model.num_parameters()
+    (notice,) = checked(composed, 1).notices
+    assert notice.startswith(f"{model.num_parameters() - inside:,} of {model.num_parameters():,} parameters are frozen")
+    assert "model.vision_tower, model.multi_modal_projector" in notice
+    assert notice.endswith(f"{inside:,} are trained")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.freeze=[vision_towr]"], r"^model\.freeze must name .*; got vision_towr \(nearest: .*vision_tower\)"),
+        (["model=lora", "model.freeze=[lm_head]"], r"^model\.freeze must be \[\] with model\.lora_rank"),
+        (["model=lora", "model.target_modules=[patch_embedding]"], "^model.target_modules must name .* the text model"),
+        (["model=lora", "model.target_modules=[embed_tokens]"], r"must leave out model\.language_model\.embed_tokens"),
+        (
+            ["model.override_config={sliding_windw:8}"],
+            r"unknown key .*; nearest: model\.override_config\.sliding_window",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(overrides, line, folders, data):
+    composed = compose([f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu", *overrides])
+    with pytest.raises(ValueError, match=line) as error:
+        checked(composed, 1)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_keys_of_the_text_model_are_overridden_by_their_names(folders, data):
+    keys = "model.override_config={max_position_embeddings:1024,text_config:{rms_norm_eps:1e-3}}"
+    common = [f"data.train_dir={data}", f"model.path={folders['gemma3']}", "parallel=cpu"]
+    text = checked(compose([*common, keys]), 1).hf_config.get_text_config()
+    assert (text.max_position_embeddings, text.rms_norm_eps) == (1024, 1e-3)
+
+
+def test_a_checkpoint_without_its_tower_is_refused_in_one_line(folders, tmp_path):
+    model = AutoModelForImageTextToText.from_pretrained(folders["gemma3"])
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".language_model." in name}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    lacks = r"lacks 2: model\.multi_modal_projector\.\*, model\.vision_tower\.\*; model\.allow_weight_mismatch="
+    with pytest.raises(ValueError, match=lacks) as error:
+        check_weights(type(model), model.config, str(tmp_path), [], {})
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_freezing_names_modules_or_parameters_by_their_ends():
+    _, model = _packed_and_plain("gemma3")
+    freeze(model, ["layers.[01]", "embed_tokens"])
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    text = {name for name in frozen if not _is_outside(name, outside_text(model))}
+    assert outside_text(model) == ["model.vision_tower", "model.multi_modal_projector"]
+    assert {name.split(".")[3] for name in text if ".layers." in name} == {"0", "1"}
+    assert "model.language_model.embed_tokens.weight" in text
+    with pytest.raises(ValueError, match=r"model\.freeze must name .*; got embed_token \(nearest: embed_tokens\)"):
+        freeze(model, ["embed_token"])
+    with pytest.raises(ValueError, match=r"model\.freeze must leave a parameter to train; got \['\*'\]"):
+        freeze(model, ["*"])

@@ -1,0 +1,103 @@
+"""The text model inside a checkpoint that has more: towers for images or sound, and what joins them to the text.
+
+    model.vision_tower, model.visual, …   the towers                    frozen, whole in checkpoints and exports
+    model.multi_modal_projector, …        what joins them to the text   the same
+    model.language_model, lm_head         the text model                trained, unless model.freeze names a part of it
+
+Packs carry text alone, which reaches neither a tower nor what joins it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from verl_ext.values import Options, nearest_name, option
+
+
+@dataclass  # not frozen: a base of verl's own dataclass of the model node
+class FreezeOptions(Options):
+    """The keys of the model node about the parameters that are not trained."""
+
+    prefix: ClassVar[str] = "model"
+
+    freeze: list[str] = option(
+        [],
+        "globs of modules and parameters that are not trained, by their names or the ends of these (embed_tokens, "
+        "layers.[0-3]); always frozen: what a text does not reach, the towers of a vision model",
+        resume="same",
+    )
+
+
+def auto_class(hf_config: Any) -> Any:
+    """Return transformers' Auto class for a config, as verl 0.9.1 chooses it: of images and text if there is one."""
+    remote = getattr(hf_config, "auto_map", None) or {}
+    of_images = "AutoModelForImageTextToText" in remote if remote else type(hf_config) in _IMAGE_TEXT
+    return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+
+
+_IMAGE_TEXT: Any = AutoModelForImageTextToText._model_mapping  # type: ignore[attr-defined]
+
+
+def text_parts(model: Any) -> list[nn.Module]:
+    """Return the modules that make up the text model: the model itself, or parts of one that has towers.
+
+    Those are the models inside it whose config is of the text config's class, the embeddings and the head.
+    """
+    text = type(model.config.get_text_config())
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    parts: list[nn.Module] = [part for part in models if type(part.config) is text]
+    if model in parts or not parts:
+        return [model]
+    return [*parts, model.get_input_embeddings(), model.get_output_embeddings()]
+
+
+def outside_text(model: Any) -> list[str]:
+    """Return the names of the modules and parameters that lie outside the text model, of nested ones the outermost."""
+    parts = set(text_parts(model))
+    with_text = {module for module in model.modules() if not parts.isdisjoint(module.modules())}
+
+    def names(module: nn.Module, prefix: str) -> Iterator[str]:
+        if module in parts:
+            return
+        yield from (prefix + name for name, _ in module.named_parameters(recurse=False))
+        for name, child in module.named_children():
+            if child in with_text:
+                yield from names(child, f"{prefix}{name}.")
+            elif next(child.parameters(), None) is not None:
+                yield prefix + name
+
+    return list(names(model, ""))
+
+
+def freeze(model: Any, patterns: Iterable[str]) -> None:
+    """Set ``requires_grad`` to False outside the text model, and for what the patterns of `model.freeze` name.
+
+    Raises ValueError if a pattern names nothing, or if nothing is left to train.
+    """
+    patterns = list(patterns)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    frozen = outside_text(model)
+    for pattern in patterns:
+        named = [name for name in (*modules, *parameters) if _matches(name, pattern)]
+        if not named:
+            nearest = nearest_name(pattern, {end for name in (*modules, *parameters) for end in (name, _last(name))})
+            hint = f" (nearest: {nearest})" if nearest else ""
+            must = f"model.freeze must name modules or parameters of a {type(model).__name__}"
+            raise ValueError(f"{must}; got {pattern}{hint}")
+        frozen += named
+    for name in frozen:
+        (modules[name] if name in modules else parameters[name]).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(f"model.freeze must leave a parameter to train; got {patterns}")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
