@@ -127,9 +127,12 @@ class Client:
 
     async def __aenter__(self) -> "Client":
         """Open the connection. Raises `DataError` for a server that does not answer, `UsageError` for a wrong key."""
-        from openai import AsyncOpenAI  # here: importing it takes a second
-
         options = self.options
+        try:
+            from openai import AsyncOpenAI  # here: importing it takes a second
+        except ImportError as error:
+            needed = "needs a package: pip install 'verl-ext[synth]'"
+            raise UsageError(f"{options.prefix} {needed}: {first_line(error)}") from error
         key = os.environ.get(options.key_variable) or "none"
         self._api = AsyncOpenAI(base_url=options.base_url, api_key=key, max_retries=options.retries)
         await self._check_server()
