@@ -72,6 +72,7 @@ def chat_server(reply, models=("tiny",)):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.handle_error = lambda *_: None  # clients that are stopped or killed leave broken requests
     threading.Thread(target=server.serve_forever, daemon=True).start()
     seen.url = f"http://127.0.0.1:{server.server_port}/v1"
     try:

@@ -280,6 +280,39 @@ def test_the_cost_follows_the_prices(tmp_path, documents, tiny_model, capsys):
     assert "cost 0.36" in capsys.readouterr().out  # 6 requests of 10 prompt tokens and 5 written ones
 
 
+def glm_long_reply(request):
+    content = request["messages"][0]["content"]
+    if "difficult question" in content:
+        return "Question: which?\nAnswer: both\nof them"
+    return "a part" if "Summarize this part" in content else "the whole"
+
+
+def test_glm_long_asks_within_the_window_and_records_the_whole_document(tmp_path, tiny_model):
+    texts = [words(600, i) for i in range(12)]
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
+    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}", "intervals=[100,1000]", "window=128")
+    with chat_server(glm_long_reply) as server:
+        assert run(server, tmp_path, *given, task="glm_long") == 0
+    asked = [request["messages"][0]["content"] for request in server.requests]
+    assert max(len(re.findall(r"\bw\d+", content)) for content in asked) == 128
+    records = records_of(tmp_path, "glm_long")
+    assert {record["category"] for record in records} == {"glm_long_chunk", "glm_long_chunks", "glm_long_summary"}
+    for record, text in zip(records, texts, strict=True):
+        user, assistant = (message["content"] for message in record["messages"])
+        spans = [text[begin:end] for begin, end in record["provenance"]["spans"]]
+        assert user.startswith(f"{text}\n\n")
+        if record["category"] == "glm_long_summary":
+            assert assistant == "the whole"
+            assert len(record["provenance"]["seeds"]) == 6  # 5 parts of 600 tokens, and the whole
+        else:
+            assert (user, assistant) == (f"{text}\n\nwhich?", "both\nof them")
+            assert [len(span.split()) for span in spans] == [128 // len(spans)] * len(spans)
+            assert any(all(span in content for span in spans) for content in asked)
+        if record["category"] == "glm_long_chunks":
+            begins = [begin * 4 // len(text) for begin, _ in record["provenance"]["spans"]]
+            assert begins == [0, 1, 2, 3]
+
+
 @pytest.mark.slow
 def test_the_command_does_not_import_torch(tmp_path, documents, tiny_model):
     program = (

@@ -19,12 +19,13 @@ from verl_ext.endpoint.store import Store
 from verl_ext.files import OutputFolder
 from verl_ext.progress import aligned
 from verl_ext.redaction import redacted
-from verl_ext.synthesis import agentwrite, longalign
-from verl_ext.synthesis.corpus import Corpus, Intervals, TokenLimit
+from verl_ext.synthesis import agentwrite, glm_long, longalign
+from verl_ext.synthesis.corpus import Corpus, Intervals
 from verl_ext.synthesis.items import Item
 from verl_ext.synthesis.overlap import NearDuplicates, Passages
 from verl_ext.synthesis.prompts import Prompts, load_prompts
 from verl_ext.synthesis.records import Made, Making
+from verl_ext.synthesis.token_lengths import TokenLengths
 from verl_ext.text.json_records import BadRecord, read_record
 from verl_ext.text.readers import TextFile, read_chunks
 from verl_ext.text.sources import FORMATS, find_source_files, local_path
@@ -50,6 +51,7 @@ class Task:
 
 TASKS = {
     "longalign": Task(longalign.make, "text", of_documents=True),
+    "glm_long": Task(glm_long.make, "text", of_documents=True),
     "agentwrite": Task(agentwrite.make, "prompt", of_documents=False),
 }
 
@@ -58,8 +60,9 @@ TASKS = {
 class SynthesizeOptions(OutputOptions):
     """Long instruction data, made by the model of an OpenAI-compatible server, for `verl-ext tokenize`.
 
-    task=longalign asks five questions about a document and has one of them answered; task=agentwrite plans and writes
-    a long text paragraph by paragraph. Every answer is kept in `store`: a run that stops is continued by the same
+    task=longalign asks five questions about a document and has one of them answered; task=glm_long questions and
+    summarizes documents longer than the model's context; task=agentwrite plans and writes a long text paragraph by
+    paragraph. Every answer is kept in `store`: a run that stops is continued by the same
     command, and nothing is paid for twice.
     """
 
@@ -72,17 +75,22 @@ class SynthesizeOptions(OutputOptions):
     model: ModelOptions = option(ModelOptions, "the tokenizer of the model that is to be trained, which counts")
     store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
     prompts: str | None = option(None, "YAML file with the prompts of the task; null: ours, in English and Chinese")
-    text_key: str | None = option(None, "field of a record with its text; null: text (longalign), prompt (agentwrite)")
+    text_key: str | None = option(None, "field of a record with its text; null: text, of instructions prompt")
     records: int | None = option(
         None, "documents or instructions drawn, documents as many from each interval; null: all", least=1
     )
     intervals: list[Any] = option(
-        [8192, 16384, 32768, 65536], "longalign: edges of the intervals of documents' lengths in tokens"
+        [8192, 16384, 32768, 65536], "longalign, glm_long: edges of the intervals of documents' lengths in tokens"
     )
     over_length: str = option(
         "drop",
-        "longalign, a document with more tokens than the last edge: drop: left out | truncate: its start is taken",
+        "a document with more tokens than the last of `intervals`: drop: left out | truncate: its start is taken",
         choices=("drop", "truncate"),
+    )
+    window: int = option(
+        12288,
+        "glm_long: tokens of a document in a request; the model's context needs room for the answer too",
+        least=64,
     )
     lengths: list[Any] = option([], "agentwrite: words for instructions that ask for no length; one of them is drawn")
     min_length_score: float = option(
@@ -139,7 +147,7 @@ def run(options: SynthesizeOptions) -> str:
     passages = Passages(_benchmark_texts(options.decontaminate))
     lengths = None
     if task.of_documents:
-        lengths = Intervals(tuple(options.intervals)), TokenLimit(load_tokenizer(options.model))
+        lengths = Intervals(tuple(options.intervals)), TokenLengths(load_tokenizer(options.model))
     skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
     key = options.text_key or task.text_key
     corpus = Corpus(files, list(options.sources), key, skip_bad, lengths, truncate)
@@ -156,6 +164,8 @@ def run(options: SynthesizeOptions) -> str:
         options.min_length_score,
         options.max_paragraphs,
         options.lengths,
+        options.window,
+        lengths[1] if lengths else None,
     )
 
     async def ask(client: Client, path: Path) -> tuple[Counter[str], list[dict[str, str]]]:

@@ -4,38 +4,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from verl_ext.synthesis.items import Item, drawn, read_items
 from verl_ext.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.synthesis.token_lengths import TokenLengths
 from verl_ext.text.sources import SourceFile
-from verl_ext.values import UsageError
 
 ALL = "all"  # the one group of items whose lengths are not counted
-
-
-class TokenLimit:
-    """Counts the tokens of documents, and shortens those that have too many, by the tokenizer of the target."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def count(self, text: str) -> int:
-        """Return the number of tokens of a text, without special tokens."""
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def shortened(self, text: str, tokens: int) -> str:
-        """Return the start of a text of at most so many tokens."""
-        try:
-            ends = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        except NotImplementedError as error:
-            raise UsageError(
-                "over_length=truncate needs a tokenizer that tells where tokens end (tokenizer.json)"
-            ) from error
-        end = tokens
-        while self.count(start := text[: ends[end - 1][1]].rstrip()) > tokens:  # a start may be cut into more tokens
-            end -= 1
-        return start
 
 
 @dataclass(frozen=True)
@@ -78,7 +53,7 @@ class Corpus:
         sources: Sequence[str],
         text_key: str,
         skip_bad: bool,
-        lengths: tuple[Intervals, TokenLimit] | None,
+        lengths: tuple[Intervals, TokenLengths] | None,
         truncate: bool,
     ) -> None:
         self._read = (files, sources, text_key)

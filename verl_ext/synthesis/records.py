@@ -11,6 +11,7 @@ from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.synthesis.items import Item
 from verl_ext.synthesis.overlap import Passages
 from verl_ext.synthesis.prompts import Prompts
+from verl_ext.synthesis.token_lengths import TokenLengths
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Making:
     min_length_score: float = 80.0
     max_paragraphs: int = 50
     lengths: Sequence[int] = ()
+    window: int = 0
+    lengths_of: TokenLengths | None = None  # of documents
 
 
 @dataclass(frozen=True)
