@@ -94,12 +94,24 @@ def test_longalign_records_are_read_by_tokenize_with_their_categories(tmp_path, 
 
 def test_the_document_comes_first_in_the_same_bytes(tmp_path, documents, tiny_model):
     with chat_server(longalign_reply) as server:
-        run(server, tmp_path, f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=3")
+        given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=3", "endpoint.concurrency=1")
+        run(server, tmp_path, *given)
     texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
     asked = [request["messages"][0]["content"] for request in server.requests]
     starts = [text for content in asked for text in texts if content.startswith(f"{text}\n\n")]
     assert len(starts) == len(asked) == 6
+    assert starts[::2] == starts[1::2]  # the two requests of a document follow each other
     assert len(set(starts)) == 3
+
+
+def test_files_of_one_name_are_told_apart(tmp_path, tiny_model):
+    for folder in ("a", "b"):
+        (tmp_path / "docs" / folder).mkdir(parents=True)
+        (tmp_path / "docs" / folder / "book.txt").write_text(words(150, ord(folder)))
+    with chat_server(longalign_reply) as server:
+        assert run(server, tmp_path, f"sources={{docs:{tmp_path}/docs}}", f"model.path={tiny_model}") == 0
+    items = [record["provenance"]["item"] for record in records_of(tmp_path)]
+    assert items == ["docs/book.txt:1", "docs/book.txt#2:1"]
 
 
 def test_records_do_not_depend_on_the_number_of_requests_and_cost_nothing_again(tmp_path, documents, tiny_model):

@@ -172,8 +172,14 @@ def run(options: SynthesizeOptions) -> str:
         """Write the records in the order of the items; return the outcomes, and why items have no record."""
         outcomes: Counter[str] = Counter()
         without: list[dict[str, str]] = []
+        free = asyncio.Semaphore(options.endpoint.concurrency)
+
+        async def make(item: Item) -> Made:
+            async with free:  # an item's requests follow each other, while the server still has its document at hand
+                return await task.make(item, client, prompts, making)
+
         with open(path, "w", encoding="utf-8") as file, QuestionProgress(client, total, price, "synthesize") as bar:
-            begun = ((item, task.make(item, client, prompts, making)) for item in corpus.items())
+            begun = ((item, make(item)) for item in corpus.items())
             async with aclosing(_in_order(begun, AHEAD * options.endpoint.concurrency)) as results:
                 async for item, made in results:
                     outcomes[made.outcome] += 1

@@ -6,10 +6,9 @@ them, in whatever order and by however many requests at a time.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from verl_ext.text.json_records import BadRecord, check_characters, read_record
 from verl_ext.text.readers import TextFile, read_chunks
@@ -24,7 +23,6 @@ class Item:
     name: str
     source: str
     text: str
-    fields: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
 
 
@@ -41,8 +39,13 @@ def read_items(
 
     Raises `DataError` for the first bad record unless `skip_bad`.
     """
+    times: Counter[str] = Counter()
     for file in files:
         source = sources[file.category_id - 1]
+        name = f"{source}/{Path(file.path).name}"
+        times[name] += 1
+        if times[name] > 1:  # files of one name in several folders; the folders may move
+            name = f"{name}#{times[name]}"
         for chunk in read_chunks(file):
             for number, raw in chunk.records:
                 try:
@@ -59,5 +62,4 @@ def read_items(
                         raise DataError(f"{chunk.place(number)}: {error}") from error
                     left_out[error.reason] += 1
                     continue
-                fields = {name: value for name, value in record.items() if name != text_key}
-                yield Item(f"{source}/{Path(file.path).name}:{number}", source, text.strip(), fields)
+                yield Item(f"{name}:{number}", source, text.strip())

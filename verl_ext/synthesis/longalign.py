@@ -49,5 +49,5 @@ async def make(item: Item, client: Client, prompts: dict[str, Prompts], making: 
         return Made.from_answer("answer", answers[-1])
     if making.passages.found_in(f"{question}\n{answers[-1].text}"):
         return Made("contaminated", reason="the question or its answer holds a passage of decontaminate")
-    facts = {"questions": len(questions), "document_characters": [0, len(item.text)]}
+    facts = {"questions": len(questions), "spans": [[0, len(item.text)]]}
     return question_and_answer(item, f"longalign_{kind}", content, answers[-1].text, own, answers, facts)

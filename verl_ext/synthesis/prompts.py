@@ -35,7 +35,7 @@ class Prompts:
 
 
 def language_of(text: str) -> str:
-    """Return "zh" for a text with more Chinese characters than ASCII letters and no kana, else "en"."""
+    """Return "zh" for a text with a Chinese character for every four ASCII letters and no kana, else "en"."""
     start = text[:_EXAMINED]
     letters = sum(character.isascii() and character.isalpha() for character in start)
     return "zh" if len(_CHINESE.findall(start)) > letters / 4 and not _KANA.search(start) else "en"
