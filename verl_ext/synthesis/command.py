@@ -142,7 +142,8 @@ class SynthesizeOptions(OutputOptions):
 def run(options: SynthesizeOptions) -> str:
     """Make the records; return the closing tables. Raises `UsageError` and `DataError`, each one line."""
     task = TASKS[str(options.task)]
-    prompts, price = load_prompts(options.prompts, str(options.task)), read_price(options.endpoint)
+    prompts = load_prompts(options.prompts, str(options.task))
+    read_price(options.endpoint)  # here too, so that a mistake in the prices ends the run before documents are read
     files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
     passages = Passages(_benchmark_texts(options.decontaminate))
     lengths = None
@@ -168,39 +169,9 @@ def run(options: SynthesizeOptions) -> str:
         lengths[1] if lengths else None,
     )
 
-    async def ask(client: Client, path: Path) -> tuple[Counter[str], list[dict[str, str]]]:
-        """Write the records in the order of the items; return the outcomes, and why items have no record."""
-        outcomes: Counter[str] = Counter()
-        without: list[dict[str, str]] = []
-        free = asyncio.Semaphore(options.endpoint.concurrency)
-
-        async def make(item: Item) -> Made:
-            async with free:  # an item's requests follow each other, while the server still has its document at hand
-                return await task.make(item, client, prompts, making)
-
-        with open(path, "w", encoding="utf-8") as file, QuestionProgress(client, total, price, "synthesize") as bar:
-            begun = ((item, make(item)) for item in corpus.items())
-            async with aclosing(_in_order(begun, AHEAD * options.endpoint.concurrency)) as results:
-                async for item, made in results:
-                    outcomes[made.outcome] += 1
-                    if made.record is None:
-                        without.append({"item": item.name, "outcome": made.outcome, "reason": made.reason})
-                    else:
-                        file.write(json.dumps(made.record, ensure_ascii=False) + "\n")
-                    bar.item_done()
-        return outcomes, without
-
-    async def main(path: Path) -> tuple[Counter[str], list[dict[str, str]], str]:
-        with Store(options.store_path) as store:
-            async with Client(options.endpoint, store) as client:
-                outcomes, without = await ask(client, path)
-                asked = (
-                    f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store"
-                )
-                return outcomes, without, f"{asked}; {spent(client, price)}"
-
     with OutputFolder(options.output_dir, options.overwrite) as folder:
-        outcomes, without, cost = asyncio.run(main(folder.path / f"{options.task}.jsonl"))
+        made = _make_records(options, corpus.items(), total, prompts, making, folder.path / f"{options.task}.jsonl")
+        outcomes, without, cost = asyncio.run(made)
         _check_outcomes(outcomes, without, options)
         report = {
             "options": redacted({name: value for name, value in asdict(options).items() if name not in NOT_REPORTED}),
@@ -222,6 +193,43 @@ def run(options: SynthesizeOptions) -> str:
         f"items: {_listed(outcomes)}",
     ]
     return "\n".join([*lines, cost, f"written to {options.output_dir}"])
+
+
+async def _make_records(
+    options: SynthesizeOptions,
+    items: Iterator[Item],
+    total: int,
+    prompts: dict[str, Prompts],
+    making: Making,
+    path: Path,
+) -> tuple[Counter[str], list[dict[str, str]], str]:
+    """Write the records of the items, in their order, to a file.
+
+    Returns how many items had which outcome, those without a record with the reason, and a line with the cost.
+    """
+    task, price = TASKS[str(options.task)], read_price(options.endpoint)
+    outcomes: Counter[str] = Counter()
+    without: list[dict[str, str]] = []
+    free = asyncio.Semaphore(options.endpoint.concurrency)
+    with Store(options.store_path) as store:
+        async with Client(options.endpoint, store) as client:
+
+            async def make(item: Item) -> Made:
+                async with free:  # an item's requests follow each other, while the server has its document at hand
+                    return await task.make(item, client, prompts, making)
+
+            begun = ((item, make(item)) for item in items)
+            with open(path, "w", encoding="utf-8") as file, QuestionProgress(client, total, price, "synthesize") as bar:
+                async with aclosing(_in_order(begun, AHEAD * options.endpoint.concurrency)) as results:
+                    async for item, made in results:
+                        outcomes[made.outcome] += 1
+                        if made.record is None:
+                            without.append({"item": item.name, "outcome": made.outcome, "reason": made.reason})
+                        else:
+                            file.write(json.dumps(made.record, ensure_ascii=False) + "\n")
+                        bar.item_done()
+            asked = f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store"
+            return outcomes, without, f"{asked}; {spent(client, price)}"
 
 
 async def _in_order(
