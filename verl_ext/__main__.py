@@ -15,6 +15,7 @@ COMMANDS = {
     "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets and categories"),
     "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
     "babilong": ("verl_ext.commands.babilong.command", "BABILong samples of any length"),
+    "synthesize": ("verl_ext.synthesis.command", "documents and instructions to long chats, by a model of a server"),
     "export": ("verl_ext.commands.export", "a checkpoint as a folder for plain transformers, without GPUs"),
     "init-model": ("verl_ext.commands.init_model.command", "a model with random weights, and its tokenizer"),
     "migrate": ("verl_ext.commands.migrate", "a command of verl ≤ 0.6 with the names of today"),

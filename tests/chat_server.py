@@ -1,0 +1,93 @@
+"""An OpenAI-compatible server on this machine whose replies a test decides, also those that are none."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+HANG = object()  # no reply until the server is closed
+
+
+def completion(text, finish_reason="stop", prompt_tokens=10, completion_tokens=5, **message):
+    """Return the body of a chat completion."""
+    return {
+        "model": "tiny-1",
+        "system_fingerprint": "fp",
+        "choices": [{"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish_reason}],
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens},
+    }
+
+
+@contextmanager
+def chat_server(reply, models=("tiny",)):
+    """Serve `reply(request)`: a text, a body, (status, body), (status, body, headers), bytes as they are, or HANG.
+
+    Yields url, requests (their bodies in order), headers, and busy: the most requests that were open at a time.
+    """
+    seen = SimpleNamespace(requests=[], headers=[], busy=0, url="")
+    lock, closing, open_now = threading.Lock(), threading.Event(), set()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self._send(200, {"data": [{"id": name} for name in models]}, {})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                seen.requests.append(body)
+                seen.headers.append(self.headers)
+                open_now.add(self)
+                seen.busy = max(seen.busy, len(open_now))
+            try:
+                found = reply(body)
+                if found is HANG:
+                    closing.wait()
+                    self.close_connection = True
+                    return
+                if isinstance(found, bytes):  # a broken reply: these bytes, and the connection ends
+                    self.wfile.write(found)
+                    self.close_connection = True
+                    return
+                found = found if isinstance(found, tuple) else (200, found)
+                status, content, *headers = found
+                self._send(status, completion(content) if isinstance(content, str) else content, *headers or [{}])
+            finally:
+                with lock:
+                    open_now.discard(self)
+
+        def _send(self, status, body, headers):
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.handle_error = lambda *_: None  # clients that are stopped or killed leave broken requests
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    seen.url = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        yield seen
+    finally:
+        closing.set()
+        server.shutdown()
+        server.server_close()
+
+
+def slowly(reply, seconds):
+    """Return `reply` after so many seconds, which lets requests overlap."""
+
+    def later(request):
+        time.sleep(seconds)
+        return reply(request)
+
+    return later

@@ -1,0 +1,174 @@
+"""The store of answers: nothing is paid twice, nothing finished is lost, other files are refused."""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from tests.chat_server import chat_server, completion, slowly
+from verl_ext.endpoint.answer import Answer, Usage
+from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
+from verl_ext.endpoint.store import Store
+from verl_ext.values import DataError, UsageError
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = textwrap.dedent(
+    """
+    import asyncio, sys
+    from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
+    from verl_ext.endpoint.store import Store
+
+    async def main(url, path, count):
+        with Store(path) as store:
+            async with Client(EndpointOptions(base_url=url, model="tiny"), store) as client:
+                async def ask(number):
+                    message = {"role": "user", "content": f"question {number}"}
+                    answer = await client.ask(str(number), "stage", [message], SamplingOptions())
+                    print(number, answer.text, flush=True)
+                await asyncio.gather(*map(ask, range(count)))
+
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    """
+)
+
+
+def start(url, path, count):
+    command = [sys.executable, "-c", PROGRAM, url, str(path), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def echo(request):
+    return request["messages"][0]["content"].replace("question", "answer")
+
+
+def answers_of(requests):
+    return [request["messages"][0]["content"] for request in requests]
+
+
+def test_a_second_run_asks_for_nothing_and_other_sampling_asks_again(tmp_path):
+    async def ask(server, sampling, model="tiny", content="question 1", record="1"):
+        with Store(tmp_path / "answers") as store:
+            async with Client(EndpointOptions(base_url=server.url, model=model), store) as client:
+                return await client.ask(record, "stage", [{"role": "user", "content": content}], sampling)
+
+    with chat_server(lambda _: completion("yes", reasoning="because")) as server:
+        first = asyncio.run(ask(server, SamplingOptions()))
+        assert asyncio.run(ask(server, SamplingOptions())) == first
+        assert len(server.requests) == 1
+        for change in ({"model": "other"}, {"content": "question 2"}, {"record": "2"}):
+            asyncio.run(ask(server, SamplingOptions(), **change))
+        asyncio.run(ask(server, SamplingOptions(temperature=0.1)))
+        assert len(server.requests) == 5
+    assert (first.reasoning, first.usage, first.model, first.fingerprint) == (
+        "because",
+        Usage(10, 0, 5),
+        "tiny-1",
+        "fp",
+    )
+
+
+def test_a_failure_is_asked_for_again(tmp_path):
+    async def ask(server):
+        with Store(tmp_path / "answers") as store:
+            async with Client(EndpointOptions(base_url=server.url, model="tiny", retries=0), store) as client:
+                return await client.ask("1", "stage", [{"role": "user", "content": "?"}], SamplingOptions())
+
+    with chat_server(lambda _: (500, {})) as server:
+        assert asyncio.run(ask(server)).outcome == "failed"
+    with chat_server(lambda _: "yes") as server:
+        assert asyncio.run(ask(server)).text == "yes"
+
+
+def test_two_processes_share_a_store_and_pay_once(tmp_path):
+    with chat_server(slowly(echo, 0.05)) as server:
+        programs = [start(server.url, tmp_path / "answers", 30) for _ in range(2)]
+        outputs = [sorted(program.communicate()[0].splitlines()) for program in programs]
+    assert outputs[0] == outputs[1] == sorted(f"{i} answer {i}" for i in range(30))
+    assert sorted(answers_of(server.requests)) == sorted(f"question {i}" for i in range(30))
+
+
+def test_every_finished_answer_survives_twenty_kills(tmp_path):
+    """A program prints an answer only after it was stored: what it printed is never asked for again."""
+    draw, finished, count = random.Random(7), set(), 400
+    with chat_server(slowly(echo, 0.02)) as server:
+        for _ in range(20):
+            before = len(server.requests)
+            program = start(server.url, tmp_path / "answers", count)
+            limit = draw.randrange(1, 16)
+            printed = []
+            for line in program.stdout:
+                printed.append(line.strip())
+                if len(set(printed) - finished) >= limit:
+                    os.kill(program.pid, signal.SIGKILL)
+                    break
+            rest = program.stdout.read().splitlines()
+            assert program.wait() == -signal.SIGKILL
+            printed += [line for line in rest if " answer " in line]
+            asked = {name.split()[1] for name in answers_of(server.requests[before:])}
+            assert asked.isdisjoint(line.split()[0] for line in finished)
+            finished |= {line for line in printed if line.split()[0] == line.split()[-1]}
+        assert len(finished) > 20
+        before = len(server.requests)
+        output, _ = start(server.url, tmp_path / "answers", count).communicate()
+        asked = {name.split()[1] for name in answers_of(server.requests[before:])}
+    assert finished <= set(output.splitlines())
+    assert asked.isdisjoint(line.split()[0] for line in finished)
+    assert sorted(output.splitlines()) == sorted(f"{i} answer {i}" for i in range(count))
+
+
+def _hold_claim(path, claimed):
+    with Store(path) as store:
+        store.claim("key")
+        claimed.set()
+        threading.Event().wait()
+
+
+def test_the_claim_of_a_process_that_died_is_void_and_of_one_that_lives_is_not(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    claimed = context.Event()
+    other = context.Process(target=_hold_claim, args=(tmp_path / "answers", claimed))
+    other.start()
+    assert claimed.wait(60)
+    with Store(tmp_path / "answers") as store:
+        assert not store.claim("key")
+        other.kill()
+        other.join()
+        assert store.claim("key")
+        store.release("key")
+    assert [path.name for path in tmp_path.iterdir()] == ["answers"]
+
+
+def test_a_store_of_another_version_or_kind_is_refused(tmp_path):
+    path = tmp_path / "answers"
+    Store(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 7")
+    with pytest.raises(UsageError, match=r"store must be .*version 1.*version 7"):
+        Store(path)
+    other = tmp_path / "other"
+    with sqlite3.connect(other) as database:
+        database.execute("CREATE TABLE mine (x)")
+    with pytest.raises(UsageError, match="another database"):
+        Store(other)
+    text = tmp_path / "text"
+    text.write_text("no database at all, but long enough to be read as one" * 30)
+    with pytest.raises(DataError, match="not a database"):
+        Store(text)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(DataError, match="store must be"):
+        Store(folder)
+
+
+def test_a_full_disk_is_one_line(tmp_path, files_end_at):
+    with Store(tmp_path / "answers") as store, files_end_at(100_000), pytest.raises(DataError, match="store must be"):
+        store.add("key", "record", "stage", Answer("done", "x" * 1_000_000))

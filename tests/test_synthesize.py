@@ -1,0 +1,341 @@
+"""`verl-ext synthesize`: records that tokenize reads, the same whatever the order, and one line for each mistake."""
+
+import json
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.chat_server import chat_server, completion
+from verl_ext.commands.tokenize import TokenizeOptions, tokenize
+from verl_ext.endpoint.store import Store
+from verl_ext.synthesis.command import main
+
+PLAN = (
+    "# Plan\nParagraph 1 - Main Point: one - Word Count: 200\n**Paragraph 2** - Main Point: two - Word Count: 200 words"
+)
+
+
+def words(count, seed=0):
+    draw = random.Random(seed)
+    return " ".join(f"w{draw.randrange(120)}" for _ in range(count))
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """12 documents, 4 in each of the intervals 100–200, 200–300 and 300–400 tokens; one shorter, one longer."""
+    lengths = [120, 220, 320] * 4 + [50, 500]
+    records = [{"text": f"{words(length, i)}"} for i, length in enumerate(lengths)]
+    return write_lines(tmp_path / "documents.jsonl", records)
+
+
+def longalign_reply(request):
+    content = request["messages"][0]["content"]
+    if content.endswith("2: …"):
+        return "Here they are:\n1: First?\n**2.** Second?\n3) Third?\n4: Fourth?\n5: Fifth?"
+    return f"The answer to {content.rpartition(chr(10))[2]}"
+
+
+def run(server, tmp_path, *given, task="longalign", out="out"):
+    options = {
+        "task": task,
+        "output_dir": tmp_path / out,
+        "endpoint.base_url": server.url,
+        "endpoint.model": "tiny",
+        "endpoint.retries": 0,
+        "intervals": "[100,200,300,400]",
+    }
+    pairs = {**options, **dict(each.split("=", 1) for each in given)}
+    return main([f"{key}={value}" for key, value in pairs.items()])
+
+
+def records_of(tmp_path, task="longalign", out="out"):
+    return [json.loads(line) for line in (tmp_path / out / f"{task}.jsonl").read_text().splitlines()]
+
+
+def test_longalign_records_are_read_by_tokenize_with_their_categories(tmp_path, documents, tiny_model):
+    with chat_server(longalign_reply) as server:
+        code = run(server, tmp_path, f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=6")
+    records = records_of(tmp_path)
+    assert (code, len(records)) == (0, 6)
+    lengths = sorted(record["provenance"]["document_tokens"] for record in records)
+    assert lengths == [120, 120, 220, 220, 320, 320]
+    texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
+    for record in records:
+        user, assistant = record["messages"]
+        document, question = user["content"].rsplit("\n\n", 1)
+        assert document in texts
+        assert re.fullmatch(r"(First|Second|Third|Fourth|Fifth)\?", question)
+        assert assistant["content"] == f"The answer to {question}"
+        assert record["provenance"]["usage"] == {"prompt_tokens": 20, "cached_tokens": 0, "completion_tokens": 10}
+    tokenized = tokenize(
+        TokenizeOptions.read(
+            {
+                "sources": {"long": str(tmp_path / "out")},
+                "output_dir": str(tmp_path / "tokenized"),
+                "model": {"path": str(tiny_model)},
+                "category_field": "category",
+                "num_workers": 1,
+            }
+        )
+    )
+    assert set(tokenized.categories) == {record["category"] for record in records}
+    assert tokenized.total.documents == 6
+
+
+def test_the_document_comes_first_in_the_same_bytes(tmp_path, documents, tiny_model):
+    with chat_server(longalign_reply) as server:
+        given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=3", "endpoint.concurrency=1")
+        run(server, tmp_path, *given)
+    texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
+    asked = [request["messages"][0]["content"] for request in server.requests]
+    starts = [text for content in asked for text in texts if content.startswith(f"{text}\n\n")]
+    assert len(starts) == len(asked) == 6
+    assert starts[::2] == starts[1::2]  # the two requests of a document follow each other
+    assert len(set(starts)) == 3
+
+
+def test_files_of_one_name_are_told_apart(tmp_path, tiny_model):
+    for folder in ("a", "b"):
+        (tmp_path / "docs" / folder).mkdir(parents=True)
+        (tmp_path / "docs" / folder / "book.txt").write_text(words(150, ord(folder)))
+    with chat_server(longalign_reply) as server:
+        assert run(server, tmp_path, f"sources={{docs:{tmp_path}/docs}}", f"model.path={tiny_model}") == 0
+    items = [record["provenance"]["item"] for record in records_of(tmp_path)]
+    assert items == ["docs/book.txt:1", "docs/book.txt#2:1"]
+
+
+def test_records_do_not_depend_on_the_number_of_requests_and_cost_nothing_again(tmp_path, documents, tiny_model):
+    given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=9")
+    with chat_server(longalign_reply) as server:
+        run(server, tmp_path, *given, "endpoint.concurrency=1")
+        run(server, tmp_path, *given, "endpoint.concurrency=8", out="other")
+        assert records_of(tmp_path) == records_of(tmp_path, out="other")
+        before = len(server.requests)
+        run(server, tmp_path, *given, f"store={tmp_path}/out.answers.sqlite", out="third")
+        assert len(server.requests) == before
+    assert records_of(tmp_path) == records_of(tmp_path, out="third")
+
+
+def test_what_is_left_out_is_counted(tmp_path, tiny_model, capsys):
+    copy = words(250, 3)
+    benchmark = write_lines(tmp_path / "benchmark.jsonl", [{"prompt": words(40, 9), "shots": [words(30, 8)]}])
+    records = [
+        {"text": words(150, 1)},
+        {"text": copy},
+        {"text": f"{copy} w1 w2"},
+        {"text": f"{words(100, 5)} {words(30, 8)}"},
+        {"text": words(20, 6)},
+        {"text": words(900, 7)},
+        {"text": ""},
+    ]
+    source = write_lines(tmp_path / "documents.jsonl", records)
+    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}", f"decontaminate=[{benchmark}]")
+    with chat_server(longalign_reply) as server:
+        assert run(server, tmp_path, *given) == 1
+        assert "documents.jsonl:7" in capsys.readouterr().err
+        assert run(server, tmp_path, *given, "on_bad_record=skip", "over_length=truncate") == 0
+    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    left_out = {"near_duplicate": 1, "contaminated": 1, "too_short": 1, "truncated": 1, "no_text": 1}
+    assert report["left_out"] == left_out
+    assert report["outcomes"] == {"done": 3}
+    longest = max(records_of(tmp_path), key=lambda record: record["provenance"]["document_tokens"])
+    assert longest["provenance"]["document_tokens"] == 400
+    assert longest["messages"][0]["content"].startswith(words(900, 7)[:1000])
+
+
+def test_items_without_an_answer_end_the_run_above_a_share_and_are_listed_below(
+    tmp_path, documents, tiny_model, capsys
+):
+    def reply(request):
+        content = request["messages"][0]["content"]
+        return completion("half", "length") if len(content) > 1000 else longalign_reply(request)
+
+    given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}")
+    with chat_server(reply) as server:
+        assert run(server, tmp_path, *given) == 1
+        error = capsys.readouterr().err
+        assert "max_failed_share" in error
+        assert "cut" in error
+        assert not (tmp_path / "out").exists()
+        before = len(server.requests)
+        assert run(server, tmp_path, *given, "max_failed_share=0.7") == 0
+        assert len(server.requests) == before
+    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    assert report["outcomes"]["cut"] == len(report["without_record"]) > 0
+    assert report["outcomes"]["done"] == len(records_of(tmp_path))
+    assert "half" not in (tmp_path / "out" / "longalign.jsonl").read_text()
+
+
+def agentwrite_reply(request):
+    content = request["messages"][0]["content"]
+    if "Divide the work" in content:
+        return PLAN
+    return "Paragraph 2: " + "word " * 200
+
+
+def test_agentwrite_writes_paragraph_after_paragraph_and_keeps_the_right_length(tmp_path):
+    prompts = [
+        {"prompt": "Write an essay of 400 words on tides."},
+        {"prompt": "Write 5,000 words on tides."},
+        {"prompt": "Write on tides."},
+    ]
+    source = write_lines(tmp_path / "prompts.jsonl", prompts)
+    with chat_server(agentwrite_reply) as server:
+        assert run(server, tmp_path, f"sources={{a:{source}}}", task="agentwrite") == 0
+    (record,) = records_of(tmp_path, "agentwrite")
+    paragraph = " ".join(["word"] * 200)
+    assert record["messages"] == [
+        {"role": "user", "content": prompts[0]["prompt"]},
+        {"role": "assistant", "content": f"{paragraph}\n\n{paragraph}"},
+    ]
+    assert record["provenance"]["words_written"] == 400
+    second = [
+        r["messages"][0]["content"] for r in server.requests if "400 words on tides" in r["messages"][0]["content"]
+    ]
+    assert [paragraph in content for content in second] == [False, False, True]
+    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    assert report["outcomes"] == {"done": 1, "length_score": 1, "no_length": 1}
+
+
+def test_an_instruction_without_a_length_is_given_one(tmp_path):
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write on tides."}])
+    with chat_server(agentwrite_reply) as server:
+        assert run(server, tmp_path, f"sources={{a:{source}}}", "lengths=[400]", task="agentwrite") == 0
+    (record,) = records_of(tmp_path, "agentwrite")
+    assert record["messages"][0]["content"] == "Write on tides.\n\nWrite about 400 words."
+
+
+@pytest.mark.parametrize(
+    ("plan", "paragraph", "outcome"),
+    [
+        ("First I would…", "text", "unparsable"),
+        ("\n".join(f"Paragraph {i} - Main Point: p - Word Count: 200" for i in range(51)), "text", "plan_too_long"),
+        (PLAN, "Paragraph 1:", "unparsable"),
+        (PLAN, completion("half", "length"), "cut"),
+    ],
+)
+def test_plans_and_paragraphs_that_cannot_be_used_make_no_record(tmp_path, capsys, plan, paragraph, outcome):
+    def reply(request):
+        return plan if "Divide the work" in request["messages"][0]["content"] else paragraph
+
+    source = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "Write 400 words."}])
+    with chat_server(reply) as server:
+        assert run(server, tmp_path, f"sources={{a:{source}}}", task="agentwrite") == 1
+    assert f"1 {outcome}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_are_chosen_by_language_and_replaced_by_a_file(tmp_path, tiny_model, capsys):
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": "海潮 每天 涨落 两次 " * 30}])
+    own = {
+        "longalign": {
+            "kinds": {k: k for k in ("general", "summary", "reasoning", "extraction")},
+            "questions": "ASK {kind}",
+        }
+    }
+    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}")
+    file = tmp_path / "prompts.yaml"
+    with chat_server(lambda _: "1：潮汐是什么？") as server:
+        assert run(server, tmp_path, *given) == 0
+        assert "五个问题" in server.requests[0]["messages"][0]["content"]
+        file.write_text(yaml.safe_dump(own))
+        assert run(server, tmp_path, *given, f"prompts={file}", out="own") == 0
+        assert "ASK" in server.requests[2]["messages"][0]["content"]
+        own["longalign"]["questions"] = "no place"
+        file.write_text(yaml.safe_dump(own))
+        assert run(server, tmp_path, *given, f"prompts={file}", out="third") == 2
+    assert "{kind}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["task=longaling"], "task must be one of"),
+        (["endpoint.model=null"], "endpoint.model"),
+        (["intervals=[300,200]"], "intervals"),
+        (["sources={docs:missing.jsonl}"], "missing.jsonl"),
+        (["endpoint.prices=prices.yaml"], "inptu"),
+        (["store=store"], "version 9"),
+        (["text_key=body"], "text_key=body"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, documents, tiny_model, capsys, monkeypatch, given, error):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prices.yaml").write_text("tiny: {inptu: 1, output: 2}\n")
+    Store("store").close()
+    with sqlite3.connect("store") as database:
+        database.execute("PRAGMA user_version = 9")
+    with chat_server(longalign_reply) as server:
+        code = run(server, tmp_path, f"sources={{docs:{documents}}}", f"model.path={tiny_model}", *given)
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert code in (1, 2)
+    assert printed[-1].startswith("error: ")
+    assert error in printed[-1]
+    assert not any(line.startswith("Traceback") for line in printed)
+
+
+def test_the_cost_follows_the_prices(tmp_path, documents, tiny_model, capsys):
+    (tmp_path / "prices.yaml").write_text("tiny: {input: 1000, output: 10000}\n")
+    given = (f"sources={{docs:{documents}}}", f"model.path={tiny_model}", "records=3")
+    with chat_server(longalign_reply) as server:
+        assert run(server, tmp_path, *given, f"endpoint.prices={tmp_path}/prices.yaml") == 0
+    assert "cost 0.36" in capsys.readouterr().out  # 6 requests of 10 prompt tokens and 5 written ones
+
+
+def glm_long_reply(request):
+    content = request["messages"][0]["content"]
+    if "difficult question" in content:
+        return "Question: which?\nAnswer: both\nof them"
+    return "a part" if "Summarize this part" in content else "the whole"
+
+
+def test_glm_long_asks_within_the_window_and_records_the_whole_document(tmp_path, tiny_model):
+    texts = [words(600, i) for i in range(12)]
+    source = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
+    given = (f"sources={{docs:{source}}}", f"model.path={tiny_model}", "intervals=[100,1000]", "window=128")
+    with chat_server(glm_long_reply) as server:
+        assert run(server, tmp_path, *given, task="glm_long") == 0
+    asked = [request["messages"][0]["content"] for request in server.requests]
+    assert max(len(re.findall(r"\bw\d+", content)) for content in asked) == 128
+    records = records_of(tmp_path, "glm_long")
+    assert {record["category"] for record in records} == {"glm_long_chunk", "glm_long_chunks", "glm_long_summary"}
+    for record, text in zip(records, texts, strict=True):
+        user, assistant = (message["content"] for message in record["messages"])
+        spans = [text[begin:end] for begin, end in record["provenance"]["spans"]]
+        assert user.startswith(f"{text}\n\n")
+        if record["category"] == "glm_long_summary":
+            assert assistant == "the whole"
+            assert len(record["provenance"]["seeds"]) == 6  # 5 parts of 600 tokens, and the whole
+        else:
+            assert (user, assistant) == (f"{text}\n\nwhich?", "both\nof them")
+            assert [len(span.split()) for span in spans] == [128 // len(spans)] * len(spans)
+            assert any(all(span in content for span in spans) for content in asked)
+        if record["category"] == "glm_long_chunks":
+            begins = [begin * 4 // len(text) for begin, _ in record["provenance"]["spans"]]
+            assert begins == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_the_command_does_not_import_torch(tmp_path, documents, tiny_model):
+    program = (
+        "import sys; from verl_ext.__main__ import main; code = main(sys.argv[1:]); print('torch' in sys.modules);"
+        " sys.exit(code)"
+    )
+    with chat_server(longalign_reply) as server:
+        command = [
+            *(sys.executable, "-c", program, "synthesize", "task=longalign", f"sources={{docs:{documents}}}"),
+            *(f"output_dir={tmp_path}/out", f"model.path={tiny_model}", "intervals=[100,400]"),
+            *(f"endpoint.base_url={server.url}", "endpoint.model=tiny"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False")

@@ -1,0 +1,115 @@
+"""What became of a question: an answer's text, or the reason for which there is none.
+
+An error never becomes text. `Answer.text` can be read of a finished answer only; what a model wrote in any other case
+is `Answer.raw`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# The outcomes of a question, and those that are kept in the store: the server has answered, and may have to be paid.
+DONE, REFUSED, CUT, UNPARSABLE, TOO_LONG, FAILED = OUTCOMES = (
+    "done",
+    "refused",  # by the model or by moderation
+    "cut",  # finish_reason=length
+    "unparsable",  # empty, or not in the form that was asked for
+    "too_long",  # for the context of the model
+    "failed",  # no usable reply after all retries
+)
+KEPT = (DONE, REFUSED, CUT, UNPARSABLE)
+# The reasons for which servers end a finished answer: OpenAI and vLLM, TGI, and those in front of Anthropic's API.
+_FINISHED = ("stop", "eos_token", "end_turn", "stop_sequence")
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class Unparsable(ValueError):
+    """An answer that is not in the form that was asked for; the message says why."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of requests as the server counts them; those cached are prompt tokens too."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(*(a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True)))
+
+    def as_tuple(self) -> tuple[int, int, int]:
+        """Return the counts in the order of the fields."""
+        return self.prompt_tokens, self.cached_tokens, self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a question, and what the model wrote.
+
+    raw: the answer without the model's reasoning. reason: why the outcome is not `done`. model, fingerprint: as the
+    server reports them. parsed: what the `parse` of :meth:`Client.ask` returned.
+    """
+
+    outcome: str
+    raw: str = ""
+    reasoning: str = ""
+    reason: str = ""
+    usage: Usage = field(default_factory=Usage)
+    model: str = ""
+    fingerprint: str = ""
+    seed: int | None = None
+    parsed: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a text to use."""
+        return self.outcome == DONE
+
+    @property
+    def text(self) -> str:
+        """The text of a finished answer; there is none for any other outcome."""
+        assert self.is_done, f"only a finished answer has a text; this one is {self.outcome}"
+        return self.raw
+
+
+def answer_from_completion(body: Any) -> Answer:
+    """Return the answer that a chat completion holds. Raises ValueError for a body that is none.
+
+    Reasoning is taken from `reasoning_content` (DeepSeek, vLLM, SGLang) or `reasoning` (OpenRouter, vLLM from 0.12),
+    or from a `<think>` block at the start of the content, which some chat templates open in the prompt.
+    """
+    try:
+        choice = body["choices"][0]
+        message, finish = choice["message"], choice.get("finish_reason")
+        content = message.get("content") or ""
+        refusal = message.get("refusal")
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        usage = _usage(body.get("usage") or {})
+    except (LookupError, TypeError, AttributeError) as error:
+        found = body.get("error") if isinstance(body, Mapping) else None
+        raise ValueError(f"the reply is no chat completion{f', but an error: {found}' if found else ''}") from error
+    if not isinstance(content, str) or not isinstance(reasoning, str):
+        raise ValueError("the reply is no chat completion: its content must be text")
+    thought, closed, rest = content.partition(_CLOSE)
+    if content.lstrip().startswith(_OPEN) or (closed and _OPEN not in thought):
+        reasoning, content = reasoning + thought.strip().removeprefix(_OPEN).strip(), rest
+    outcome, reason = DONE, ""
+    if refusal or finish == "content_filter":
+        outcome, reason = REFUSED, str(refusal or "finish_reason=content_filter")
+    elif finish == "length":
+        outcome, reason = CUT, "finish_reason=length: max_tokens or the model's context ended the answer"
+    elif finish not in _FINISHED:
+        outcome, reason = FAILED, f"finish_reason={finish}"
+    elif not content.strip():
+        outcome, reason = UNPARSABLE, "the answer is empty"
+    elif any("\ud800" <= character <= "\udfff" for character in content):
+        outcome, reason = UNPARSABLE, "the answer has half a surrogate pair, which is no character"
+    model, fingerprint = (str(body.get(name) or "") for name in ("model", "system_fingerprint"))
+    return Answer(outcome, content.strip(), reasoning, reason, usage, model, fingerprint)
+
+
+def _usage(found: Mapping[str, Any]) -> Usage:
+    details = found.get("prompt_tokens_details") or {}
+    counts = (found.get("prompt_tokens"), details.get("cached_tokens"), found.get("completion_tokens"))
+    return Usage(*(count if isinstance(count, int) else 0 for count in counts))

@@ -1,0 +1,308 @@
+"""One model behind an OpenAI-compatible endpoint, asked by a few requests at a time.
+
+    async with Client(EndpointOptions(base_url="http://localhost:8000/v1", model="Qwen3-8B"), store) as client:
+        answer = await client.ask("books/12", "questions", messages, sampling, parse=five_questions)
+        if answer.is_done:
+            questions = answer.parsed
+
+An answer that the store has is not asked for again. It is found by the record, the stage, the messages, the model and
+the sampling; the server's address is not part of that. Put what many questions share, such as a document, at the start
+of the first message in the same bytes: servers reuse the prefix.
+"""
+
+import asyncio
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, ClassVar
+
+from verl_ext.endpoint.answer import (
+    DONE,
+    FAILED,
+    KEPT,
+    REFUSED,
+    TOO_LONG,
+    UNPARSABLE,
+    Answer,
+    Unparsable,
+    Usage,
+    answer_from_completion,
+)
+from verl_ext.endpoint.store import Store
+from verl_ext.files import fingerprint
+from verl_ext.redaction import redacted_text
+from verl_ext.values import DataError, Options, UsageError, first_line, nearest_name, one_line, option
+
+BODIES_TRIED = 3  # replies with status 200 that are no chat completion, as of a proxy
+POLL_SECONDS = 0.2  # until another process has asked the same question
+CHARACTERS_PER_SECOND, TOKENS_PER_SECOND = 2_000, 10  # of a slow server: what a time-out allows for prompt and answer
+# What servers say of a prompt that exceeds the context, of one that moderation stops, and of a field they do not take.
+_TOO_LONG = re.compile(
+    r"context.{0,12}(length|window|size|limit)|max\w*.{0,30}(tokens|length)|too (long|many tokens)|exceed.{0,40}token",
+    re.IGNORECASE | re.DOTALL,
+)
+_MODERATED = re.compile(
+    r"content.?(filter|policy|management|moderation|risk)|moderat|data_?inspection|safety|flagged|sensitive",
+    re.IGNORECASE,
+)
+_BAD_FIELD = re.compile(r"unsupported|not supported|unknown|unrecognized|invalid.{0,20}param", re.IGNORECASE)
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class EndpointOptions(Options):
+    """The server and the model that are asked. The defaults name none: a command asks for `endpoint_problems`."""
+
+    prefix: ClassVar[str] = "endpoint"
+
+    base_url: str | None = option(None, "an OpenAI-compatible server, with its /v1: http://localhost:8000/v1")
+    model: str | None = option(None, "the name that the server has for the model")
+    key_variable: str = option("OPENAI_API_KEY", "environment variable with the key; a server without keys needs none")
+    concurrency: int = option(4, "requests at a time", least=1)
+    retries: int = option(
+        8, "of a request after status 408, 409, 429 or 5xx, a broken connection or a time-out", least=0
+    )
+    timeout: float = option(
+        120.0,
+        f"seconds for a request; 1 more for every {CHARACTERS_PER_SECOND:,} characters of the prompt and every"
+        f" {TOKENS_PER_SECOND} tokens of max_tokens",
+        above=0,
+    )
+    max_failures: int = option(20, "requests failed one after the other that end the run", least=1)
+    max_tokens_field: str = option(
+        "max_tokens",
+        "the request's field for sampling.max_tokens; OpenAI's thinking models want max_completion_tokens",
+        choices=("max_tokens", "max_completion_tokens"),
+    )
+    extra_body: dict[str, Any] = option(
+        {}, "further fields of every request, e.g. {chat_template_kwargs:{enable_thinking:false}}"
+    )
+    prices: str | None = option(
+        None, "YAML file with prices of a million tokens, for the cost: {MODEL: {input: 2.5, cached: 1.25, output: 10}}"
+    )
+
+    def endpoint_problems(self) -> Iterable[str]:
+        """Yield a line for an address or a model that is missing or cannot be one, and for a key that is given."""
+        if not self.base_url or not re.match(r"https?://[^/]", self.base_url):
+            yield f"{self.prefix}.base_url must be a URL, http://HOST:PORT/v1; got {self.base_url or 'nothing'}"
+        if not self.model:
+            yield f"{self.prefix}.model must name a model of the server; got nothing"
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable) or self.key_variable.startswith("sk-"):
+            yield f"{self.prefix}.key_variable must be the name of an environment variable; got something else"
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Options):
+    """How a model draws its answers; a value of null is not sent."""
+
+    prefix: ClassVar[str] = "sampling"
+
+    temperature: float | None = option(None, "null: the server's default", least=0)
+    top_p: float | None = option(None, "null: the server's default", above=0, most=1)
+    max_tokens: int | None = option(4096, "the most tokens of an answer, those of its reasoning included", least=1)
+    seed: int | None = option(42, "each request sends a number drawn from it and from the question; null: sends none")
+
+
+class Client:
+    """One model of an endpoint, to be used as an async context by one event loop.
+
+    outcomes: {stage: how many questions had which outcome}. usage: the tokens of this process's requests. requests,
+    retries, from_store: how many questions were sent, sent again, and answered by the store.
+    """
+
+    def __init__(self, options: EndpointOptions, store: Store) -> None:
+        self.options, self.store = options, store
+        self.outcomes: dict[str, Counter[str]] = {}
+        self.usage = Usage()
+        self.requests = self.retries = self.from_store = 0
+        self.without_usage = 0  # answers of which the server counted no tokens
+        self._failures = 0  # one after the other
+        self._nearest: str | None = None  # to the name of the model, of those that the server lists
+        self._slots = asyncio.Semaphore(options.concurrency)
+
+    async def __aenter__(self) -> "Client":
+        """Open the connection. Raises `DataError` for a server that does not answer, `UsageError` for a wrong key."""
+        options = self.options
+        try:
+            from openai import AsyncOpenAI  # here: importing it takes a second
+        except ImportError as error:
+            needed = "needs a package: pip install 'verl-ext[synth]'"
+            raise UsageError(f"{options.prefix} {needed}: {first_line(error)}") from error
+        key = os.environ.get(options.key_variable) or "none"
+        self._api = AsyncOpenAI(base_url=options.base_url, api_key=key, max_retries=options.retries)
+        await self._check_server()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._api.close()
+
+    async def ask(
+        self,
+        record: str,
+        stage: str,
+        messages: Messages,
+        sampling: SamplingOptions,
+        parse: Callable[[str], Any] | None = None,
+        tries: int = 1,
+    ) -> Answer:
+        """Return the model's answer to `messages`, from the store if it has it.
+
+        Raises `UsageError` for a key or model that the server does not take, `DataError` if request after request
+        fails, and for a store that cannot be written. Whatever else happens is the answer's outcome.
+
+        Args:
+            record: the name of what is asked about, the same in every run.
+            stage: the name of the step: "plan", "write/3".
+            messages: `{"role": …, "content": …}`.
+            sampling: how the answer is drawn.
+            parse: makes `Answer.parsed` of the text; `Unparsable` makes the outcome `unparsable`.
+            tries: how often an unparsable answer is asked for in all, each time with another seed.
+        """
+        for attempt in range(tries):
+            answer = await self._find_or_request(record, stage, attempt, messages, sampling)
+            if answer.is_done and parse is not None:
+                try:
+                    answer = replace(answer, parsed=parse(answer.text))
+                except Unparsable as error:
+                    answer = replace(answer, outcome=UNPARSABLE, reason=one_line(str(error)))
+            if answer.outcome != UNPARSABLE:
+                break
+        self.outcomes.setdefault(stage.partition("/")[0], Counter())[answer.outcome] += 1
+        return answer
+
+    async def _find_or_request(
+        self, record: str, stage: str, attempt: int, messages: Messages, sampling: SamplingOptions
+    ) -> Answer:
+        options = self.options
+        request: dict[str, Any] = {"model": options.model, "messages": [dict(message) for message in messages]}
+        seed = None
+        if sampling.seed is not None:
+            drawn = blake2b(f"{sampling.seed}\0{record}\0{stage}\0{attempt}".encode(), digest_size=4).digest()
+            seed = int.from_bytes(drawn, "little") >> 1  # servers take 31 bits
+        sent = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
+        sent[options.max_tokens_field] = sampling.max_tokens
+        request |= {name: value for name, value in sent.items() if value is not None}
+        if options.extra_body:
+            request["extra_body"] = dict(options.extra_body)
+        key = fingerprint([record, stage, attempt, request])
+        while True:
+            async with self._slots:
+                if stored := self.store.find(key):
+                    self.from_store += 1
+                    return stored
+                if self.store.claim(key):
+                    try:
+                        answer = await self._request(request, sampling)
+                        answer = replace(answer, seed=seed)
+                        if answer.outcome in KEPT:
+                            self.store.add(key, record, stage, answer)
+                        else:
+                            self.store.release(key)
+                    except BaseException:
+                        self.store.release(key)
+                        raise
+                    self._count(answer)
+                    return answer
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _request(self, request: Mapping[str, Any], sampling: SamplingOptions) -> Answer:
+        """Return the answer of the server to a request that it may have to be sent several times."""
+        from openai import APIConnectionError, APIStatusError
+
+        characters = sum(len(message["content"]) for message in request["messages"])
+        timeout = self.options.timeout + characters / CHARACTERS_PER_SECOND
+        timeout += (sampling.max_tokens or 0) / TOKENS_PER_SECOND
+        self.requests += 1
+        reason = ""
+        for _ in range(BODIES_TRIED):
+            try:
+                reply = await self._api.chat.completions.with_raw_response.create(**request, timeout=timeout)
+                self.retries += reply.retries_taken
+                return answer_from_completion(json.loads(reply.text))
+            except APIStatusError as error:
+                return self._answer_from_status(error.status_code, self._message(error))
+            except APIConnectionError as error:
+                return Answer(FAILED, reason=f"no answer after {self.options.retries} retries: {_cause(error)}")
+            except ValueError as error:
+                reason = self._shown(str(error)) or "the reply is no JSON"
+                self.retries += 1
+        return Answer(FAILED, reason=reason)
+
+    def _answer_from_status(self, status: int, message: str) -> Answer:
+        """Return what an HTTP status that is no success means for a question; raise if it means it for all."""
+        options, line = self.options, f"status {status}: {message}"
+        if status in (400, 403, 422, 451) and _MODERATED.search(message):
+            return Answer(REFUSED, reason=line)
+        if status in (401, 403):
+            raise UsageError(self._key_problem(line))
+        if status == 404:
+            nearest = f" (nearest: {self._nearest})" if self._nearest else ""
+            got = f"got {options.model}{nearest} at {options.base_url}: {line}"
+            raise UsageError(f"{options.prefix}.model must be a model of the server, base_url its /v1; {got}")
+        if status == 413 or (status in (400, 422) and _TOO_LONG.search(message) and not _BAD_FIELD.search(message)):
+            return Answer(TOO_LONG, reason=line)
+        return Answer(FAILED, reason=line)
+
+    def _count(self, answer: Answer) -> None:
+        """Count a reply, and end the run if one after the other has failed."""
+        self.usage += answer.usage
+        if answer.outcome in (DONE, UNPARSABLE) and not answer.usage.completion_tokens:
+            self.without_usage += 1
+        self._failures = self._failures + 1 if answer.outcome == FAILED else 0
+        if self._failures >= self.options.max_failures:
+            last = f"the last: {answer.reason}"
+            raise DataError(
+                f"{self._failures} requests to {self.options.base_url} failed one after the other; {last}."
+                f" {len(self.store):,} answers are kept in {self.store.path}"
+            )
+
+    async def _check_server(self) -> None:
+        """Ask for the list of models, which costs nothing; not every server has all of its models there, or a list."""
+        from openai import APIConnectionError, APIStatusError
+
+        options = self.options
+        try:
+            few = self._api.with_options(max_retries=min(options.retries, 2), timeout=options.timeout)
+            reply = await few.models.with_raw_response.list()
+            names = [str(model["id"]) for model in json.loads(reply.text)["data"]]
+        except APIStatusError as error:
+            if error.status_code == 401:
+                raise UsageError(self._key_problem(f"status 401: {self._message(error)}")) from error
+            return
+        except APIConnectionError as error:
+            needed = f"{options.prefix}.base_url must be a server that answers"
+            raise DataError(f"{needed}; got {options.base_url}: {_cause(error)}") from error
+        except (ValueError, LookupError, TypeError):
+            return
+        self._nearest = nearest_name(str(options.model), names) if options.model not in names else None
+
+    def _key_problem(self, line: str) -> str:
+        variable = self.options.key_variable
+        given = (
+            f"the server does not take the key in {variable}" if os.environ.get(variable) else f"{variable} is empty"
+        )
+        return f"{self.options.prefix}.key_variable must name the variable with the server's key; {given}: {line}"
+
+    def _message(self, error: Any) -> str:
+        """Return what the server says in an error."""
+        body = error.body if isinstance(error.body, Mapping) else {}
+        said = " ".join(str(body[name]) for name in ("code", "message", "detail") if body.get(name))
+        return self._shown(said or first_line(error))
+
+    def _shown(self, text: str) -> str:
+        """Return a server's text as a line for an error, without the key, which some servers repeat."""
+        key = os.environ.get(self.options.key_variable)
+        text = text.replace(key, "***") if key else text
+        return redacted_text(one_line(text[:500]))
+
+
+def _cause(error: BaseException) -> str:
+    """Return the reason of a connection's error: "[Errno 111] Connect call failed"."""
+    while (cause := error.__cause__ or error.__context__) is not None and "timed out" not in str(error):
+        error = cause
+    return first_line(error)

@@ -1,0 +1,87 @@
+"""The cost of requests by the user's prices, and a progress bar over questions."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+
+from verl_ext.endpoint.answer import Usage
+from verl_ext.endpoint.client import Client, EndpointOptions
+from verl_ext.progress import four_digits, progress_bar
+from verl_ext.values import UsageError, choice_problem, first_line, reason_of, refuse, show
+
+_KINDS = ("input", "cached", "output")
+
+
+@dataclass(frozen=True)
+class Price:
+    """The prices of a million prompt tokens, of those the server had cached, and of a million written tokens."""
+
+    input: float
+    cached: float
+    output: float
+
+    def of(self, usage: Usage) -> float:
+        """Return the cost of requests, in the currency of the prices."""
+        prompt, cached, written = usage.as_tuple()
+        return ((prompt - cached) * self.input + cached * self.cached + written * self.output) / 1e6
+
+
+def read_price(options: EndpointOptions) -> Price | None:
+    """Return the price of the model in the file of prices, None without a file; cached tokens cost `input` by default.
+
+    Raises `UsageError` for a file that cannot be read, or lacks the model, or has another entry or no number.
+    """
+    if options.prices is None:
+        return None
+    key = f"{options.prefix}.prices"
+    try:
+        table = yaml.safe_load(Path(options.prices).read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = reason_of(error) if isinstance(error, OSError) else first_line(error)
+        raise UsageError(f"{key} must be a YAML file of prices; got {options.prices}: {why}") from error
+    if not isinstance(table, Mapping) or not all(isinstance(entry, Mapping) for entry in table.values()):
+        raise UsageError(f"{key} must map models to their prices, {{MODEL: {{input: 2.5, output: 10}}}}; got {table!r}")
+    try:
+        refuse([choice_problem(f"{key}: the model", options.model, map(str, table))])
+        entry = {"cached": table[options.model].get("input"), **table[options.model]}
+        refuse(choice_problem(f"{key}.{options.model}", name, _KINDS) for name in entry)
+        for name in _KINDS:
+            value = entry.get(name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise ValueError(f"{key}.{options.model}.{name} must be a number of at least 0; got {show(value)}")
+    except ValueError as error:
+        raise UsageError(f"{first_line(error)}, in {options.prices}") from error
+    return Price(*(float(entry[name]) for name in _KINDS))
+
+
+class QuestionProgress:
+    """A bar over items, with requests/s, tokens, the cost where prices are known, and the time left."""
+
+    def __init__(self, client: Client, total: int, price: Price | None, description: str) -> None:
+        self._client, self._price, self._started = client, price, time.monotonic()
+        self.bar = progress_bar(description, total, bar_format="{desc}: {percentage:3.0f}%|{bar}| starting")
+
+    def __enter__(self) -> "QuestionProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def item_done(self) -> None:
+        """Count one item."""
+        rate = four_digits(self._client.requests / max(time.monotonic() - self._started, 1e-9))
+        line = f"{{n_fmt}}/{{total_fmt}}, {rate} requests/s, {spent(self._client, self._price)}"
+        self.bar.bar_format = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {line} [{{elapsed}}, {{remaining}} left]"
+        self.bar.update(1)
+
+
+def spent(client: Client, price: Price | None) -> str:
+    """Return the tokens of a client's requests in a line, and what they cost."""
+    prompt, cached, written = client.usage.as_tuple()
+    line = f"{prompt:,} prompt tokens ({cached:,} cached), {written:,} written"
+    if price is not None:
+        line += f", cost {price.of(client.usage):.2f}"
+    return line + (f", {client.without_usage:,} answers not counted" if client.without_usage else "")

@@ -1,0 +1,1 @@
+"""Long instruction data made by a model: `verl-ext synthesize`."""

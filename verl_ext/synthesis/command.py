@@ -1,0 +1,299 @@
+"""The command `verl-ext synthesize`: choose documents or instructions, ask about them, write records."""
+
+import asyncio
+import json
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml  # type: ignore[import-untyped]
+
+from verl_ext.commands.command_line import OutputOptions, as_list, command, is_names
+from verl_ext.endpoint.answer import DONE, OUTCOMES
+from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
+from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
+from verl_ext.endpoint.store import Store
+from verl_ext.files import OutputFolder
+from verl_ext.progress import aligned
+from verl_ext.redaction import redacted
+from verl_ext.synthesis import agentwrite, glm_long, longalign
+from verl_ext.synthesis.corpus import Corpus, Intervals
+from verl_ext.synthesis.items import Item
+from verl_ext.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.synthesis.prompts import Prompts, load_prompts
+from verl_ext.synthesis.records import Made, Making
+from verl_ext.synthesis.token_lengths import TokenLengths
+from verl_ext.text.json_records import BadRecord, read_record
+from verl_ext.text.readers import TextFile, read_chunks
+from verl_ext.text.sources import FORMATS, find_source_files, local_path
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.values import DataError, option
+
+REPORT = "report.yaml"  # no name that `tokenize` takes for a file of records
+AHEAD = 4  # items begun at a time, as a multiple of the requests
+
+NOT_REPORTED = ("output_dir", "overwrite", "store")
+
+Make = Callable[[Item, Client, dict[str, Prompts], Making], Coroutine[Any, Any, Made]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """How records are made: from documents, whose lengths are chosen, or from instructions."""
+
+    make: Make
+    text_key: str
+    of_documents: bool
+
+
+TASKS = {
+    "longalign": Task(longalign.make, "text", of_documents=True),
+    "glm_long": Task(glm_long.make, "text", of_documents=True),
+    "agentwrite": Task(agentwrite.make, "prompt", of_documents=False),
+}
+
+
+@dataclass(frozen=True)
+class SynthesizeOptions(OutputOptions):
+    """Long instruction data, made by the model of an OpenAI-compatible server, for `verl-ext tokenize`.
+
+    task=longalign asks five questions about a document and has one of them answered; task=glm_long questions and
+    summarizes documents longer than the model's context; task=agentwrite plans and writes a long text paragraph by
+    paragraph. Every answer is kept in `store`: a run that stops is continued by the same
+    command, and nothing is paid for twice.
+    """
+
+    marker: ClassVar[str] = REPORT
+
+    task: str | None = option(None, "how records are made", choices=tuple(TASKS), required=True)
+    sources: dict[str, Any] = option({}, f"name: file, folder, glob or list of them; {FORMATS}", required=True)
+    endpoint: EndpointOptions = option(EndpointOptions, "the server that is asked")
+    sampling: SamplingOptions = option(SamplingOptions, "how it answers")
+    model: ModelOptions = option(ModelOptions, "the tokenizer of the model that is to be trained, which counts")
+    store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
+    prompts: str | None = option(None, "YAML file with the prompts of the task; null: ours, in English and Chinese")
+    text_key: str | None = option(None, "field of a record with its text; null: text, of instructions prompt")
+    records: int | None = option(
+        None, "documents or instructions drawn, documents as many from each interval; null: all", least=1
+    )
+    intervals: list[Any] = option(
+        [8192, 16384, 32768, 65536], "longalign, glm_long: edges of the intervals of documents' lengths in tokens"
+    )
+    over_length: str = option(
+        "drop",
+        "a document with more tokens than the last of `intervals`: drop: left out | truncate: its start is taken",
+        choices=("drop", "truncate"),
+    )
+    window: int = option(
+        12288,
+        "glm_long: tokens of a document in a request; the model's context needs room for the answer too",
+        least=64,
+    )
+    lengths: list[Any] = option([], "agentwrite: words for instructions that ask for no length; one of them is drawn")
+    min_length_score: float = option(
+        80.0, "agentwrite: lowest S_l, 0 to 100, of a text that is kept", least=0, most=100
+    )
+    max_paragraphs: int = option(50, "agentwrite: paragraphs of the longest plan that is written", least=1)
+    near_duplicates: float | None = option(
+        0.8,
+        "similarity from which a text is a copy of an earlier one and left out; null: not looked for",
+        above=0,
+        most=1,
+    )
+    decontaminate: list[Any] = option([], "files of a benchmark, of which no record may hold 13 words in a row")
+    on_bad_record: str = option(
+        "error", "error: the first ends the run | skip: left out, counted by reason", choices=("error", "skip")
+    )
+    parse_tries: int = option(3, "how often an answer in a wrong form is asked for in all", least=1)
+    max_failed_share: float = option(
+        0.1, "share of items without an answer to use (refused, cut, failed, …) above which nothing is written", least=0
+    )
+    seed: int = option(42, "seed of what is drawn: items, kinds, questions, lengths")
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each mistake that can be seen without a file or a server."""
+        yield from self.endpoint.endpoint_problems()
+        named = {f"sources.{name}": value for name, value in self.sources.items()}
+        if self.decontaminate:
+            named["decontaminate"] = self.decontaminate
+        for key, value in named.items():
+            if not is_names(value):
+                yield f"{key} must be a path, a glob or a list of them; got {value!r}"
+        paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
+        yield from self.output_problems("a source, the store", self.store, self.prompts, *paths)
+        if TASKS[str(self.task)].of_documents:
+            yield from self.model.tokenizer_problems()
+        for key, least in (("intervals", 2), ("lengths", 0)):
+            numbers = getattr(self, key)
+            right = all(type(number) is int and number > 0 for number in numbers) and len(numbers) >= least
+            if not right or sorted(set(numbers)) != numbers:
+                needed = f"must be a list of {least or 'no'} or more whole numbers, each above the last"
+                yield f"{key} {needed}; got {numbers}"
+
+    @property
+    def store_path(self) -> str:
+        """The file of answers."""
+        return self.store or f"{self.output_dir.rstrip('/')}.answers.sqlite"
+
+
+def run(options: SynthesizeOptions) -> str:
+    """Make the records; return the closing tables. Raises `UsageError` and `DataError`, each one line."""
+    task = TASKS[str(options.task)]
+    prompts = load_prompts(options.prompts, str(options.task))
+    read_price(options.endpoint)  # here too, so that a mistake in the prices ends the run before documents are read
+    files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
+    passages = Passages(_benchmark_texts(options.decontaminate))
+    lengths = None
+    if task.of_documents:
+        lengths = Intervals(tuple(options.intervals)), TokenLengths(load_tokenizer(options.model))
+    skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
+    key = options.text_key or task.text_key
+    corpus = Corpus(files, list(options.sources), key, skip_bad, lengths, truncate)
+    near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
+    total = corpus.choose(options.records, options.seed, near, passages)
+    if not total:
+        left_out = _listed(corpus.left_out) or "nothing was there"
+        raise DataError(f"sources must hold something to ask about, in its field {key}; left out: {left_out}")
+    making = Making(
+        options.seed,
+        options.sampling,
+        options.parse_tries,
+        passages,
+        options.min_length_score,
+        options.max_paragraphs,
+        options.lengths,
+        options.window,
+        lengths[1] if lengths else None,
+    )
+
+    with OutputFolder(options.output_dir, options.overwrite) as folder:
+        made = _make_records(options, corpus.items(), total, prompts, making, folder.path / f"{options.task}.jsonl")
+        outcomes, without, cost = asyncio.run(made)
+        _check_outcomes(outcomes, without, options)
+        report = {
+            "options": redacted({name: value for name, value in asdict(options).items() if name not in NOT_REPORTED}),
+            "lengths": {
+                name: {"found": corpus.available[name], "drawn": len(own)} for name, own in corpus.chosen.items()
+            },
+            "left_out": dict(corpus.left_out),
+            "outcomes": dict(outcomes),
+            "without_record": without,
+        }
+        (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
+        folder.publish()
+    rows = [
+        {"length": name, **{key: f"{count:,}" for key, count in row.items()}} for name, row in report["lengths"].items()
+    ]
+    lines = [
+        aligned(rows, ["length"]),
+        f"left out: {_listed(corpus.left_out) or 'none'}",
+        f"items: {_listed(outcomes)}",
+    ]
+    return "\n".join([*lines, cost, f"written to {options.output_dir}"])
+
+
+async def _make_records(
+    options: SynthesizeOptions,
+    items: Iterator[Item],
+    total: int,
+    prompts: dict[str, Prompts],
+    making: Making,
+    path: Path,
+) -> tuple[Counter[str], list[dict[str, str]], str]:
+    """Write the records of the items, in their order, to a file.
+
+    Returns how many items had which outcome, those without a record with the reason, and a line with the cost.
+    """
+    task, price = TASKS[str(options.task)], read_price(options.endpoint)
+    outcomes: Counter[str] = Counter()
+    without: list[dict[str, str]] = []
+    free = asyncio.Semaphore(options.endpoint.concurrency)
+    with Store(options.store_path) as store:
+        async with Client(options.endpoint, store) as client:
+
+            async def make(item: Item) -> Made:
+                async with free:  # an item's requests follow each other, while the server has its document at hand
+                    return await task.make(item, client, prompts, making)
+
+            begun = ((item, make(item)) for item in items)
+            with open(path, "w", encoding="utf-8") as file, QuestionProgress(client, total, price, "synthesize") as bar:
+                async with aclosing(_in_order(begun, AHEAD * options.endpoint.concurrency)) as results:
+                    async for item, made in results:
+                        outcomes[made.outcome] += 1
+                        if made.record is None:
+                            without.append({"item": item.name, "outcome": made.outcome, "reason": made.reason})
+                        else:
+                            file.write(json.dumps(made.record, ensure_ascii=False) + "\n")
+                        bar.item_done()
+            asked = f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store"
+            return outcomes, without, f"{asked}; {spent(client, price)}"
+
+
+async def _in_order(
+    begun: Iterator[tuple[Item, Coroutine[Any, Any, Made]]], ahead: int
+) -> AsyncGenerator[tuple[Item, Made], None]:
+    """Yield the result of each coroutine in order, while as many as `ahead` of them run."""
+    running: deque[tuple[Item, asyncio.Task[Made]]] = deque()
+    try:
+        for item, coroutine in begun:
+            running.append((item, asyncio.ensure_future(coroutine)))
+            await asyncio.sleep(0)  # requests are sent while documents are read
+            if len(running) >= ahead:
+                item, made = running.popleft()
+                yield item, await made
+        while running:
+            item, made = running.popleft()
+            yield item, await made
+    finally:
+        for _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+
+def _benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
+    """Yield every text in the records of files."""
+    for file in find_source_files({"decontaminate": list(paths)}, "decontaminate") if paths else ():
+        for chunk in read_chunks(file):
+            for number, raw in chunk.records:
+                try:
+                    yield from _texts_in(read_record(raw))
+                except BadRecord as error:
+                    raise DataError(f"{chunk.place(number)}: {error}") from error
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, TextFile):
+        yield "".join(value.blocks())
+    elif isinstance(value, (list, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(child)
+
+
+def _check_outcomes(outcomes: Counter[str], without: Sequence[dict[str, str]], options: SynthesizeOptions) -> None:
+    """Raise `DataError` if too many items have no usable answer, or none has a record."""
+    failed = Counter({name: outcomes[name] for name in OUTCOMES if name != DONE})
+    kept = f"nothing was written; the answers are kept in {options.store_path}"
+    first = "; ".join(f"{each['item']}: {each['outcome']}: {each['reason']}" for each in without[:3])
+    if failed.total() > options.max_failed_share * outcomes.total():
+        share = f"{failed.total():,} of {outcomes.total():,} items are without an answer to use ({_listed(failed)})"
+        raise DataError(f"{share}, max_failed_share is {options.max_failed_share}: {kept}. {first}")
+    if not outcomes[DONE]:
+        raise DataError(f"no item has a record ({_listed(outcomes)}): {kept}. {first}")
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()) if count)
+
+
+main = command(
+    "synthesize",
+    SynthesizeOptions,
+    run,
+    example="task=longalign 'sources={books:books/}' output_dir=DIR model.path=TOKENIZER"
+    " endpoint.base_url=http://localhost:8000/v1 endpoint.model=NAME",
+)

@@ -1,0 +1,106 @@
+"""The items of a run: those of the right length that repeat nothing, drawn evenly over the intervals of lengths."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from verl_ext.synthesis.items import Item, drawn, read_items
+from verl_ext.synthesis.overlap import NearDuplicates, Passages
+from verl_ext.synthesis.token_lengths import TokenLengths
+from verl_ext.text.sources import SourceFile
+
+ALL = "all"  # the one group of items whose lengths are not counted
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """The lengths of documents in tokens: edges[i] up to edges[i + 1], the last edge included."""
+
+    edges: tuple[int, ...]
+
+    def of(self, tokens: int) -> str | None:
+        """Return the interval of a length, None outside of all."""
+        if not self.edges[0] <= tokens <= self.edges[-1]:
+            return None
+        place = min(bisect_right(self.edges, tokens), len(self.edges) - 1)
+        return f"{self.edges[place - 1]:,}–{self.edges[place]:,}"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all intervals, the shortest first."""
+        return [str(self.of(edge)) for edge in self.edges[:-1]]
+
+
+class Corpus:
+    """The items of files, each in the interval of its length, read twice: to choose, and to ask about the chosen.
+
+    An item draws a number from the seed and its name; the lowest of an interval are chosen. So the same ones are
+    chosen in whatever order they are read, and a larger choice holds the smaller one.
+
+    Args:
+        files: of all sources, in order.
+        sources: the names of the sources.
+        text_key: the field of a record with its text.
+        skip_bad: leave out and count records without a text, instead of ending the run.
+        lengths: the intervals and what counts tokens; None: all items are one group.
+        truncate: shorten longer documents to the last interval, instead of leaving them out.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        sources: Sequence[str],
+        text_key: str,
+        skip_bad: bool,
+        lengths: tuple[Intervals, TokenLengths] | None,
+        truncate: bool,
+    ) -> None:
+        self._read = (files, sources, text_key)
+        self._skip_bad, self._lengths, self._truncate = skip_bad, lengths, truncate
+        self.left_out: Counter[str] = Counter()
+        self.available: dict[str, int] = {}
+        self.chosen: dict[str, set[str]] = {}
+
+    def choose(self, records: int | None, seed: int, near: NearDuplicates | None, passages: Passages) -> int:
+        """Draw `records` items, None for all, as many from every interval; return how many there are.
+
+        An interval that has fewer gives all it has, and the others do not make up for it.
+        """
+        names = self._lengths[0].names if self._lengths else [ALL]
+        groups: dict[str, list[tuple[int, str]]] = {name: [] for name in names}
+        for item, group in self._items(self.left_out):
+            if passages.found_in(item.text):
+                self.left_out["contaminated"] += 1
+            elif near and near.repeats(item.name, item.text):
+                self.left_out["near_duplicate"] += 1
+            else:
+                groups[group].append((drawn(seed, item.name), item.name))
+        for place, (group, found) in enumerate(groups.items()):
+            share = len(found) if records is None else (records + len(groups) - 1 - place) // len(groups)
+            self.available[group] = len(found)
+            self.chosen[group] = {name for _, name in sorted(found)[:share]}
+        return sum(map(len, self.chosen.values()))
+
+    def items(self) -> Iterator[Item]:
+        """Yield the chosen items in the order of the files."""
+        for item, group in self._items(Counter()):
+            if item.name in self.chosen[group]:
+                yield item
+
+    def _items(self, left_out: Counter[str]) -> Iterator[tuple[Item, str]]:
+        """Yield each item of a right length with its interval, shortened if it is to be; count the others."""
+        for item in read_items(*self._read, left_out, self._skip_bad):
+            if self._lengths is None:
+                yield item, ALL
+                continue
+            intervals, limit = self._lengths
+            tokens, most = limit.count(item.text), intervals.edges[-1]
+            if tokens > most and self._truncate:
+                left_out["truncated"] += 1
+                item = replace(item, text=limit.shortened(item.text, most))
+                tokens = limit.count(item.text)
+            if group := intervals.of(tokens):
+                yield replace(item, tokens=tokens), group
+            else:
+                left_out["too_short" if tokens < intervals.edges[0] else "too_long"] += 1

@@ -1,0 +1,65 @@
+"""What is asked about: documents or instructions, read from files, and what is drawn for each of them.
+
+An item draws a number from the seed and its own name. So the same ones are chosen, and the same questions asked of
+them, in whatever order and by however many requests at a time.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from verl_ext.text.json_records import BadRecord, check_characters, read_record
+from verl_ext.text.readers import TextFile, read_chunks
+from verl_ext.text.sources import SourceFile
+from verl_ext.values import DataError
+
+
+@dataclass(frozen=True)
+class Item:
+    """A document or an instruction. tokens: of the whole text, 0 if they are not counted."""
+
+    name: str
+    source: str
+    text: str
+    tokens: int = 0
+
+
+def drawn(seed: int, *facts: str) -> int:
+    """Return 64 bits that follow from the seed and the facts alone."""
+    digest = blake2b("\0".join((str(seed), *facts)).encode(errors="surrogateescape"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def read_items(
+    files: Iterable[SourceFile], sources: Sequence[str], text_key: str, left_out: Counter[str], skip_bad: bool
+) -> Iterator[Item]:
+    """Yield the items of the files in order; `left_out` counts bad records.
+
+    Raises `DataError` for the first bad record unless `skip_bad`.
+    """
+    times: Counter[str] = Counter()
+    for file in files:
+        source = sources[file.category_id - 1]
+        name = f"{source}/{Path(file.path).name}"
+        times[name] += 1
+        if times[name] > 1:  # files of one name in several folders; the folders may move
+            name = f"{name}#{times[name]}"
+        for chunk in read_chunks(file):
+            for number, raw in chunk.records:
+                try:
+                    record = read_record(raw)
+                    text = record.get(text_key)
+                    if isinstance(text, TextFile):
+                        text = "".join(text.blocks())
+                    if not isinstance(text, str) or not text.strip():
+                        kind = "nothing" if text is None or text == "" else type(text).__name__
+                        raise BadRecord("no_text", f"text_key={text_key} must name a field with a text; got {kind}")
+                    check_characters(text)
+                except BadRecord as error:
+                    if not skip_bad:
+                        raise DataError(f"{chunk.place(number)}: {error}") from error
+                    left_out[error.reason] += 1
+                    continue
+                yield Item(f"{name}:{number}", source, text.strip())

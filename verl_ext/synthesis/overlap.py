@@ -1,0 +1,60 @@
+"""Texts that repeat others: near-duplicates among them, and passages of given files."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from verl_ext.files import fingerprint
+from verl_ext.values import UsageError, first_line
+
+NGRAM = 13  # words of a passage that two texts hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
+SHINGLE = 5  # words of which the similarity of two texts is counted
+PERMUTATIONS = 128
+# A word, or one character of a script that is written without spaces.
+_WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+
+
+def runs_of_words(text: str, length: int) -> Iterator[str]:
+    """Yield every run of so many words, in lower case; the whole text if it has fewer."""
+    words = _WORD.findall(text.lower())
+    for start in range(max(len(words) - length + 1, 1)):
+        yield " ".join(words[start : start + length])
+
+
+class NearDuplicates:
+    """Finds texts whose runs of 5 words have at least the given Jaccard similarity with those of an earlier text."""
+
+    def __init__(self, threshold: float) -> None:
+        try:
+            from datasketch import MinHashLSH  # here: importing it takes half a second
+        except ImportError as error:
+            needed = "needs a package (pip install 'verl-ext[synth]'), or null"
+            raise UsageError(f"near_duplicates {needed}: {first_line(error)}") from error
+        self._index = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
+        self._threshold = threshold
+        self._hashes: dict[str, object] = {}
+
+    def repeats(self, name: str, text: str) -> str | None:
+        """Return the name of an earlier text that this one repeats; remember this one if there is none."""
+        from datasketch import MinHash
+
+        found = MinHash(num_perm=PERMUTATIONS)
+        found.update_batch([run.encode() for run in set(runs_of_words(text, SHINGLE))])
+        for other in sorted(self._index.query(found)):
+            if found.jaccard(self._hashes[other]) >= self._threshold:
+                return other
+        self._index.insert(name, found)
+        self._hashes[name] = found
+        return None
+
+
+class Passages:
+    """The runs of 13 words of texts that must not be trained on, such as those of a benchmark."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._runs = {fingerprint(run, digits=16) for text in texts for run in runs_of_words(text, NGRAM)}
+
+    def found_in(self, text: str) -> str | None:
+        """Return the first run of the text that is one of them."""
+        if not self._runs:
+            return None
+        return next((run for run in runs_of_words(text, NGRAM) if fingerprint(run, digits=16) in self._runs), None)

@@ -1,0 +1,35 @@
+"""Lengths of texts in tokens of one tokenizer, and parts of texts by their tokens."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from verl_ext.values import UsageError
+
+
+class TokenLengths:
+    """Counts the tokens of texts, without special tokens, and finds parts by their tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take the tokenizer of the model that is to be trained. Raises `UsageError` unless it has a tokenizer.json."""
+        if not tokenizer.is_fast:
+            needed = "a tokenizer with a tokenizer.json, which tells where tokens stand in a text"
+            raise UsageError(f"model.path must have {needed}; got {type(tokenizer).__name__}")
+        self._tokenizer = tokenizer
+
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def characters(self, text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return where spans of tokens, each of at least one, stand in a text: (first character, end)."""
+        places = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return [(places[first][0], places[end - 1][1]) for first, end in spans]
+
+    def shortened(self, text: str, tokens: int) -> str:
+        """Return the start of a text of at most so many tokens."""
+        end = tokens
+        while True:  # the start may be cut into more tokens than it has within the whole text
+            start = text[: self.characters(text, [(0, end)])[0][1]].rstrip()
+            if self.count(start) <= tokens:
+                return start
+            end -= 1
