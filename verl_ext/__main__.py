@@ -17,6 +17,7 @@ COMMANDS = {
     "babilong": ("verl_ext.commands.babilong.command", "BABILong samples of any length"),
     "export": ("verl_ext.commands.export", "a checkpoint as a folder for plain transformers, without GPUs"),
     "init-model": ("verl_ext.commands.init_model.command", "a model with random weights, and its tokenizer"),
+    "judge": ("verl_ext.commands.judge", "answers to long-context benchmarks, scored by rules or by a judge model"),
     "migrate": ("verl_ext.commands.migrate", "a command of verl ≤ 0.6 with the names of today"),
     "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach each other, with the same packages"),
 }
