@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from verl_ext.endpoint.answer import Unparsable
 from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.judging.task import Case, Messages, Scores, Task, read_rows
+from verl_ext.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
 from verl_ext.values import DataError, Options, option
 
 SYSTEM = "You're a good assistant at evaluating the quality of texts."
@@ -60,13 +60,9 @@ class LongBenchChat(Task):
         most = self.options.max_prompt_tokens
         if most is None:
             return prompt
-        tokens = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if len(tokens) <= most:
-            return prompt
+        ends = token_ends(self.tokenizer, prompt)
         half = most // 2
-        return "".join(
-            self.tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:half], tokens[-half:])
-        )
+        return prompt if len(ends) <= most else prompt[: ends[half - 1]] + prompt[ends[-half - 1] :]
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
         """Return `ratings` requests. An order of shots follows from the case and the request's number."""

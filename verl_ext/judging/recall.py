@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from verl_ext.data.babilong import FIELDS, find_files, is_right_answer
 from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.judging.task import Case, Scores, Task
+from verl_ext.judging.task import Case, Scores, Task, token_ends
 from verl_ext.values import DataError, Options, option
 
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?。！？])\s*")
@@ -64,13 +64,13 @@ class Needle(Task):
             text = "\n\n".join(file.read_text(encoding="utf-8").strip() for file in files)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cases must be a text file or a folder of .txt files; got {path}: {error}") from error
-        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        needle = len(self.tokenizer(given.text, add_special_tokens=False)["input_ids"])
-        if (longest := max(given.lengths) - needle) > len(tokens):
+        ends = [0, *token_ends(self.tokenizer, text)]
+        needle = len(token_ends(self.tokenizer, str(given.text)))
+        if (longest := max(given.lengths) - needle) >= len(ends):
             needed = f"cases must hold {longest:,} tokens for needle.lengths={max(given.lengths)}"
-            raise DataError(f"{needed}; {path} has {len(tokens):,}")
+            raise DataError(f"{needed}; {path} has {len(ends) - 1:,}")
         for length, depth in product(given.lengths, given.depths):
-            hay = self.tokenizer.decode(tokens[: max(length - needle, 0)], skip_special_tokens=True)
+            hay = text[: ends[max(length - needle, 0)]]
             before, after = _split_at_sentence(hay, depth)
             document = " ".join(part for part in (before, given.text, after) if part)
             prompt = f"{document}\n\n{given.question}"

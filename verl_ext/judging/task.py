@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.values import DataError
+from verl_ext.values import DataError, UsageError
 
 Messages = list[dict[str, str]]
 Scores = dict[str, float | None]
@@ -94,6 +94,14 @@ class Task:
     def published(self, case: Case, answer: str) -> dict[str, Any] | None:
         """Return the row of a case in the benchmark's own file of predictions, None if it has none."""
         return None
+
+
+def token_ends(tokenizer: Any, text: str) -> list[int]:
+    """Return the place in a text at which each of its tokens ends. Raises UsageError for a slow tokenizer."""
+    if not tokenizer.is_fast:
+        raise UsageError(f"model.path must hold a fast tokenizer to cut texts by; got {type(tokenizer).__name__}")
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return [end for _, end in offsets]
 
 
 def read_rows(path: str, key: str, fields: Mapping[str, type]) -> list[dict[str, Any]]:
