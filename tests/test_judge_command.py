@@ -1,0 +1,204 @@
+"""`verl-ext judge`, from cases to results.json, with a server and a judge that answer over HTTP."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.chat_server import chat_server, completion
+from verl_ext.__main__ import main
+from verl_ext.judging.writing import DIMENSIONS
+
+CASES = [
+    {"prompt": "a story of 100 words", "type": "Story", "length": 100},
+    {"prompt": "an essay of 200 words", "type": "Essay", "length": 200},
+]
+
+
+@pytest.fixture
+def cases(tmp_path):
+    path = tmp_path / "longbench_write.jsonl"
+    path.write_text("\n".join(map(json.dumps, CASES)))
+    return path
+
+
+def _result(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def _good_judge(request):
+    return json.dumps({"Analysis": "fine", **dict.fromkeys(DIMENSIONS, 4)})
+
+
+def test_an_endpoint_is_judged_and_a_second_run_asks_nobody(tmp_path, cases, capsys):
+    asked = Counter()
+
+    def model(request):
+        asked["model"] += 1
+        assert request["temperature"] == 0.5
+        assert request["max_tokens"] == 32768
+        return completion("word " * 100, "length" if "essay" in request["messages"][0]["content"] else "stop")
+
+    def judge(request):
+        asked["judge"] += 1
+        (message,) = request["messages"]
+        assert "word word" in message["content"]
+        return _good_judge(request)
+
+    with chat_server(model) as server, chat_server(judge) as judge_server:
+        arguments = [
+            "judge", "task=longbench_write", f"cases={cases}", f"endpoint.base_url={server.url}", "endpoint.model=m",
+            f"judge.base_url={judge_server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}",
+        ]  # fmt: skip
+        assert main(arguments) == 0
+        assert "S_q_imputed" in capsys.readouterr().out
+        assert main([*arguments, "overwrite=true"]) == 0
+    assert asked == {"model": 2, "judge": 2}
+    found = _result(tmp_path / "out")["models"]["m"]
+    assert found["figures"]["all"]["S_l"]["mean"] == pytest.approx(75)
+    assert found["figures"]["all"]["S_q"]["mean"] == 75
+    assert found["figures"]["type Essay"]["S_l"]["mean"] == 50
+    assert found["outcomes"] == {"done": 1, "cut": 1}
+    published = [json.loads(line) for line in (tmp_path / "out" / "m" / "pred.jsonl").read_text().splitlines()]
+    assert [{name: row[name] for name in CASES[0]} for row in published] == CASES
+    assert [row["response_length"] for row in published] == [100, 100]
+    answers = [json.loads(line) for line in (tmp_path / "out" / "m" / "answers.jsonl").read_text().splitlines()]
+    assert json.loads(answers[0]["judge"][0]["verdict"])["Analysis"] == "fine"
+
+
+def test_predictions_of_other_programs_are_judged_side_by_side(tmp_path, cases, capsys):
+    for name, words in (("short", 50), ("exact", 100)):
+        rows = [{**case, "response_length": words, "response": "word " * words} for case in CASES]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = f"predictions={{short:{tmp_path}/short.jsonl,exact:{tmp_path}/exact.jsonl}}"
+    assert main(["judge", "task=longbench_write", f"cases={cases}", given, f"output_dir={tmp_path / 'out'}"]) == 0
+    models = _result(tmp_path / "out")["models"]
+    assert models["short"]["figures"]["all"]["S_l"]["mean"] == pytest.approx((50 + 0) / 2)
+    assert models["exact"]["figures"]["all"]["S_l"]["mean"] == pytest.approx((100 + 50) / 2)
+    assert "S_q" not in models["exact"]["figures"]["all"]
+    assert "exact" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_verdicts_that_stay_unreadable_are_asked_for_five_times_counted_apart_and_end_with_exit_code_1(
+    tmp_path, cases, capsys
+):
+    asked = Counter()
+
+    def judge(request):
+        essay = "an essay" in request["messages"][0]["content"]
+        asked[essay] += 1
+        return "I liked it." if essay else _good_judge(request)
+
+    rows = [{**case, "response": "word " * 100} for case in CASES]
+    (tmp_path / "pred.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with chat_server(judge) as server:
+        arguments = [
+            "judge", "task=longbench_write", f"cases={cases}", f"predictions.a={tmp_path}/pred.jsonl",
+            f"judge.base_url={server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}",
+        ]  # fmt: skip
+        assert main(arguments) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "1 of 2 cases of a" in error
+    assert "max_failed=0" in error
+    assert asked == {True: 5, False: 1}
+    found = _result(tmp_path / "out")["models"]["a"]
+    assert found["outcomes"] == {"done": 1, "verdict unparsable": 1}
+    assert found["figures"]["all"]["S_q"] == {"mean": 75, "low": None, "high": None, "cases": 1}
+    assert found["figures"]["all"]["S_q_imputed"]["mean"] == pytest.approx((75 + 50) / 2)
+    with chat_server(judge) as server:
+        arguments[4] = f"judge.base_url={server.url}"
+        assert main([*arguments, "overwrite=true", "max_failed=0.5"]) == 0
+    assert asked == {True: 5, False: 1}  # unreadable verdicts were paid for as well
+
+
+def test_longbench_chat_gives_the_mean_and_the_codes_sum(tmp_path):
+    cases = [{"idx": i, "prompt": f"doc {i}", "query": f"why {i}?", "answer": f"because {i}"} for i in (1, 2)]
+    shots = [[{"answer": f"shot {i}{k}", "score": k + 1} for k in range(3)] for i in (1, 2)]
+    for name, value in (("cases", cases), ("shots", shots)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    ratings = iter([6, 8, 3, 3])
+    with (
+        chat_server(lambda request: "an answer") as server,
+        chat_server(lambda request: f"Rating: [[{next(ratings)}]]") as judge_server,
+    ):
+        arguments = [
+            "judge", "task=longbench_chat", f"cases={tmp_path}/cases.json", f"chat.shots={tmp_path}/shots.json",
+            f"endpoint.base_url={server.url}", "endpoint.model=m", f"judge.base_url={judge_server.url}",
+            "judge.model=gpt", "chat.ratings=2", "chat.shuffle_shots=true", f"output_dir={tmp_path / 'out'}",
+        ]  # fmt: skip
+        assert main(arguments) == 0
+    found = _result(tmp_path / "out")["models"]["m"]
+    assert found["figures"]["all"]["rating"]["mean"] == 5
+    assert found["sums"] == {"rating": 10}
+
+
+def test_a_needle_is_asked_for_at_every_length_and_depth(tmp_path, tiny_model):
+    (tmp_path / "hay.txt").write_text(" ".join(f"Sentence {i} of the hay." for i in range(400)))
+
+    def model(request):
+        prompt = request["messages"][0]["content"]
+        return "It is 7421." if prompt.index("7421") < len(prompt) / 2 else "I do not know."
+
+    with chat_server(model) as server:
+        arguments = [
+            "judge", "task=needle", f"cases={tmp_path / 'hay.txt'}", f"model.path={tiny_model}",
+            "needle.lengths=[100,900]", "needle.depths=[0,100]",
+            "'needle.text=The key is 7421.'", "'needle.question=What is the key?'",
+            "needle.expected=['7421']", f"endpoint.base_url={server.url}", "endpoint.model=m",
+            f"output_dir={tmp_path}/out",
+        ]  # fmt: skip
+        assert main([argument.strip("'") for argument in arguments]) == 0
+    figures = _result(tmp_path / "out")["models"]["m"]["figures"]
+    assert {name: of["found"]["mean"] for name, of in figures.items() if name.startswith("cell")} == {
+        "cell 100 at 0%": 1, "cell 100 at 100%": 0, "cell 900 at 0%": 1, "cell 900 at 100%": 0
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_folder_answers_as_plain_transformers_does(tmp_path, tiny_model):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "qa1").mkdir()
+    rows = [{"input": "John went home.", "question": "Where is John?", "target": "kitchen"}]
+    (tmp_path / "qa1" / "0k.json").write_text(json.dumps(rows))
+    given = [f"cases={tmp_path / 'qa1'}", f"models.tiny={tiny_model}", f"output_dir={tmp_path / 'out'}"]
+    assert main(["judge", "task=babilong", "max_tokens=8", *given]) == 0
+    (answer,) = map(json.loads, (tmp_path / "out" / "tiny" / "answers.jsonl").read_text().splitlines())
+    tokenizer, model = (cls.from_pretrained(tiny_model) for cls in (AutoTokenizer, AutoModelForCausalLM))
+    from verl_ext.judging.recall import BABILong
+
+    (case,) = BABILong(str(tmp_path / "qa1")).cases()
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": case.prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].size(1) :]
+    assert answer["answer"] == tokenizer.decode(output, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["task=longbench"], "task"),
+        (["task=longbench_write", "cases=CASES"], "models, predictions or endpoint.base_url"),
+        (["task=longbench_write", "cases=nowhere.jsonl", "models.a=x"], "cases"),
+        (["task=longbench_write", "cases=CASES", "models.a=nowhere"], "models.a"),
+        (
+            ["task=longbench_write", "cases=CASES", "endpoint.base_url=localhost", "endpoint.model=m"],
+            "endpoint.base_url",
+        ),
+        (["task=longbench_chat", "cases=CASES", "models.a=x"], "judge.base_url"),
+        (["task=needle", "cases=CASES", "models.a=x"], "model.path"),
+        (["task=needle", "cases=CASES", "models.a=x", "needle.text=T"], "needle.text"),
+        (["task=needle", "cases=CASES", "models.a=x", "needle.depths=[101]"], "needle.depths"),
+        (["task=longbench_write", "cases=CASES", "models.a=x", "judge_prompt=nowhere"], "judge_prompt"),
+        (["task=longbench_write", "cases=CASES", "predictions.a=nowhere.jsonl"], "predictions.a"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_its_key(tmp_path, cases, capsys, arguments, key):
+    given = [argument.replace("CASES", str(cases)) for argument in arguments]
+    assert main(["judge", *given, f"output_dir={tmp_path / 'out'}"]) in (1, 2)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert key in line
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,94 @@
+"""LongBench-Chat: questions about documents of 10k to 100k tokens, rated 1 to 10 beside three rated answers.
+
+Source: LongAlign (arXiv 2401.18058) and its repository's LongBench_Chat/. The judge sees the question, the reference
+and the three shots, never the document. The paper shuffles the shots and rates twice; the code does neither.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, ClassVar
+
+from verl_ext.endpoint.answer import Unparsable
+from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
+from verl_ext.values import DataError, Options, option
+
+SYSTEM = "You're a good assistant at evaluating the quality of texts."
+_SHOT = "\n[Answer begins]\n{answer}\n[Answer ends]\n\nRating: [[{score}]]\n"
+
+
+@dataclass(frozen=True)
+class ChatOptions(Options):
+    """The options of LongBench-Chat."""
+
+    prefix: ClassVar[str] = "chat"
+
+    shots: str | None = option(None, "few_shots.json: for each idx three of {answer, score}")
+    shuffle_shots: bool = option(False, "true: another order of the three in each request, as in the paper")
+    ratings: int = option(1, "ratings of an answer, whose mean counts; the paper's is 2", least=1)
+    max_prompt_tokens: int | None = option(
+        None, "tokens of a prompt, cut in its middle; the published figures have 64,000; null: whole", least=2
+    )
+
+
+class LongBenchChat(Task):
+    """Questions about long documents, whose answers a judge rates beside three rated ones."""
+
+    options: ChatOptions
+    sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
+    prompt: ClassVar[str | None] = "chat.txt"
+    needs_judge: ClassVar[bool] = True
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the cases, with their shots. Raises DataError if these are not three for each case."""
+        fields = {"idx": int, "prompt": str, "query": str, "answer": str}
+        shots = read_rows(str(self.options.shots), "chat.shots", {})
+        for row in read_rows(self.path, "cases", fields):
+            name = row["idx"]
+            own = shots[name - 1] if 0 < name <= len(shots) else None
+            if not isinstance(own, list) or len(own) != 3 or not all({"answer", "score"} <= set(shot) for shot in own):
+                needed = f"chat.shots must hold three of {{answer, score}} for idx {name}"
+                raise DataError(f"{needed}; {self.options.shots} has not")
+            facts = {"query": row["query"], "reference": row["answer"], "shots": own}
+            yield Case(str(name), self._cut(row["prompt"]), facts)
+
+    def _cut(self, prompt: str) -> str:
+        """Leave out the middle of a prompt that has too many tokens, as the published code does."""
+        most = self.options.max_prompt_tokens
+        if most is None:
+            return prompt
+        ends = token_ends(self.tokenizer, prompt)
+        half = most // 2
+        return prompt if len(ends) <= most else prompt[: ends[half - 1]] + prompt[ends[-half - 1] :]
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return `ratings` requests. An order of shots follows from the case and the request's number."""
+        requests = []
+        for number in range(self.options.ratings):
+            shots = list(case.facts["shots"])
+            if self.options.shuffle_shots:
+                digest = blake2b(f"{case.name} {number}".encode(), digest_size=8).digest()
+                random.Random(int.from_bytes(digest, "big")).shuffle(shots)
+            parts = {
+                "$QUESTION$": case.facts["query"],
+                "$REFERENCE$": case.facts["reference"],
+                "$SHOTS$": "".join(_SHOT.format(**shot) for shot in shots),
+                "$ANSWER$": answer,
+            }
+            requests.append([{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.filled(parts)}])
+        return requests
+
+    def verdict(self, text: str) -> float:
+        """Return the first number of the last [[…]], from 1 to 10."""
+        ratings = re.findall(r"\[\[([^\]]+)\]\]", text)
+        numbers = re.findall(r"\d+\.\d+|\d+", ratings[-1]) if ratings else []
+        if not numbers or not 1 <= float(numbers[0]) <= 10:
+            raise Unparsable("no [[rating]] from 1 to 10")
+        return float(numbers[0])
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return the mean of the ratings, None if one is missing."""
+        return {"rating": None if None in verdicts or not verdicts else sum(verdicts) / len(verdicts)}

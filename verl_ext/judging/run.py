@@ -1,0 +1,143 @@
+"""A benchmark over models: answers, verdicts, scores, and the files that hold them."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.endpoint.answer import CUT, DONE, Answer
+from verl_ext.endpoint.client import Client, SamplingOptions
+from verl_ext.judging.figures import Figure, figures
+from verl_ext.judging.task import Case, Scores, Task
+from verl_ext.progress import Row, aligned, progress_bar
+
+ANSWERS, PREDICTIONS = "answers.jsonl", "pred.jsonl"
+TRIES = 5  # requests to the judge for a verdict that can be read, as LongWriter and LongAlign make
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A case with its answer, the judge's answers about it, and its scores."""
+
+    case: Case
+    answer: Answer
+    verdicts: Sequence[Answer]
+    scores: Scores
+
+    @property
+    def outcome(self) -> str:
+        """The answer's outcome; `verdict …` if a verdict of the judge is missing."""
+        missing = [verdict.outcome for verdict in self.verdicts if not verdict.is_done]
+        return f"verdict {missing[0]}" if missing else self.answer.outcome
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a line of answers.jsonl."""
+        facts = {"case": self.case.name, **self.case.facts, "answer": self.answer.raw, "outcome": self.outcome}
+        about = {name: getattr(self.answer, name) for name in ("reason", "reasoning", "model")}
+        verdicts = [
+            {"verdict": verdict.raw, **{name: getattr(verdict, name) for name in ("outcome", "reason", "model")}}
+            for verdict in self.verdicts
+        ]
+        return {**facts, **about, "judge": verdicts, "scores": self.scores}
+
+
+async def judge_model(
+    name: str, task: Task, cases: Sequence[Case], model: Any, sampling: SamplingOptions, judge: Client | None
+) -> list[Judged]:
+    """Ask a model every case, and the judge about every answer.
+
+    Args:
+        name: the model's name, for the progress bar and the store.
+        task: the benchmark.
+        cases: its cases.
+        model: a Client, LocalModel or Predictions.
+        sampling: how the model draws its answers.
+        judge: None if nobody is asked for verdicts.
+    """
+    with progress_bar(f"judge {name}", len(cases), unit=" case") as bar:
+
+        async def judged(case: Case) -> Judged:
+            message = {"role": "user", "content": case.prompt}
+            answer = await model.ask(case.name, "answer", [message], sampling)
+            verdicts: list[Answer] = []
+            scores: Scores = {}
+            if answer.outcome in (DONE, CUT):  # a text that ends too soon is a text
+                if judge is not None:
+                    questions = task.questions(case, answer.raw)
+                    asked = (
+                        judge.ask(case.name, f"judge/{number}", question, task.judge_sampling, task.verdict, TRIES)
+                        for number, question in enumerate(questions)
+                    )
+                    verdicts = list(await asyncio.gather(*asked))
+                parsed = [verdict.parsed if verdict.is_done else None for verdict in verdicts]
+                scores = task.scores(case, answer.raw, parsed)
+            bar.update(1)
+            return Judged(case, answer, verdicts, scores)
+
+        tasks = [asyncio.create_task(judged(case)) for case in cases]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for waiting in tasks:
+                waiting.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+
+def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
+    """Write the answers of a model with their scores, and the benchmark's own file of predictions if it has one."""
+    folder.mkdir()
+    _write_lines(folder / ANSWERS, (row.as_dict() for row in judged))
+    published = [row for one in judged if one.scores and (row := task.published(one.case, one.answer.raw)) is not None]
+    if published:
+        _write_lines(folder / PREDICTIONS, published)
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, dict[str, dict[str, Figure]]]:
+    """Return {model: {group: {score: its figure}}}."""
+    return {
+        name: figures((task.groups(row.case), row.scores) for row in rows if row.scores)
+        for name, rows in judged.items()
+    }
+
+
+def results(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each model's part of results.json: figures by group, outcomes, and sums if no score is missing."""
+    by_model = {}
+    for name, rows in judged.items():
+        complete = all(row.scores and None not in row.scores.values() for row in rows)
+        scores = rows[0].scores if complete else ()
+        by_model[name] = {
+            "figures": {group: {s: asdict(figure) for s, figure in of.items()} for group, of in found[name].items()},
+            "outcomes": dict(Counter(row.outcome for row in rows)),
+            "sums": {score: sum(float(row.scores[score] or 0) for row in rows) for score in scores},
+        }
+    return by_model
+
+
+def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> str:
+    """Return the figures of all cases as a table: a row a score, a column a model, and the outcomes below."""
+    of_all = {name: by_group["all"] for name, by_group in found.items()}
+    scores = list(dict.fromkeys(score for of_model in of_all.values() for score in of_model))
+    rows: list[Row] = [
+        {"score": score, **{model: _shown(of_model.get(score)) for model, of_model in of_all.items()}}
+        for score in scores
+    ]
+    for outcome in sorted({row.outcome for of_model in judged.values() for row in of_model}):
+        counts = {model: str(sum(row.outcome == outcome for row in of_model)) for model, of_model in judged.items()}
+        rows.append({"score": f"cases {outcome}", **counts})
+    return aligned(rows, left={"score"})
+
+
+def _shown(figure: Figure | None) -> str:
+    if figure is None:
+        return "–"
+    interval = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
+    return f"{figure.mean:.2f}{interval}"

@@ -1,0 +1,104 @@
+"""LongBench-Write and LongWrite-Ruler: the length and the quality of long texts that are asked for.
+
+Source: LongWriter (arXiv 2408.07055) and its repository's evaluation/, whose rules are matched, quirks included.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from verl_ext.endpoint.answer import Unparsable
+from verl_ext.endpoint.client import SamplingOptions
+from verl_ext.judging.task import Case, Messages, Scores, Task, read_rows
+from verl_ext.text.word_count import count_words, length_score
+
+DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
+IMPUTED = 3  # EvalScope's score in each dimension of an answer whose verdict cannot be read
+_RANGES = ((0, 500), (500, 2000), (2000, 4000), (4000, None))  # of required lengths, as the paper's table has them
+
+
+def quality_score(dimension: float) -> float:
+    """Return a mean of 1 to 5 as 0 to 100."""
+    return (dimension - 1) * 25
+
+
+def read_quality(text: str) -> dict[str, float]:
+    """Return the six dimensions, 1 to 5, that a judge's text gives. Raises Unparsable if it cannot be read.
+
+    The text is an object in JSON, alone, in a block of code, or between other words.
+    """
+    block = re.search(r"```(?:json)?\s*(\{.*\})\s*```", text, re.DOTALL)
+    text = block[1] if block else text
+    try:
+        # Judges break lines inside of the analysis, which strict JSON forbids.
+        found, _ = json.JSONDecoder(strict=False).raw_decode(text[text.index("{") :])
+        given = {name: float(found[name]) for name in DIMENSIONS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unparsable(f"no object with the six dimensions: {error!r}") from error
+    if not all(1 <= score <= 5 for score in given.values()):
+        raise Unparsable(f"a dimension is not from 1 to 5: {given}")
+    return given
+
+
+class LongBenchWrite(Task):
+    """Texts of a required length, scored by their length and by a judge in six dimensions."""
+
+    sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=32768)
+    judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
+    prompt: ClassVar[str | None] = "writing.txt"
+
+    def cases(self) -> Iterator[Case]:
+        """Yield a case for each line. The required length is its field: 13 published prompts do not name it."""
+        rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
+        for number, row in enumerate(rows, start=1):
+            yield Case(str(number), row["prompt"], {"type": row["type"], "length": row["length"]})
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return one request, in which the judge reads the user's request and the answer."""
+        return [[{"role": "user", "content": self.filled({"$INST$": case.prompt, "$RESPONSE$": answer})}]]
+
+    def verdict(self, text: str) -> dict[str, float]:
+        """Return the six dimensions, each from 1 to 5."""
+        return read_quality(text)
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return S_l, S_q and its dimensions; S_q_imputed counts a missing verdict as 3, as EvalScope does."""
+        scores: Scores = {"S_l": length_score(case.facts["length"], count_words(answer))}
+        if not verdicts:  # no judge was asked
+            return scores
+        (verdict,) = verdicts
+        found = verdict or {}
+        dimensions = {name: quality_score(found[name]) if verdict else None for name in DIMENSIONS}
+        imputed = [quality_score(found.get(name, IMPUTED)) for name in DIMENSIONS]
+        known = [score for score in dimensions.values() if score is not None]
+        scores |= {"S_q": sum(known) / len(known) if known else None, "S_q_imputed": sum(imputed) / len(imputed)}
+        return scores | dimensions
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the case's type and the range of its required length."""
+        low, high = next(ends for ends in _RANGES if ends[1] is None or case.facts["length"] < ends[1])
+        return {"length": f"{low}-{high}" if high else f"≥{low}", "type": case.facts["type"]}
+
+    def published(self, case: Case, answer: str) -> dict[str, Any]:
+        """Return the row of LongWriter's and EvalScope's pred.jsonl."""
+        return {"prompt": case.prompt, **case.facts, "response_length": count_words(answer), "response": answer}
+
+
+class LongWriteRuler(LongBenchWrite):
+    """The same requests at growing lengths. No scorer was published: these scores, of lengths alone, are ours."""
+
+    prompt: ClassVar[str | None] = None
+
+    def questions(self, case: Case, answer: str) -> list[Messages]:
+        """Return nothing: no judge is asked."""
+        return []
+
+    def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
+        """Return the words written, their share of those required, and S_l."""
+        required, written = case.facts["length"], count_words(answer)
+        return {"words": written, "share": written / required, "S_l": length_score(required, written)}
+
+    def groups(self, case: Case) -> dict[str, str]:
+        """Return the required length."""
+        return {"length": str(case.facts["length"])}
