@@ -211,16 +211,18 @@ def _finding(
 
 def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
     """Return by name documents, tokens, targets and their share, quantiles of lengths, kinds of targets."""
-    category = documents.categories.astype(np.int64)
-    numbers, group = _groups(category)
+    numbers, group = _groups(documents.categories)
+    count_of = np.bincount(group, minlength=len(numbers))
+    keys = group.astype(np.int64) << 40  # one sort: by category, then by length
+    keys |= documents.lengths
+    keys.sort()
+    lengths = keys & ((1 << 40) - 1)
+    ends = np.cumsum(count_of)
     sums = {
-        "documents": np.bincount(group, minlength=len(numbers)),
-        "tokens": np.bincount(group, documents.lengths, len(numbers)).astype(np.int64),
+        "documents": count_of,
+        "tokens": np.add.reduceat(lengths, ends - count_of),
         "targets": np.bincount(group, documents.targets, len(numbers)).astype(np.int64),
     }
-    keys = group << 40 | documents.lengths.astype(np.int64)  # one sort: by category, then by length
-    keys.sort()
-    lengths, ends = keys & ((1 << 40) - 1), np.cumsum(sums["documents"])
     kinds = _kinds(documents)
     every = max(int(sums["targets"].sum()), 1)
     found = {}
@@ -237,13 +239,13 @@ def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _groups(category: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _groups(category: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return np.unique's (numbers, inverse); by counting where numbers are small, which needs no sort."""
     if category.max(initial=0) >= 1 << 20:
         numbers, inverse = np.unique(category, return_inverse=True)
-        return numbers, inverse.astype(np.int64)
+        return numbers, inverse
     present = np.bincount(category) > 0
-    return np.flatnonzero(present), (np.cumsum(present) - 1)[category]
+    return np.flatnonzero(present), (np.cumsum(present, dtype=np.int32) - 1)[category]
 
 
 def _kinds(documents: Documents) -> dict[str, dict[str, int]]:
