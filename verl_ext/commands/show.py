@@ -26,6 +26,7 @@ from verl_ext.show.compare import comparison
 from verl_ext.show.data import Documents, Row, open_documents
 from verl_ext.show.document import cells_of, document_text, tokens_text
 from verl_ext.show.packs import pack_view, packs_of_data, packs_of_run, read_run, step_view
+from verl_ext.show.page import COLUMNS, title_of, write_page
 from verl_ext.show.plan import PackOptions, plan_facts
 from verl_ext.show.require import broken, read_requirements
 from verl_ext.show.run_tables import run_tables
@@ -60,6 +61,7 @@ class ShowOptions(SelectOptions, PackOptions):
     step: int | None = option(None, "of a run: the packs of this step, and its documents in spikes.jsonl", least=1)
     rank: int | None = option(None, "with step: the documents of this data-parallel rank's packs", least=0)
     follow: bool = option(False, "of runs: true refreshes the curves until the runs have ended")
+    html: str | None = option(None, "file that gets a page in place of the terminal")
     json: str | None = option(None, "file that gets the numbers as JSON")
 
     def problems(self) -> Iterable[str | None]:
@@ -104,7 +106,7 @@ def _show_documents(documents: Documents, options: ShowOptions) -> None:
     tokenizer = _tokenizer(options, documents.tokenizer)
     if tokenizer is None:
         raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
-    console = _console()
+    console, shown = _console(), []
     for row in selected(documents, options, tokenizer.decode):
         path, number = documents.place(row)
         category = documents.names.get(int(documents.categories[row]), "")
@@ -112,14 +114,25 @@ def _show_documents(documents: Documents, options: ShowOptions) -> None:
         if documents.full_lengths[row] > documents.lengths[row]:
             lengths += f", cut from {documents.full_lengths[row]:,}"
         facts = one_line(f"row {number} of {path}: {category}, {lengths}")
-        _show_document(console, facts, documents.row(row), tokenizer, options.tokens)
+        if options.html:
+            shown.append(_document(facts, documents.row(row), tokenizer, options.tokens, in_colour=True))
+        else:
+            _show_document(console, facts, documents.row(row), tokenizer, options.tokens)
+    if options.html:
+        write_page(Path(options.html), title_of(options.paths), [], documents=shown)
+        print(f"written to {options.html}")
 
 
 def _show_document(console: Console, facts: str, row: Row, tokenizer: Any, by_token: bool) -> None:
     in_colour = bool(console.is_terminal and console.color_system and not console.no_color)
-    console.print(Text(facts, "bold"))
+    console.print(_document(facts, row, tokenizer, by_token, in_colour), soft_wrap=not by_token)
+
+
+def _document(facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool) -> Text:
+    """Return a document under its line of facts."""
     cells = cells_of(row, tokenizer)
-    console.print(tokens_text(cells) if by_token else document_text(cells, in_colour), soft_wrap=not by_token)
+    text = tokens_text(cells) if by_token else document_text(cells, in_colour)
+    return Text(f"{facts}\n", "bold").append_text(text)
 
 
 def _show_audit(documents: Documents, options: ShowOptions) -> None:
@@ -131,7 +144,11 @@ def _show_audit(documents: Documents, options: ShowOptions) -> None:
     found = redacted(found)
     if options.json:
         write_json(Path(options.json), found)
-    _print(audit_tables(found))
+    if options.html:
+        write_page(Path(options.html), title_of(options.paths), audit_tables(found))
+        print(f"written to {options.html}")
+    else:
+        _print(audit_tables(found))
     if lines := list(broken(requirements, found)):
         raise DataError("require is not met: " + "; ".join(lines))
 
@@ -145,6 +162,10 @@ def _show_runs(options: ShowOptions) -> None:
         curves = [{"run": str(run.path), "curves": {n: asdict(c) for n, c in run.curves.items()}} for run in runs]
         write_json(Path(options.json), redacted(curves))
     console = _console()
+    if options.html:
+        write_page(Path(options.html), title_of(options.paths), run_tables(runs, COLUMNS), runs=runs)
+        print(f"written to {options.html}")
+        return
     if not options.follow:
         _print(run_tables(runs, console.width))
         return
@@ -161,7 +182,8 @@ def _show_step(options: ShowOptions, step: int) -> None:
     """Show the packs of a step of a run, those of a rank with their documents, and what spikes.jsonl says of it."""
     if len(options.paths) > 1:
         raise UsageError(f"step must be of one run; got {', '.join(options.paths)}")
-    folder = Path(options.paths[0])
+    path = Path(options.paths[0])
+    folder = path if path.is_dir() else path.parent
     if (spike := read_spike(folder, step)) is not None:
         _show_spike(spike, options)
         if not (folder / RUN).is_file():
@@ -182,23 +204,21 @@ def _show_step(options: ShowOptions, step: int) -> None:
 def _show_spike(spike: dict[str, Any], options: ShowOptions) -> None:
     """Show the documents of a step that stood out, the worst first, up to `documents` of them."""
     console = _console()
-    console.print(
-        Text(f"step {spike['step']}: {spike['reason']}, loss {spike['loss']}, reference {spike['reference']}", "bold")
-    )
+    losses = f"loss {spike['loss']}, reference {spike['reference']}"
+    console.print(Text(one_line(f"step {spike['step']}: {spike['reason']}, {losses}"), "bold"))
     for place in spike["documents"][: options.documents]:
         documents = open_documents([place["folder"]])
         whole = documents.row(place["row"])
         part = slice(place["start"], place["start"] + place["tokens"])
         row = Row(whole.input_ids[part], whole.loss_mask[part], None if whole.weights is None else whole.weights[part])
-        facts = (
-            f"row {place['row']} of {place['folder']}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
-        )
+        where = f"row {place['row']} of {place['folder']}"
+        facts = f"{where}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
         _show_document(console, one_line(facts), row, _tokenizer(options, documents.tokenizer), options.tokens)
 
 
 def _console() -> Console:
     """Return the console of the terminal; a file or pipe gets lines of COLUMNS or WIDTH without control characters."""
-    return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", WIDTH)), highlight=False)
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH, highlight=False)
 
 
 def _print(parts: Iterable[RenderableType]) -> None:

@@ -39,9 +39,8 @@ def comparison(one: Documents, other: Documents, decode: Decode | None, most: in
         f" {len(targets):,} with the same tokens and other targets"
     )
     if len(one) != len(other):
-        yield Text(
-            f"{len(one):,} and {len(other):,} documents: the rows after the shorter set are not compared", "yellow"
-        )
+        counts = f"{len(one):,} and {len(other):,} documents"
+        yield Text(f"{counts}: the rows after the shorter set are not compared", "yellow")
     rows = np.sort(np.concatenate([tokens, targets]))[:most]
     table = plain_table("row", "token", "differs in", "here", "there", left=5)
     for row in rows.tolist():

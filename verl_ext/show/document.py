@@ -1,4 +1,4 @@
-"""A document as groups of tokens that read as text, and as lines for a terminal or a page.
+r"""A document as groups of tokens that read as text, and as lines for a terminal or a page.
 
 ids      151644 872 198 | 57668 53901 | 151645        one group for each text: 你 of two byte tokens is one
 text     <|im_start|>user\n   你好       <|im_end|>

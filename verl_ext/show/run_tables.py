@@ -13,17 +13,9 @@ from verl_ext.show.runs import Curve, ShownRun
 from verl_ext.values import leaves, one_line, show
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-OTHERS = (
-    "grad_norm",
-    "lr",
-    "tokens_per_second",
-    "mfu",
-    "pack_fill",
-    "memory_gib",
-    "router_loss",
-    "skipped_steps",
-    "spikes",
-)
+OTHERS = ("grad_norm", "lr", "tokens_per_second", "mfu", "pack_fill", "memory_gib", "router_loss")
+COUNTERS = ("skipped_steps", "spikes")
+EVALUATIONS = ("exact_match", "accuracy", "perplexity")
 
 
 def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]:
@@ -36,9 +28,8 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
         yield table
     names = list(dict.fromkeys(name for run in runs for name in shown_metrics(run)))
     longest = max(map(len, names), default=0)
-    table = plain_table(
-        "metric", *(["run"] if len(runs) > 1 else []), "first", "last", "least", left=1 + (len(runs) > 1)
-    )
+    words = ["metric", "run"] if len(runs) > 1 else ["metric"]
+    table = plain_table(*words, "first", "last", "least", left=len(words))
     table.add_column("curve", no_wrap=True)
     taken = longest + 3 * 9 + 4 * 2 + (max(len(run.name) for run in runs) + 2 if len(runs) > 1 else 0)
     for name in names:
@@ -67,10 +58,8 @@ def shown_metrics(run: ShownRun) -> list[str]:
     """Return the metrics that are shown, in order: losses, categories, evaluation, the rest."""
     wanted = ["train/loss", "val/loss"]
     wanted += [f"{split}/{name}_loss" for name in run.categories() for split in ("train", "val")]
-    wanted += [
-        key for key in run.curves if key.startswith("val/") and key.endswith(("exact_match", "accuracy", "perplexity"))
-    ]
-    wanted += [f"train/{name}" for name in OTHERS]
+    wanted += [key for key in run.curves if key.startswith("val/") and key.endswith(EVALUATIONS)]
+    wanted += [f"train/{name}" for name in (*OTHERS, *COUNTERS)]
     return [name for name in dict.fromkeys(wanted) if name in run.curves]
 
 

@@ -75,9 +75,7 @@ class ShownRun:
     def categories(self) -> list[str]:
         """Return the categories whose losses were logged, by name."""
         names = {key.split("/", 1)[1].removesuffix(_LOSS) for key in self.curves if key.endswith(_LOSS)}
-        return sorted(
-            name for name in names if f"train/{name}{_TOKENS}" in self.curves or f"val/{name}{_LOSS}" in self.curves
-        )
+        return sorted(name for name in names if f"train/{name}{_TOKENS}" in self.curves)
 
 
 def is_run(path: str) -> bool:
@@ -99,9 +97,7 @@ def open_run(path: str) -> ShownRun:
     folder = given if given.is_dir() else given.parent
     file = given if given.is_file() else folder / METRICS
     if not file.is_file():
-        raise UsageError(
-            f"{path} must hold {METRICS}, which trainer.logger=[file] writes, or be such a file; it does not"
-        )
+        raise UsageError(f"{path} must hold {METRICS}, which trainer.logger=[file] writes; it does not")
     curves, torn = _read_curves(file)
     tracker = folder / TRACKER
     step = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
