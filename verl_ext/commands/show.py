@@ -132,7 +132,7 @@ def _document(facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: b
     """Return a document under its line of facts."""
     cells = cells_of(row, tokenizer)
     text = tokens_text(cells) if by_token else document_text(cells, in_colour)
-    return Text(f"{facts}\n", "bold").append_text(text)
+    return Text().append(f"{facts}\n", "bold").append_text(text)
 
 
 def _show_audit(documents: Documents, options: ShowOptions) -> None:

@@ -6,7 +6,7 @@ browser. The figures' numbers stand in the page as JSON, each once; every text i
 
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
                     series = _series(runs, run, kind, len(metrics))
                     curves.append({"run": number, "metric": metric, "series": series, "kind": metric.split("/")[0]})
         if curves:
-            charts.append({"title": title, "curves": curves, "spec": _spec(title)})
+            charts.append({"title": title, "curves": curves, "spec": _spec(title, curves)})
     return charts
 
 
@@ -95,31 +95,30 @@ def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) ->
     return " ".join(([run.name] if len(runs) > 1 else []) + ([kind] if metrics > 1 or len(runs) == 1 else []))
 
 
-def _spec(title: str) -> dict[str, Any]:
+def _spec(title: str, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a figure in vega-lite's grammar without its data: lines, and points for what is measured rarely."""
     shown = (("series", "nominal"), ("step", "quantitative"), ("value", "quantitative"))
-    tooltip = [{"field": name, "type": kind} for name, kind in shown]
-    number = {"type": "quantitative", "axis": {"format": "~s"}}
-    points = {
-        "mark": {"type": "point", "filled": True, "size": 40},
-        "transform": [{"filter": "datum.kind == 'val'"}],
-        "encoding": {"tooltip": tooltip},
-    }
+    layers: list[dict[str, Any]] = [{"mark": {"type": "line", "strokeWidth": 1.5}}]
+    if any(curve["kind"] == "val" for curve in curves):
+        points = {
+            "mark": {"type": "point", "filled": True, "size": 40},
+            "transform": [{"filter": "datum.kind == 'val'"}],
+            "encoding": {"tooltip": [{"field": name, "type": kind} for name, kind in shown]},
+        }
+        layers.append(points)
+    axis = {"format": ".1e" if title == "lr" else "~s", "title": None}
+    legend = {"orient": "bottom", "columns": 2, "title": None} if len(curves) > 1 else None
     return {
         "title": title,
         "width": "container",
         "height": 220,
         "autosize": {"type": "fit", "contains": "padding"},
         "encoding": {
-            "x": {"field": "step", **number},
-            "y": {"field": "value", **number, "title": None, "scale": {"zero": False}},
-            "color": {
-                "field": "series",
-                "type": "nominal",
-                "legend": {"orient": "bottom", "columns": 2, "title": None},
-            },
+            "x": {"field": "step", "type": "quantitative", "axis": {"format": "~s"}, "scale": {"nice": False}},
+            "y": {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": False}},
+            "color": {"field": "series", "type": "nominal", "legend": legend},
         },
-        "layer": [{"mark": {"type": "line", "strokeWidth": 1.5}}, points],
+        "layer": layers,
     }
 
 
