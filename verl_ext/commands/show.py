@@ -96,16 +96,19 @@ def run(options: ShowOptions) -> str:
     return ""
 
 
-def _tokenizer(options: ShowOptions, named: str | None) -> Any:
-    """Return the tokenizer that the options name, or else that of the data; None if neither names one."""
+def _tokenizer(options: ShowOptions, named: str | None, is_needed: bool = False) -> Any:
+    """Return the tokenizer that the options name, or else that of the data; None if neither names one.
+
+    is_needed: raise UsageError then.
+    """
     path = options.model.tokenizer or named
+    if is_needed and not path:
+        raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
     return None if not path else load_tokenizer(replace(options.model, path=path, tokenizer_path=None))
 
 
 def _show_documents(documents: Documents, options: ShowOptions) -> None:
-    tokenizer = _tokenizer(options, documents.tokenizer)
-    if tokenizer is None:
-        raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
+    tokenizer = _tokenizer(options, documents.tokenizer, is_needed=True)
     console, shown = _console(), []
     for row in selected(documents, options, tokenizer.decode):
         path, number = documents.place(row)
@@ -213,7 +216,8 @@ def _show_spike(spike: dict[str, Any], options: ShowOptions) -> None:
         row = Row(whole.input_ids[part], whole.loss_mask[part], None if whole.weights is None else whole.weights[part])
         where = f"row {place['row']} of {place['folder']}"
         facts = f"{where}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
-        _show_document(console, one_line(facts), row, _tokenizer(options, documents.tokenizer), options.tokens)
+        tokenizer = _tokenizer(options, documents.tokenizer, is_needed=True)
+        _show_document(console, one_line(facts), row, tokenizer, options.tokens)
 
 
 def _console() -> Console:

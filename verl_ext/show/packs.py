@@ -24,7 +24,7 @@ from verl_ext.values import DataError, UsageError, one_line
 if TYPE_CHECKING:
     from verl_ext.data import PackDataset
 
-OPENING = 24  # tokens of a document that its line shows
+OPENING = 36  # characters of a document that its line shows
 
 
 def packs_of_data(paths: Sequence[str], options: PackOptions) -> "PackDataset":
@@ -96,7 +96,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
     places = dataset.documents_of(pack)
     names = dict(zip(dataset.categories.ids, dataset.categories.names, strict=True))
     table = plain_table("document", "category", "tokens", "targets", "positions", "opening", left=2)
-    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    table.columns[-1].justify = "left"
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], real], strict=True)):
         category = np.unique(tensors["category_ids"][start:end][mask[start:end] == 1])
         place = "-"
@@ -107,7 +107,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
         table.add_row(
             *(Text(one_line(place)), Text(one_line(", ".join(names.get(int(c), str(c)) for c in category)))),
             *(f"{end - start:,}", f"{int(mask[start:end].sum()):,}", f"{positions[start]}..{positions[end - 1]}"),
-            Text(one_line(opening)),
+            Text(one_line(opening)[:OPENING]),
         )
     if real < len(positions):
         table.add_row("padding", "", f"{len(positions) - real:,}", "0", "", "")

@@ -75,8 +75,9 @@ def sparkline(curve: Curve, width: int) -> str:
 
 
 def config_differences(runs: Sequence[ShownRun]) -> RenderableType | None:
-    """Return a table of the keys in which the configs of some runs differ; None without a difference."""
-    configs = [dict(leaves(run.facts.get("config", {}))) for run in runs]
+    """Return a table of the keys in which the configs of runs differ; None without a difference."""
+    runs = [run for run in runs if "config" in run.facts]
+    configs = [dict(leaves(run.facts["config"])) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     table = plain_table("differs", *(one_line(run.name) for run in runs), left=1 + len(runs))
     for key in keys:
