@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
-from markupsafe import Markup
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -51,15 +49,15 @@ def write_page(
     for run in runs:
         for name, facts in {"run.json": run.facts, "data_report.json": run.data}.items():
             if facts:
-                details[f"{run.name}: {name}"] = yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)
+                details[f"{run.name}: {name}"] = json.dumps(facts, indent=2, ensure_ascii=False)
     environment = Environment(loader=PackageLoader("verl_ext.show", "."), autoescape=select_autoescape())
     text = environment.get_template("page.html").render(
         title=title,
-        parts=[Markup(tables), Markup(written)],
+        parts=[tables, written],
         charts=charts,
         details=details,
-        data=Markup(json.dumps(data).replace("<", "\\u003c")),
-        vega=Markup(_vega().replace("</script", "<\\/script")) if charts else "",
+        data=json.dumps(data).replace("<", "\\u003c"),
+        vega=_vega().replace("</script", "<\\/script") if charts else "",
     )
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
