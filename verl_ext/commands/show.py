@@ -33,9 +33,10 @@ from verl_ext.show.run_tables import run_tables
 from verl_ext.show.runs import is_run, open_run, read_spike
 from verl_ext.show.select import SelectOptions, selected
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.values import DataError, UsageError, one_line, option
+from verl_ext.values import DataError, UsageError, one_line, option, options_of
 
 FLAGS = ("longest", "shortest", "no_target", "cut", "tokens", "follow")
+_PACKING = tuple(options_of(PackOptions))
 _VERBATIM = ("matches", "require")  # not in Hydra's grammar: they hold its signs
 REFRESH_SECONDS = 5  # of follow=true
 WIDTH = 100  # columns of what is written to a file or a pipe
@@ -81,6 +82,14 @@ def run(options: ShowOptions) -> str:
     if any(map(is_run, options.paths)):
         _show_runs(options)
         return ""
+    if options.against is not None:
+        _refuse_unread(options, "against", "documents")
+    elif options.pack is not None:
+        _refuse_unread(options, "pack", *_PACKING)
+    elif options.selects:
+        _refuse_unread(options, "a selection", *options_of(SelectOptions), "tokens", "html")
+    else:
+        _refuse_unread(options, "the audit", *_PACKING, "val", "scan", "require", "html", "json")
     documents = open_documents(options.paths)
     if options.against is not None:
         other = open_documents(as_list(options.against), "against")
@@ -94,6 +103,12 @@ def run(options: ShowOptions) -> str:
     else:
         _show_audit(documents, options)
     return ""
+
+
+def _refuse_unread(options: ShowOptions, view: str, *read: str) -> None:
+    """Raise UsageError for options that `view` would ignore; it reads `read`, and what its own name says."""
+    if unread := sorted(options.changed().keys() - {"paths", "model", view, *read}):
+        raise UsageError(f"{view} must be given without options that it does not read; got {', '.join(unread)}")
 
 
 def _tokenizer(options: ShowOptions, named: str | None, is_needed: bool = False) -> Any:
@@ -158,8 +173,10 @@ def _show_audit(documents: Documents, options: ShowOptions) -> None:
 
 def _show_runs(options: ShowOptions) -> None:
     if options.step is not None:
+        _refuse_unread(options, "step", "rank", "tokens", "documents")
         _show_step(options, options.step)
         return
+    _refuse_unread(options, "a run", "follow", "html", "json")
     runs = [open_run(path) for path in options.paths]
     if options.json:
         curves = [{"run": str(run.path), "curves": {n: asdict(c) for n, c in run.curves.items()}} for run in runs]
