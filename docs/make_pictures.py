@@ -17,7 +17,7 @@ from verl_ext.show.run_tables import run_tables
 from verl_ext.show.runs import open_run
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 
-ROW, WIDTH = 0, 100  # of the quickstart's first conversation; columns
+ROW, WIDTH = 3, 116  # of the quickstart, a short conversation; columns
 
 
 def write_svg(path: Path, title: str, *parts: object) -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     category = documents.names[int(documents.categories[ROW])]
     facts = f"row {ROW}: {category}, {documents.lengths[ROW]:,} tokens, {documents.targets[ROW]:,} targets"
     document = document_text(cells_of(documents.row(ROW), tokenizer), in_colour=True)
-    words = f"verl-ext show {os.path.relpath(documents.paths[0], run.parent)} row={ROW}"
+    words = f"verl-ext show {os.path.join(run.name, "tokenised", "train")} row={ROW}"
     write_svg(docs / "document.svg", words, Text(facts, "bold"), document)
     curves = run_tables([open_run(str(run / "checkpoints"))], WIDTH)
     write_svg(docs / "run.svg", f"verl-ext show {run.name}/checkpoints", *curves)
