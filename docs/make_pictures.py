@@ -4,7 +4,6 @@ python docs/make_pictures.py quickstart_run    # writes docs/document.svg and do
 """
 
 import io
-import os
 import sys
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def main() -> None:
     category = documents.names[int(documents.categories[ROW])]
     facts = f"row {ROW}: {category}, {documents.lengths[ROW]:,} tokens, {documents.targets[ROW]:,} targets"
     document = document_text(cells_of(documents.row(ROW), tokenizer), in_colour=True)
-    words = f"verl-ext show {os.path.join(run.name, "tokenised", "train")} row={ROW}"
+    words = f"verl-ext show {run.name}/tokenised/train row={ROW}"
     write_svg(docs / "document.svg", words, Text(facts, "bold"), document)
     curves = run_tables([open_run(str(run / "checkpoints"))], WIDTH)
     write_svg(docs / "run.svg", f"verl-ext show {run.name}/checkpoints", *curves)
