@@ -1,4 +1,4 @@
-# make quickstart   generate data, train a small model on two CPU ranks, draw its losses: under 3 minutes
+# make quickstart   generate data, train a small model on two CPU ranks, show its losses: under 3 minutes
 # make test         the tests of what a change can break cheaply, parity included
 # make test-all     all tests: programs, signals, Ray, the commands of the docs, benchmarks too
 # make test-gpu     the tests of what runs on a CUDA GPU alone; skipped without one

@@ -142,7 +142,7 @@ def _make_our_folder(folder: Path) -> None:
 
 def _make_scanned_folder(folder: Path) -> None:
     from verl_ext.data import SFTDataSet
-    from verl_ext.data.dataset import ONE_RANK
+    from verl_ext.data.reading import ONE_RANK
 
     _make_folder(folder)
     SFTDataSet(str(folder), 16, over_length="split").read_together(ONE_RANK)
@@ -151,7 +151,7 @@ def _make_scanned_folder(folder: Path) -> None:
 def _read_folder(folder: Path) -> None:
     from verl_ext.data import SFTDataSet
     from verl_ext.data.content import DataFiles
-    from verl_ext.data.dataset import ONE_RANK
+    from verl_ext.data.reading import ONE_RANK
 
     packs = SFTDataSet(str(folder), 16, over_length="split")
     packs.read_together(ONE_RANK)

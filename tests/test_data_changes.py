@@ -16,7 +16,7 @@ from tests.training import build
 from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.data import SFTDataSet
 from verl_ext.data.content import DataFiles
-from verl_ext.data.dataset import ONE_RANK, DataFile
+from verl_ext.data.reading import ONE_RANK, DataFile
 from verl_ext.files import checksum, fingerprint, joined
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.tokenized import DatasetWriter

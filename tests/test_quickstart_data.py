@@ -144,35 +144,8 @@ def test_hold_out_splits_both_file_kinds_without_loss(tmp_path):
     assert "--val must be at least 1 and less than the 50 records" in too_many.stderr
 
 
-def metrics_file(folder: Path) -> Path:
-    """Three steps: `rare` has a target in the second alone, and validation is logged with the third."""
-    steps = [
-        {"train/loss": 4.0, "train/common_loss": 4.0, "train/common_tokens": 10, "train/rare_tokens": 0},
-        {"train/common_loss": 3.0, "train/common_tokens": 30, "train/rare_loss": 5.0, "train/rare_tokens": 2},
-        {"train/common_loss": 1.0, "train/common_tokens": 10, "val/loss": 2.0, "val/common_loss": 2.5},
-    ]
-    path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": i, "data": data}) + "\n" for i, data in enumerate(steps, 1)))
-    return path
-
-
-def test_the_report_reads_categories_with_missing_steps(tmp_path):
-    report = runpy.run_path(str(RECIPES / "quickstart" / "report.py"))
-    curves = report["read_curves"](metrics_file(tmp_path))
-    assert set(curves) == {"common", "rare"}
-    assert curves["rare"].steps == [2]
-    assert curves["common"].mean(slice(None)) == pytest.approx((40 + 90 + 10) / 50)
-    assert curves["common"].val_steps == [3]
-    common, rare = report["table"](curves).splitlines()[2:]
-    assert common.split() == ["common", "50", "4.000", "2.800", "2.500", "2.500"]
-    assert rare.split() == ["rare", "2", "5.000", "5.000", "-", "-"]
-    for name, curve in curves.items():
-        report["draw"](name, curve, "#2a6f97", tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_report_takes_the_last_export(tmp_path):
-    report = runpy.run_path(str(RECIPES / "quickstart" / "report.py"))
+def test_the_answer_is_that_of_the_last_export(tmp_path):
+    report = runpy.run_path(str(RECIPES / "quickstart" / "answer.py"))
     for step in (5, 40, 100):
         (tmp_path / f"global_step_{step}" / "huggingface").mkdir(parents=True)
     assert report["last_export"](tmp_path) == tmp_path / "global_step_100" / "huggingface"

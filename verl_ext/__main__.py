@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("verl_ext.commands.train", "raw files to a trained model: tokenize and torchrun in one command"),
     "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets and categories"),
     "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
+    "show": ("verl_ext.commands.show", "an audit of data, a look at any document or pack, the curves of runs"),
     "babilong": ("verl_ext.commands.babilong.command", "BABILong samples of any length"),
     "synthesize": ("verl_ext.synthesis.command", "documents and instructions to long chats, by a model of a server"),
     "export": ("verl_ext.commands.export", "a checkpoint as a folder for plain transformers, without GPUs"),

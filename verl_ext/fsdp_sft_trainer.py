@@ -27,7 +27,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl_ext.config.compose import prepare_overrides
-from verl_ext.redaction import redacted_text
+from verl_ext.files import write_json
+from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.distributed import exit_with_all_ranks, failures_reported, process_group, user_errors_end_the_run
 from verl_ext.trainer.signals import requests
 
@@ -36,6 +37,7 @@ from verl_ext.trainer.signals import requests
 @failures_reported()
 def train(composed: DictConfig) -> None:
     """Prepare the run of a composed configuration, and train, evaluate or plan it."""
+    from verl_ext.checkpoint.layout import RUN
     from verl_ext.trainer.report import report_lines, write_report
     from verl_ext.trainer.setup import prepare
     from verl_ext.trainer.trainer import SFTTrainer
@@ -53,6 +55,7 @@ def train(composed: DictConfig) -> None:
         trainer.resume()  # before anything is written: it refuses other packs
         if report and not run.config.trainer.eval_only:
             write_report(report, run.output)
+            write_json(run.output / RUN, redacted(run.facts()))
     if run.config.trainer.eval_only:
         trainer.evaluate_only()
     elif not trainer.fit():

@@ -35,5 +35,5 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=blend_cpu \
     "model.path=$run/model" "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "$@"
 
 say "5/5  Results."
-python "$here/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --output "$run"
+show_run
 say "Done. Everything is in $run"

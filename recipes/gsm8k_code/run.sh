@@ -37,6 +37,6 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=gsm8k_code \
     "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "$@"
 
 say "5/5  Results."
-python "$here/../quickstart/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --checkpoints "$run/checkpoints" \
-    --output "$run" --ask "$data/gsm8k.val.jsonl" --max-new-tokens 96
+show_run
+python "$here/../quickstart/answer.py" --checkpoints "$run/checkpoints" --ask "$data/gsm8k.val.jsonl" --max-new-tokens 96
 say "Done. Everything is in $run"

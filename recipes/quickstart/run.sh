@@ -30,6 +30,6 @@ NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=quickstart \
     "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "${overrides[@]}"
 
 say "5/5  Results."
-python "$here/report.py" --metrics "$VERL_FILE_LOGGER_PATH" --checkpoints "$run/checkpoints" --output "$run" \
-    --ask "$data/arithmetic.val.jsonl"
+show_run
+python "$here/answer.py" --checkpoints "$run/checkpoints" --ask "$data/arithmetic.val.jsonl"
 say "Done. Everything is in $run"

@@ -36,12 +36,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 RUN_LOCK = "run.lock"
 REPORT, EVALUATION, RUN_IDS = "data_report.json", "evaluation.json", "run_ids.json"
-METRICS, SPIKES, ANSWERS = "metrics.jsonl", "spikes.jsonl", "answers.jsonl"
+METRICS, SPIKES, ANSWERS, RUN = "metrics.jsonl", "spikes.jsonl", "answers.jsonl", "run.json"
 FLIGHT_RECORDER = "flight_recorder"
 FINAL_MEMORY, MEMORY_SETTINGS = "final_memory_checkpoint.pt", "final_memory_checkpoint.json"
 # A folder that holds these alone is no run to keep: one that was killed before its first checkpoint begins anew.
 NOTES = (
-    *(REPORT, EVALUATION, RUN_IDS, FLIGHT_RECORDER),
+    *(REPORT, EVALUATION, RUN, RUN_IDS, FLIGHT_RECORDER),
     *(f"{name}{ending}" for name in (METRICS, SPIKES, ANSWERS) for ending in ("", ".before_restart")),
 )
 _RESULTS = (TRACKER, FINAL_MEMORY, MEMORY_SETTINGS, f"{METRICS}.before_resume", f"{SPIKES}.before_resume")

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_ext.checkpoint import layout
 from verl_ext.config.resolve import PATHS
-from verl_ext.data.dataset import Ranks
+from verl_ext.data.reading import Ranks
 from verl_ext.files import writable_problem
 from verl_ext.text.sources import local_path
 from verl_ext.values import Options, nearest_name, options_of, show

@@ -153,10 +153,10 @@ def command(
     return main
 
 
-def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> OptionsT:
+def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more: Any) -> OptionsT:
     """Return the options that `key=value` words in Hydra's grammar give, over the defaults of the class.
 
-    Raises UsageError, in one line, for every mistake.
+    more: further values by name, as they are. Raises UsageError, in one line, for every mistake.
     """
     known = known_options(options_class)
     config = OmegaConf.create(default_values(options_class))
@@ -173,7 +173,7 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str]) -> Opt
         for name, value in values.items():
             if isinstance(value, dict):  # sources={2024:a.jsonl} has a number as its key
                 values[name] = {key if isinstance(key, str) else show(key): below for key, below in value.items()}
-        return options_class.read(values)
+        return options_class.read({**values, **more})
     except OmegaConfBaseException as error:
         where = getattr(error, "full_key", None)
         raise UsageError(f"{where}: {first_line(error)}" if where else first_line(error)) from error

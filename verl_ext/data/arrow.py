@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from verl_ext.data.categories import CategoryNumbers
-from verl_ext.data.dataset import DataFile
+from verl_ext.data.reading import DataFile
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import STATE, Shard, read_state
 from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns

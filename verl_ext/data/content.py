@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from verl_ext.data.dataset import DataFile, Ranks
+from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.files import BLOCK, cached_folder, checksum, default_root, file_state, fingerprint, is_complete, joined
 from verl_ext.values import reason_of
 

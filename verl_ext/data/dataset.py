@@ -7,7 +7,6 @@ which names the class.
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,34 +19,11 @@ from typing_extensions import override
 from verl_ext.data.categories import CategoryTable
 from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.mixture import MixtureRow
+from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.packing import CostModel
 from verl_ext.values import REQUIRED, Options, OptionsT, check_choice, option, options_of
 
 DIGEST = "the digest of the documents in data.train_dir"  # the key of `PackDataset.digest` in a checkpoint
-
-
-class Ranks:
-    """The ranks of a run that read their data together; of this class itself, a process that runs alone."""
-
-    rank, size = 0, 1
-
-    def guard(self) -> AbstractContextManager[None]:
-        """End the run on all ranks, reported once, if a ValueError or OSError is raised inside on one."""
-        return nullcontext()
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value on every rank."""
-        return [value]
-
-    def all_reduce(self, values: NDArray[Any]) -> None:
-        """Sum over the ranks, in place."""
-
-
-ONE_RANK = Ranks()
 
 
 class RunLength(NamedTuple):
@@ -55,14 +31,6 @@ class RunLength(NamedTuple):
 
     samples: int | None
     epochs: int
-
-
-class DataFile(NamedTuple):
-    """A file that is read during a run. xxh3_128: of its content, as recorded at `recorded_ns` by the tokenizer."""
-
-    path: str
-    xxh3_128: str | None = None
-    recorded_ns: int = 0
 
 
 class PackedDocument(NamedTuple):

@@ -25,7 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
 from verl_ext.data.arrow import TokenizedData, fitting
-from verl_ext.data.dataset import DataFile, DatasetOptions, Ranks
+from verl_ext.data.dataset import DatasetOptions
+from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.data.scan import scan_documents
 from verl_ext.data.sft import SFTDataSet, SFTOptions
 from verl_ext.packing.plan import index_type

@@ -23,18 +23,16 @@ from verl_ext.data.categories import CategoryTable
 from verl_ext.data.content import Arrays, found_once
 from verl_ext.data.dataset import (
     DIGEST,
-    ONE_RANK,
-    DataFile,
     DatasetOptions,
     PackDataset,
     PackedDocument,
-    Ranks,
     RunLength,
 )
 from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.megatron.blend import BLEND_RULES
 from verl_ext.data.multidoc_samples import LABEL_TOKENS, StreamPlan, WindowPlan
 from verl_ext.data.multidoc_sources import SourceFinder, is_path, read_blend
+from verl_ext.data.reading import ONE_RANK, DataFile, Ranks
 from verl_ext.files import default_root, file_state, fingerprint
 from verl_ext.packing import CostModel
 from verl_ext.packing.strategies import MOST_TOKENS

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.content import Arrays, found_once
-from verl_ext.data.dataset import ONE_RANK, Ranks
 from verl_ext.data.left_out import OverLengthCount
+from verl_ext.data.reading import ONE_RANK, Ranks
 from verl_ext.files import CATEGORIES, file_state, fingerprint
 from verl_ext.packing import Spans, cut_spans
 
@@ -274,7 +274,7 @@ class _Reader:
             "drop": (np.ones_like(has_target), np.zeros_like(length)),
         }[policy]
         losses = targets - kept, has_target & is_lost, has_target & (kept == 0)
-        category = _main_categories(category_ids, ends - lengths)[at]
+        category = main_categories(category_ids, ends - lengths)[at]
         counts = np.stack([category, np.ones_like(length), length, tokens_kept, *losses], axis=1)
         self._counts.append(sum_by_category(counts.astype(np.int64)))
 
@@ -287,7 +287,7 @@ def _distinct(categories: NDArray[Any]) -> NDArray[np.int64]:
     return np.unique(categories)
 
 
-def _main_categories(category_ids: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+def main_categories(category_ids: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return int64[documents]: the most frequent category of each, of equals the smallest; 0 if there is none but 0."""
     changes = np.ones(len(category_ids), bool)
     np.not_equal(category_ids[1:], category_ids[:-1], out=changes[1:])

@@ -25,16 +25,15 @@ from typing_extensions import override
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.categories import CategoryNumbers, CategoryTable
 from verl_ext.data.dataset import (
-    DataFile,
     DatasetOptions,
     PackDataset,
     PackedDocument,
-    Ranks,
     missing_paths,
     named_paths,
 )
 from verl_ext.data.left_out import DroppedDocuments, DroppedReport
 from verl_ext.data.mixture import MixtureOptions, draw_spans
+from verl_ext.data.reading import DataFile, Ranks
 from verl_ext.data.scan import DocumentScan, OverLength, scan_documents
 from verl_ext.files import fingerprint
 from verl_ext.packing import (

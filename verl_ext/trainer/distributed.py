@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
-from verl_ext.data.dataset import Ranks
+from verl_ext.data.reading import Ranks
 from verl_ext.redaction import redacted_text
 from verl_ext.values import first_line
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from verl_ext.attention.kernels import KERNEL_NAMES
 from verl_ext.checkpoint.layout import REPORT
-from verl_ext.config.model import ModelFacts
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
 from verl_ext.data.mixture import mixture_table
@@ -26,13 +25,13 @@ from verl_ext.trainer.step_plan import StepPlan
 Facts = dict[str, Any]
 
 
-def what_runs(config: RunConfig, model: ModelFacts) -> str:
+def what_runs(config: RunConfig, backend: str, head: str) -> str:
     """Describe the run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
     name = "CPU (gloo)"
     if config.trainer.device != "cpu":
         planned = config.plan.gpu_memory
         name = f"GPU of {planned}" if planned else torch.cuda.get_device_name()
-    kernel, head, optimizer = implementations(config, model.backend, model.head)
+    kernel, head, optimizer = implementations(config, backend, head)
     ranks, dtype = config.machine.world_size, config.param_dtype
     return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))
 

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,20 @@ class Run:
         steps = step_facts(self.train_set, self.plan, costs, self.data_parallel_size, micro)
         return {"train": data_facts(self.train_set), **validated, "steps": steps}
 
+    def facts(self) -> dict[str, Any]:
+        """Describe the run for those who look at it later: its config, versions, machine, and plan of steps."""
+        plan = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan) if entry.name != "costs"}
+        return {
+            "config": self.config.values,
+            "versions": versions(),
+            "runs_on": what_runs(self.config, self.backend, self.head),
+            "plan": {**plan, "is_balanced": self.plan.costs is not None},
+            "cost": astuple(self.cost),
+            "digest": self.train_set.digest,
+            "data_parallel_size": self.data_parallel_size,
+            "total_steps": self.total_steps,
+        }
+
     def loss_for(self, dataset: PackDataset) -> LossSpec:
         """Return the configured loss over a dataset's category table."""
         return self.config.loss.spec(dataset.categories.names)
@@ -198,7 +212,7 @@ def prepare(composed: DictConfig) -> Run:
         trains = not (config.trainer.plan_only or config.trainer.eval_only)
         notices = [*config.notices, *model.notices]
         if is_rank0:
-            print(what_runs(config, model), flush=True)
+            print(what_runs(config, model.backend, model.head), flush=True)
             if config.plan.gpu_memory is None:  # else memory is predicted from the config alone
                 notices += config.model.check_weights(config, model.hf_config)
             print("reading the data …", flush=True)

@@ -1,0 +1,187 @@
+"""The audit of `verl-ext show`: numbers against plain counting, findings with their rows, requirements, bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.shown import audit_of, document, show, write_data
+from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from tests.tokenized_data import random_documents
+from verl_ext.commands.tokenize import main as tokenize
+from verl_ext.data import SFTDataSet
+from verl_ext.data.megatron.index import IndexWriter
+from verl_ext.trainer.report import data_facts
+
+CHAT = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_counts_by_category_are_those_of_plain_counting(tmp_path):
+    documents = random_documents(np.random.default_rng(0), [*range(2, 60), 0], 50, 2)
+    for one in documents:
+        one["category_ids"] = one["loss_mask"] * np.int32(1 + len(one["input_ids"]) % 2)
+    found = audit_of(tmp_path, write_data(tmp_path / "data", documents))
+    for number, name in ((1, "maths"), (2, "code")):
+        mine = [d for d in documents if len(d["input_ids"]) % 2 == number - 1 and len(d["input_ids"])]
+        lengths = sorted(len(d["input_ids"]) for d in mine)
+        row = found["categories"][name]
+        assert (row["documents"], row["tokens"]) == (len(mine), sum(lengths))
+        assert row["targets"] == sum(int(d["loss_mask"][1:].sum()) for d in mine)
+        middle, most = (
+            np.percentile(lengths, 50, method="inverted_cdf"),
+            np.percentile(lengths, 99, method="inverted_cdf"),
+        )
+        assert row["length"]["p50"] == middle
+        assert (row["length"]["p99"], row["length"]["max"]) == (most, lengths[-1])
+    assert sum(row["share"] for row in found["categories"].values()) == pytest.approx(1)
+
+
+def rows_of(findings):
+    return {name: [row for _, row in found["rows"]] for name, found in findings.items() if found["count"]}
+
+
+def test_findings_name_their_rows(tmp_path):
+    documents = [
+        document([5, 6, 7, 8], [2, 3]),
+        document([5, 6, 7], []),  # no target; a marked first token is none
+        document([5, 6, 7, 9], [1, 2, 3]),  # targets alone
+        document([5, 6, 7, 8], [3]),  # the tokens of row 0
+        document([5, 6, 7, 8, 0], [3]),
+    ]
+    documents[1]["loss_mask"][0] = 1
+    folder = write_data(tmp_path / "data", documents)
+    val = write_data(tmp_path / "val", [document([1, 2], [1]), document([5, 6, 7, 9], [3])])
+    found = audit_of(tmp_path, folder, f"val={val}")["findings"]
+    assert rows_of(found) == {"no_target": [1], "all_targets": [2], "duplicates": [3], "leaked": [1]}
+    assert found["leaked"]["rows"][0][0] == val
+    assert found["duplicates"]["share"] == pytest.approx(1 / 5)
+
+
+def test_a_tokenized_folder_tells_cut_targets_ends_and_fields_that_nothing_read(tmp_path, tokenizer):
+    long = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "the cat sat " * 30}], "extra": 1}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (CHAT, long)))
+    words = ["max_tokens=40", "over_length=truncate", "preview=0"]
+    source = f"sources={{chat:{tmp_path / 'in.jsonl'}}}"
+    assert tokenize([source, f"output_dir={tmp_path / 'out'}", f"model.path={tokenizer}", *words]) == 0
+    found = audit_of(tmp_path, tmp_path / "out")
+    rows = {
+        name: [row for _, row in finding["rows"]] for name, finding in found["findings"].items() if finding["count"]
+    }
+    assert rows == {"cut": [1], "cut_in_target": [1], "no_end": [1], "unused_fields": []}
+    assert found["findings"]["unused_fields"]["details"] == {"extra": 1}
+    assert found["tokenizer"] == str(tokenizer)
+
+
+def test_bos_twice_empty_reasoning_and_another_tokenizer_are_found(tmp_path, tokenizer):
+    other = tiny_tokenizer(
+        CHATML, special_tokens=("<think>", "</think>", "<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    )
+    other.save_pretrained(tmp_path / "other")
+    bos = other.bos_token_id
+    empty = other("<think>\n\n</think>", add_special_tokens=False)["input_ids"]
+    documents = [document([bos, bos, 30], [2]), document([30, *empty, 31], [*range(1, len(empty) + 1)])]
+    documents.append(document([30, *empty, 31], [len(empty) + 1]))  # shown, not learnt
+    folder = write_data(tmp_path / "data", documents, {"tokenizer": str(tokenizer)})
+    found = audit_of(tmp_path, folder, f"model.path={tmp_path / 'other'}")["findings"]
+    assert [row for _, row in found["double_bos"]["rows"]] == [0]
+    assert [row for _, row in found["empty_reasoning"]["rows"]] == [1]
+    assert found["other_tokenizer"]["count"] == 3
+    same = audit_of(tmp_path, folder, f"model.path={tokenizer}")["findings"]
+    assert same["other_tokenizer"]["count"] == 0
+
+
+def test_targets_by_kind_of_the_report_are_shown(tmp_path):
+    report = {"target_kinds": {"maths": {"answer": 30, "reasoning": 10}}}
+    folder = write_data(tmp_path / "data", [document([1, 2, 3], [2])], report)
+    assert audit_of(tmp_path, folder)["categories"]["maths"]["kinds"] == {"answer": 30, "reasoning": 10}
+    assert "30 (75%)" in show(folder)[1]
+
+
+@pytest.mark.parametrize("over_length", ["drop", "truncate", "split"])
+def test_packs_are_those_of_the_trainer(tmp_path, over_length):
+    folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), range(2, 90), 50, 2))
+    plan = audit_of(tmp_path, folder, "max_tokens=64", f"over_length={over_length}", "ranks=2", "seed=3")["plan"]
+    facts = data_facts(SFTDataSet(folder, max_tokens=64, over_length=over_length, seed=3))
+    assert {name: plan[name] for name in ("packs", "tokens", "fill")} == {
+        name: facts[name] for name in ("packs", "tokens", "fill")
+    }
+    assert plan["documents_over"] == 25
+    assert 0 < plan["busy"] <= 1
+
+
+def test_a_mixture_draws_what_the_trainer_would(tmp_path):
+    folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), range(2, 90), 50, 2))
+    mixture = {"sources": {"short": {"tokens": 900, "intervals": [1, 20, 40]}}}
+    plan = audit_of(tmp_path, folder, "max_tokens=128", "mixture={sources:{short:{tokens:900,intervals:[1,20,40]}}}")[
+        "plan"
+    ]
+    dataset = SFTDataSet(folder, max_tokens=128, mixture=mixture)
+    assert plan["packs"] == len(dataset)
+    assert [row["tokens_given"] for row in plan["mixture"]] == [row.tokens_given for row in dataset.mixture_report]
+
+
+def test_megatron_corpora_are_audited(tmp_path):
+    writer = IndexWriter(tmp_path / "books", np.uint16)
+    writer.add(np.arange(9) % 3, np.array([3, 3, 3]))
+    writer.close()
+    found = audit_of(tmp_path, tmp_path / "books")
+    assert (found["documents"], found["tokens"], found["targets"]) == (3, 9, 6)
+    assert found["findings"]["duplicates"]["count"] == 2
+
+
+def test_requirements_decide_the_exit_code(tmp_path):
+    folder = write_data(tmp_path / "data", [document([1, 2, 3], [2]), document([1, 2, 3], []), document([4, 5], [1])])
+    assert show(folder, "require=no_target<=1,duplicates<40%")[0] == 0
+    code, _, errors = show(folder, "require=no_target=0,duplicates<40%")
+    assert code == 1
+    assert "no_target=0: got 1 of 3" in errors
+    assert "duplicates" not in errors
+    code, _, errors = show(folder, "require=duplicates=0", "scan=false")
+    assert code == 1
+    assert "duplicates was not checked" in errors
+    for words in ("require=no_targets=0", "require=no_target"):
+        assert show(folder, words)[0] == 2
+
+
+def test_bad_input_is_one_line(tmp_path, tokenizer):
+    (tmp_path / "text.txt").write_text("no data")
+    folder = write_data(tmp_path / "data", [document([1, 2, 3], [2])], {"total": {"records": 1}})
+    (tmp_path / "broken").mkdir()
+    for code, key, *words in (
+        (1, "paths", tmp_path / "text.txt"),
+        (1, "paths", tmp_path / "broken"),
+        (1, "paths", tmp_path / "missing"),
+        (2, "row", folder, "row=1", f"model.path={tokenizer}"),
+        (2, "matches", folder, "matches=("),
+        (2, "lonest", folder, "lonest=true"),
+        (2, "max_tokens", folder, "ranks=8"),
+        (2, "require", folder, "row=0", "require=no_target=0"),
+        (2, "step", folder, "step=3"),
+        (2, "html", folder, "pack=0", "max_tokens=8", "html=page.html"),
+        (2, "one order", folder, "longest", "shortest"),
+        (2, "model.path", folder, "longest"),
+        (1, "over_length", folder, "max_tokens=2", "over_length=error"),
+    ):
+        got, _, errors = show(*words)
+        assert (got, errors.count("\n")) == (code, 1), errors
+        assert key in errors
+    (Path(folder) / "report.json").write_text("[1]")
+    code, _, errors = show(folder)
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "report.json" in errors
+
+
+def test_the_command_imports_no_torch(tmp_path, tokenizer):
+    folder = write_data(tmp_path / "data", [document([30, 31, 32], [2])], {"tokenizer": str(tokenizer)})
+    code = "import sys; from verl_ext.commands.show import main; "
+    code += f"main([{folder!r}]); main([{folder!r}, 'row=0']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

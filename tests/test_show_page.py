@@ -1,0 +1,67 @@
+"""The pages of `verl-ext show` in headless Chromium: no error, figures drawn, numbers of the metrics, text escaped."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.shown import document, show, write_data, write_metrics
+from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+SCRIPT = "<script>document.title='run by a document'</script>"
+
+
+def browse(page: Path, *options: str) -> tuple[str, list[str]]:
+    """The page's DOM when it is drawn, and the lines of its console."""
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *options]
+    command += ["--virtual-time-budget=20000", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("width", [400, 1300])
+def test_figures_of_runs_are_drawn_without_an_error(tmp_path, scheme, width):
+    runs = [write_metrics(tmp_path / name, 60, ["maths", f"a {SCRIPT}"]) for name in ("one", "two")]
+    page = tmp_path / "page.html"
+    code, _, errors = show(*runs, f"html={page}")
+    assert code == 0, errors
+    preferred = {"dark": 0, "light": 1}[scheme]
+    dom, console = browse(page, f"--window-size={width},900", f"--blink-settings=preferredColorScheme={preferred}")
+    assert console == []
+    charts = len(json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])["charts"])
+    assert charts == 5  # loss, two categories, learning rate, throughput
+    assert f'data-drawn="{charts}"' in dom
+    assert dom.count("<canvas") == charts
+    assert "run by a document" not in re.search("<title>(.*?)</title>", dom)[1]
+
+
+def test_the_numbers_of_a_page_are_those_of_the_json(tmp_path):
+    run, page, numbers = write_metrics(tmp_path / "run", 30), tmp_path / "page.html", tmp_path / "curves.json"
+    assert show(run, f"html={page}", f"json={numbers}")[0] == 0
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])
+    assert [one["curves"] for one in data["runs"]] == [one["curves"] for one in json.loads(numbers.read_text())]
+
+
+@needs_browser
+def test_documents_of_a_page_are_escaped(tmp_path):
+    tokenizer = tiny_tokenizer(CHATML)
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = tokenizer(f"<s>{SCRIPT} the cat", add_special_tokens=False)["input_ids"]
+    folder = write_data(tmp_path / "data", [document(ids, range(1, len(ids)))] * 3)
+    page = tmp_path / "page.html"
+    assert show(folder, "documents=9", "longest", f"html={page}", f"model.path={tmp_path / 'model'}")[0] == 0
+    dom, console = browse(page)
+    assert console == []
+    assert dom.count('class="document"') == 3
+    assert SCRIPT.replace("<", "&lt;").replace(">", "&gt;") in re.sub("</?span[^>]*>", "", dom)
+    assert "run by a document" not in re.search("<title>(.*?)</title>", dom)[1]
+    assert SCRIPT not in page.read_text()

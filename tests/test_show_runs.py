@@ -1,0 +1,153 @@
+"""What `verl-ext show` says of runs: curves of the metrics, steps with the packs that the trainer feeds, spikes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+from tests.shown import document, show, write_data, write_metrics
+from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.config import compose
+from verl_ext.files import write_json
+from verl_ext.trainer.setup import prepare
+
+STEPS = 6
+
+
+def test_curves_are_those_of_the_metrics(tmp_path):
+    run = write_metrics(tmp_path / "run", 40)
+    code, shown, errors = show(run, f"json={tmp_path / 'curves.json'}")
+    assert code == 0, errors
+    assert "step 40" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("train/maths_loss"))
+    assert line.split()[1:4] == ["4.000", "0.1000", "0.1000"]
+    (found,) = json.loads((tmp_path / "curves.json").read_text())
+    tens = [10, 20, 30, 40]
+    assert found["curves"]["val/loss"] == {"steps": tens, "values": [3.5 / step for step in tens]}
+    assert found["curves"]["train/loss"]["values"] == [3 / step for step in range(1, 41)]
+
+
+def test_a_torn_file_is_shown_up_to_the_tear_and_says_so(tmp_path):
+    run = write_metrics(tmp_path / "run", 4)
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text()[:-20])
+    code, shown, _ = show(run)
+    assert code == 0
+    assert "step 3" in shown
+    assert "line 4 of its metrics is not whole" in shown
+
+
+def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "data": {"train/loss": NaN}}\n{"step": 2, "data": {"train/loss": 2.5, "train/lr": null}}\n'
+    )
+    code, shown, errors = show(tmp_path, f"json={tmp_path / 'curves.json'}")
+    assert code == 0, errors
+    (found,) = json.loads((tmp_path / "curves.json").read_text())
+    assert found["curves"]["train/loss"]["values"] == [None, 2.5]
+    assert "2.500" in shown
+
+
+def test_several_runs_show_what_differs_in_their_configs_without_secrets(tmp_path):
+    for name, rate in (("one", 0.1), ("two", 0.2)):
+        run = write_metrics(tmp_path / name, 3)
+        config = {"optim": {"lr": rate, "betas": [0.9, 0.95]}, "trainer": {"wandb_api_key": f"secret-{name}"}}
+        write_json(run / "run.json", {"config": config, "total_steps": 6})
+    code, shown, errors = show(tmp_path / "one", tmp_path / "two")
+    assert code == 0, errors
+    assert ["optim.lr", "0.1", "0.2"] in [line.split() for line in shown.splitlines()]
+    assert "betas" not in shown
+    assert "secret-" not in shown
+    assert "step 3 of 6 (50%) · 00:06 left" in shown  # 3 steps of 1,000 tokens at 500 a second
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_lines_fit_the_terminal_and_a_pipe_has_no_control_characters(tmp_path, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = show(write_metrics(tmp_path / "run", 500))[1]
+    assert max(map(len, shown.splitlines())) <= width
+    assert "\x1b" not in shown
+
+
+def test_bad_runs_are_one_line(tmp_path):
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "other.jsonl").write_text('{"messages": []}\n')
+    run = write_metrics(tmp_path / "run", 3)
+    for code, key, *words in (
+        (2, "metrics.jsonl", tmp_path / "none"),
+        (1, "step", tmp_path / "other.jsonl"),
+        (2, "run.json", run, "step=2"),
+        (2, "step", run, "rank=1"),
+    ):
+        got, _, errors = show(*words)
+        assert (got, errors.count("\n")) == (code, 1), errors
+        assert key in errors
+
+
+def test_the_documents_of_a_spike_are_shown(tmp_path):
+    run = write_metrics(tmp_path / "run", 3)
+    data = write_data(tmp_path / "data", [document([1, 2], [1]), document([1, 2, 3, 4, 5], [2, 4])])
+    place = {"folder": data, "row": 1, "start": 2, "tokens": 3, "category": "maths", "pack": 0, "loss": 9.5}
+    spike = {"step": 2, "reason": "spike", "loss": 7.0, "reference": 1.0, "packs": [0], "documents": [place]}
+    (run / "spikes.jsonl").write_text(json.dumps(spike) + "\n")
+    code, _, errors = show(run, "step=2")
+    assert (code, errors.count("\n")) == (2, 1)  # the data names no tokenizer
+    assert "model.path" in errors
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    code, shown, errors = show(run, "step=2", "tokens", f"model.path={tmp_path / 'model'}")
+    assert code == 0, errors
+    assert "row 1 of" in shown
+    assert "loss 9.5" in shown
+    assert [part.rpartition("·")[2] for part in shown.strip().splitlines()[-1].split()] == ["3", "4", "5"]
+
+
+def describe(overrides: list[str], folder: str) -> None:
+    """Write what a run writes of itself, and for every step and rank the rows that it trains on."""
+    run = prepare(compose(overrides))
+    rows = [
+        [
+            [
+                place.row
+                for pack in run.plan.rank_packs(step, rank, 2)
+                if pack is not None
+                for place in run.train_set.documents_of(pack)
+            ]
+            for rank in range(2)
+        ]
+        for step in range(STEPS)
+    ]
+    if run.config.machine.world_size == 2:
+        write_json(Path(folder) / "run.json", run.facts())
+        write_json(Path(folder) / "rows.json", rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["sorted", "none"])
+def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model, balance):
+    data = write_tokenized(
+        tmp_path / "data", random_documents(np.random.default_rng(5), [*range(4, 60)], 100, 1), {1: "maths"}
+    )
+    overrides = [f"data.train_dir={data}", f"model.path={tiny_model}", "data.max_tokens=64", "data.train_batch_size=4"]
+    overrides += [
+        "parallel=cpu",
+        f"data.balance={balance}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "data.seed=3",
+    ]
+    run_ranks(describe, 2, [*overrides, f"trainer.total_training_steps={STEPS}"], str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"train/loss": 1.0}}\n')
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    for step in (1, STEPS):
+        for rank in range(2):
+            code, shown, errors = show(tmp_path, f"step={step}", f"rank={rank}")
+            assert code == 0, errors
+            found = [int(line.split()[2]) for line in shown.splitlines() if line.startswith("data row")]
+            assert found == rows[step - 1][rank]
+    write_tokenized(data, random_documents(np.random.default_rng(5), [*range(5, 61)], 100, 1), {1: "maths"})
+    code, _, errors = show(tmp_path, "step=1")
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "data.train_dir" in errors

@@ -1,0 +1,269 @@
+"""The command `verl-ext show`: an audit of data, a look at any document or pack, and the curves of runs.
+
+Words without `=` are paths, or one of FLAGS: `verl-ext show data/train longest tokens`.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from verl_ext.checkpoint.layout import RUN
+from verl_ext.commands.command_line import as_list, command, read_options
+from verl_ext.files import write_json
+from verl_ext.redaction import redacted
+from verl_ext.show.audit import audit
+from verl_ext.show.audit_tables import audit_tables
+from verl_ext.show.compare import comparison
+from verl_ext.show.data import Documents, Row, open_documents
+from verl_ext.show.document import cells_of, document_text, tokens_text
+from verl_ext.show.packs import pack_view, packs_of_data, packs_of_run, read_run, step_view
+from verl_ext.show.page import COLUMNS, title_of, write_page
+from verl_ext.show.plan import PackOptions, plan_facts
+from verl_ext.show.require import broken, read_requirements
+from verl_ext.show.run_tables import run_tables
+from verl_ext.show.runs import is_run, open_run, read_spike
+from verl_ext.show.select import SelectOptions, selected
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.values import DataError, UsageError, one_line, option, options_of
+
+FLAGS = ("longest", "shortest", "no_target", "cut", "tokens", "follow")
+_PACKING = tuple(options_of(PackOptions))
+_VERBATIM = ("matches", "require")  # not in Hydra's grammar: they hold its signs
+REFRESH_SECONDS = 5  # of follow=true
+WIDTH = 100  # columns of what is written to a file or a pipe
+
+
+@dataclass(frozen=True)
+class ShowOptions(SelectOptions, PackOptions):
+    """What is trained on, and what a run did: DATA is tokenized folders or Megatron's corpora, RUN a run's folder.
+
+    DATA alone is the audit: documents, tokens and targets by category, and what goes wrong in practice, with row
+    numbers. A selection (row=7, longest, category=NAME …) shows documents with their targets, pack=K one pack of
+    max_tokens, against=OTHER what differs between two sets. RUN shows curves; step=S the packs of one of its steps.
+    """
+
+    paths: list[str] = option([], "DATA or RUN: a list of paths; words without `=` are paths too", required=True)
+    model: ModelOptions = option(ModelOptions, "the tokenizer; without it that of report.json")
+    val: Any = option(None, "validation data: documents that the training data holds too are found")
+    scan: bool | None = option(None, "true: read all tokens for the audit; false: none; null: up to 100 million")
+    require: str | None = option(None, "bounds on findings, e.g. no_target=0,duplicates<0.1%; exit code 1 if one fails")
+    tokens: bool = option(False, "true: documents token by token, with ids")
+    pack: int | None = option(None, "the pack of this number, of max_tokens tokens", least=0)
+    against: Any = option(None, "other DATA of the same records: the rows that differ")
+    step: int | None = option(None, "of a run: the packs of this step, and its documents in spikes.jsonl", least=1)
+    rank: int | None = option(None, "with step: the documents of this data-parallel rank's packs", least=0)
+    follow: bool = option(False, "of runs: true refreshes the curves until the runs have ended")
+    html: str | None = option(None, "file that gets a page in place of the terminal")
+    json: str | None = option(None, "file that gets the numbers as JSON")
+
+    def problems(self) -> Iterable[str | None]:
+        """Yield a line for each mistake that can be seen without opening the data."""
+        yield from SelectOptions.problems(self)
+        yield from PackOptions.problems(self)
+        if self.model.tokenizer:
+            yield from self.model.tokenizer_problems()
+        if self.pack is not None and self.max_tokens is None:
+            yield "max_tokens is required with pack; got null"
+        if self.rank is not None and self.step is None:
+            yield "step is required with rank; got null"
+
+
+def run(options: ShowOptions) -> str:
+    """Show what the options ask for on the terminal."""
+    if any(map(is_run, options.paths)):
+        _show_runs(options)
+        return ""
+    if options.against is not None:
+        _refuse_unread(options, "against", "documents")
+    elif options.pack is not None:
+        _refuse_unread(options, "pack", *_PACKING)
+    elif options.selects:
+        _refuse_unread(options, "a selection", *options_of(SelectOptions), "tokens", "html")
+    else:
+        _refuse_unread(options, "the audit", *_PACKING, "val", "scan", "require", "html", "json")
+    documents = open_documents(options.paths)
+    if options.against is not None:
+        other = open_documents(as_list(options.against), "against")
+        tokenizer = _tokenizer(options, documents.tokenizer)
+        _print(comparison(documents, other, tokenizer and tokenizer.decode, max(options.documents, 10)))
+    elif options.pack is not None:
+        tokenizer = _tokenizer(options, documents.tokenizer)
+        _print(pack_view(packs_of_data(options.paths, options), options.pack, tokenizer and tokenizer.decode))
+    elif options.selects:
+        _show_documents(documents, options)
+    else:
+        _show_audit(documents, options)
+    return ""
+
+
+def _refuse_unread(options: ShowOptions, view: str, *read: str) -> None:
+    """Raise UsageError for options that `view` would ignore; it reads `read`, and what its own name says."""
+    if unread := sorted(options.changed().keys() - {"paths", "model", view, *read}):
+        raise UsageError(f"{view} must be given without options that it does not read; got {', '.join(unread)}")
+
+
+def _tokenizer(options: ShowOptions, named: str | None, is_needed: bool = False) -> Any:
+    """Return the tokenizer that the options name, or else that of the data; None if neither names one.
+
+    is_needed: raise UsageError then.
+    """
+    path = options.model.tokenizer or named
+    if is_needed and not path:
+        raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
+    return None if not path else load_tokenizer(replace(options.model, path=path, tokenizer_path=None))
+
+
+def _show_documents(documents: Documents, options: ShowOptions) -> None:
+    tokenizer = _tokenizer(options, documents.tokenizer, is_needed=True)
+    console, shown = _console(), []
+    for row in selected(documents, options, tokenizer.decode):
+        path, number = documents.place(row)
+        category = documents.names.get(int(documents.categories[row]), "")
+        lengths = f"{documents.lengths[row]:,} tokens, {documents.targets[row]:,} targets"
+        if documents.full_lengths[row] > documents.lengths[row]:
+            lengths += f", cut from {documents.full_lengths[row]:,}"
+        facts = one_line(f"row {number} of {path}: {category}, {lengths}")
+        if options.html:
+            shown.append(_document(facts, documents.row(row), tokenizer, options.tokens, in_colour=True))
+        else:
+            _show_document(console, facts, documents.row(row), tokenizer, options.tokens)
+    if options.html:
+        write_page(Path(options.html), title_of(options.paths), [], documents=shown)
+        print(f"written to {options.html}")
+
+
+def _show_document(console: Console, facts: str, row: Row, tokenizer: Any, by_token: bool) -> None:
+    in_colour = bool(console.is_terminal and console.color_system and not console.no_color)
+    console.print(_document(facts, row, tokenizer, by_token, in_colour), soft_wrap=not by_token)
+
+
+def _document(facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool) -> Text:
+    """Return a document under its line of facts."""
+    cells = cells_of(row, tokenizer)
+    text = tokens_text(cells) if by_token else document_text(cells, in_colour)
+    return Text().append(f"{facts}\n", "bold").append_text(text)
+
+
+def _show_audit(documents: Documents, options: ShowOptions) -> None:
+    requirements = read_requirements(options.require) if options.require else []
+    validation = open_documents(as_list(options.val), "val") if options.val else None
+    found = audit(documents, validation, options.model, options.scan)
+    if options.max_tokens is not None:
+        found["plan"] = plan_facts(documents, options, options.paths)
+    found = redacted(found)
+    if options.json:
+        write_json(Path(options.json), found)
+    if options.html:
+        write_page(Path(options.html), title_of(options.paths), audit_tables(found))
+        print(f"written to {options.html}")
+    else:
+        _print(audit_tables(found))
+    if lines := list(broken(requirements, found)):
+        raise DataError("require is not met: " + "; ".join(lines))
+
+
+def _show_runs(options: ShowOptions) -> None:
+    if options.step is not None:
+        _refuse_unread(options, "step", "rank", "tokens", "documents")
+        _show_step(options, options.step)
+        return
+    _refuse_unread(options, "a run", "follow", "html", "json")
+    runs = [open_run(path) for path in options.paths]
+    if options.json:
+        curves = [{"run": str(run.path), "curves": {n: asdict(c) for n, c in run.curves.items()}} for run in runs]
+        write_json(Path(options.json), redacted(curves))
+    console = _console()
+    if options.html:
+        write_page(Path(options.html), title_of(options.paths), run_tables(runs, COLUMNS), runs=runs)
+        print(f"written to {options.html}")
+        return
+    if not options.follow:
+        _print(run_tables(runs, console.width))
+        return
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            runs = [open_run(path) for path in options.paths]
+            live.update(Group(*run_tables(runs, console.width)), refresh=True)
+            if all(run.step == run.facts.get("total_steps") for run in runs):
+                return
+            time.sleep(REFRESH_SECONDS)
+
+
+def _show_step(options: ShowOptions, step: int) -> None:
+    """Show the packs of a step of a run, those of a rank with their documents, and what spikes.jsonl says of it."""
+    if len(options.paths) > 1:
+        raise UsageError(f"step must be of one run; got {', '.join(options.paths)}")
+    path = Path(options.paths[0])
+    folder = path if path.is_dir() else path.parent
+    if (spike := read_spike(folder, step)) is not None:
+        _show_spike(spike, options)
+        if not (folder / RUN).is_file():
+            return
+    facts = read_run(folder)
+    tokenizer = _tokenizer(options, ModelOptions.read(facts["config"]["model"]).tokenizer)
+    dataset, plan, cost = packs_of_run(facts)
+    _print(step_view(dataset, plan, cost, facts, step))
+    if options.rank is not None:
+        ranks = facts["data_parallel_size"]
+        if options.rank >= ranks:
+            raise UsageError(f"rank must be below {ranks}, the data-parallel ranks of the run; got {options.rank}")
+        for pack in plan.rank_packs(step - 1, options.rank, ranks):
+            if pack is not None:
+                _print(pack_view(dataset, pack, tokenizer and tokenizer.decode))
+
+
+def _show_spike(spike: dict[str, Any], options: ShowOptions) -> None:
+    """Show the documents of a step that stood out, the worst first, up to `documents` of them."""
+    console = _console()
+    losses = f"loss {spike['loss']}, reference {spike['reference']}"
+    console.print(Text(one_line(f"step {spike['step']}: {spike['reason']}, {losses}"), "bold"))
+    for place in spike["documents"][: options.documents]:
+        documents = open_documents([place["folder"]])
+        whole = documents.row(place["row"])
+        part = slice(place["start"], place["start"] + place["tokens"])
+        row = Row(whole.input_ids[part], whole.loss_mask[part], None if whole.weights is None else whole.weights[part])
+        where = f"row {place['row']} of {place['folder']}"
+        facts = f"{where}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
+        tokenizer = _tokenizer(options, documents.tokenizer, is_needed=True)
+        _show_document(console, one_line(facts), row, tokenizer, options.tokens)
+
+
+def _console() -> Console:
+    """Return the console of the terminal; a file or pipe gets lines of COLUMNS or WIDTH without control characters."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH, highlight=False)
+
+
+def _print(parts: Iterable[RenderableType]) -> None:
+    console = _console()
+    for number, part in enumerate(parts):
+        if number:
+            console.print()
+        console.print(part)
+
+
+def _read(arguments: Sequence[str]) -> ShowOptions:
+    """Return the options of the words; a word that is an existing path, or has no `=`, is a path."""
+    paths: list[str] = []
+    words: list[str] = []
+    verbatim: dict[str, str] = {}
+    for word in arguments:
+        key, sign, value = word.partition("=")
+        if os.path.exists(word) or (not sign and word not in FLAGS):
+            paths.append(word)
+        elif key in _VERBATIM:
+            verbatim[key] = value
+        else:
+            words.append(word if sign else f"{word}=true")
+    return read_options(ShowOptions, words, **verbatim, **({"paths": paths} if paths else {}))
+
+
+main = command("show", ShowOptions, run, example="DATA [max_tokens=131072 ranks=8]", read=_read)

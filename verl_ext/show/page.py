@@ -1,0 +1,141 @@
+"""One HTML file that opens offline: what the terminal shows, and the curves of runs as figures.
+
+vega-lite draws: its library is 0.9 MB in the file, where plotly's is 4.5 MB, and vl-convert also draws without a
+browser. The figures' numbers stand in the page as JSON, each once; every text is escaped.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from verl_ext.files import atomic_write
+from verl_ext.show.run_tables import COUNTERS, EVALUATIONS, OTHERS
+from verl_ext.show.runs import ShownRun
+from verl_ext.values import DataError
+
+COLUMNS = 140  # of the terminal's tables in a page, which scroll where the screen is narrower
+_LIBRARY = "window.vegaEmbed = vegaEmbed;"
+
+Chart = dict[str, Any]
+
+
+def write_page(
+    path: Path,
+    title: str,
+    parts: Iterable[RenderableType],
+    documents: Iterable[Text] = (),
+    runs: Sequence[ShownRun] = (),
+) -> None:
+    """Write a page of tables, documents (with their lines wrapped), and runs with their figures.
+
+    Raises:
+        DataError: there are figures to draw and vl-convert is not installed.
+    """
+    charts = charts_of(runs)
+    console = Console(file=io.StringIO(), record=True, width=COLUMNS, highlight=False)
+    tables = "".join(f'<pre class="part">{_html(console, part)}</pre>' for part in parts)
+    written = "".join(f'<pre class="document">{_html(console, text, wrap=False)}</pre>' for text in documents)
+    data = {
+        "charts": charts,
+        "runs": [{"name": run.name, "curves": {n: vars(c) for n, c in run.curves.items()}} for run in runs],
+    }
+    details: dict[str, str] = {}
+    for run in runs:
+        for name, facts in {"run.json": run.facts, "data_report.json": run.data}.items():
+            if facts:
+                details[f"{run.name}: {name}"] = json.dumps(facts, indent=2, ensure_ascii=False)
+    environment = Environment(loader=PackageLoader("verl_ext.show", "."), autoescape=select_autoescape())
+    text = environment.get_template("page.html").render(
+        title=title,
+        parts=[tables, written],
+        charts=charts,
+        details=details,
+        data=json.dumps(data).replace("<", "\\u003c"),
+        vega=_vega().replace("</script", "<\\/script") if charts else "",
+    )
+    with atomic_write(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
+    """Return the figures: loss, each category with its validation, evaluation, and what the machine did."""
+    groups: dict[str, list[tuple[str, str]]] = {"loss": [("train/loss", "train"), ("val/loss", "validation")]}
+    for name in dict.fromkeys(category for run in runs for category in run.categories()):
+        groups[f"loss of {name}"] = [(f"train/{name}_loss", "train"), (f"val/{name}_loss", "validation")]
+    for name in EVALUATIONS:
+        found = dict.fromkeys(
+            key for run in runs for key in run.curves if key.startswith("val/") and key.endswith(name)
+        )
+        groups[name.replace("_", " ")] = [(key, key.removeprefix("val/")) for key in found]
+    for name in (*OTHERS, *COUNTERS):
+        groups[name.replace("_", " ")] = [(f"train/{name}", "train")]
+    charts = []
+    for title, metrics in groups.items():
+        curves = []
+        for number, run in enumerate(runs):
+            for metric, kind in metrics:
+                if metric in run.curves:
+                    series = _series(runs, run, kind, len(metrics))
+                    curves.append({"run": number, "metric": metric, "series": series, "kind": metric.split("/")[0]})
+        if curves:
+            charts.append({"title": title, "curves": curves, "spec": _spec(title, curves)})
+    return charts
+
+
+def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) -> str:
+    """Return the name in the legend: the run if there are several, what is drawn if it is not the only one."""
+    return " ".join(([run.name] if len(runs) > 1 else []) + ([kind] if metrics > 1 or len(runs) == 1 else []))
+
+
+def _spec(title: str, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a figure in vega-lite's grammar without its data: lines, and points for what is measured rarely."""
+    shown = (("series", "nominal"), ("step", "quantitative"), ("value", "quantitative"))
+    layers: list[dict[str, Any]] = [{"mark": {"type": "line", "strokeWidth": 1.5}}]
+    if any(curve["kind"] == "val" for curve in curves):
+        points = {
+            "mark": {"type": "point", "filled": True, "size": 40},
+            "transform": [{"filter": "datum.kind == 'val'"}],
+            "encoding": {"tooltip": [{"field": name, "type": kind} for name, kind in shown]},
+        }
+        layers.append(points)
+    axis = {"format": ".1e" if title == "lr" else "~s", "title": None}
+    legend = {"orient": "bottom", "columns": 2, "title": None} if len(curves) > 1 else None
+    return {
+        "title": title,
+        "width": "container",
+        "height": 220,
+        "autosize": {"type": "fit", "contains": "padding"},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "axis": {"format": "~s"}, "scale": {"nice": False}},
+            "y": {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": False}},
+            "color": {"field": "series", "type": "nominal", "legend": legend},
+        },
+        "layer": layers,
+    }
+
+
+def _html(console: Console, part: RenderableType, wrap: bool = True) -> str:
+    """Return what a terminal shows as escaped HTML with inline styles."""
+    console.print(part, soft_wrap=not wrap)
+    return console.export_html(inline_styles=True, code_format="{code}")
+
+
+def _vega() -> str:
+    try:
+        from vl_convert import javascript_bundle  # here: a command that draws nothing does not need it
+    except ImportError as error:
+        raise DataError(
+            "html needs the package vl-convert-python, which verl-ext[show] names; it is not installed"
+        ) from error
+    return javascript_bundle(_LIBRARY)
+
+
+def title_of(paths: Sequence[str]) -> str:
+    """Return the title of a page about these paths."""
+    return f"verl-ext show {' '.join(map(str, paths))}"

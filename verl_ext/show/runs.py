@@ -1,0 +1,148 @@
+"""A run from the files of its folder: curves of metrics.jsonl, what run.json and data_report.json say, its spikes.
+
+metrics.jsonl    {"step": 1, "data": {"train/loss": 7.4, …}}    one curve for each metric, steps without it left out
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_ext.checkpoint.layout import METRICS, REPORT, RUN, SPIKES, TRACKER
+from verl_ext.redaction import redacted
+from verl_ext.values import DataError, UsageError
+
+RATE_STEPS = 20  # the last logged steps, whose mean time gives the time left
+_LOSS, _TOKENS = "_loss", "_tokens"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric's steps, ascending, and its values; None where it was not finite."""
+
+    steps: list[int]
+    values: list[float | None]
+
+    @property
+    def finite(self) -> list[float]:
+        """The values that are numbers."""
+        return [value for value in self.values if value is not None]
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """What is known of a run.
+
+    Attributes:
+        path: its folder, or the metrics file.
+        curves: by the names of the metrics, in the order of their first appearance.
+        torn: the number of the line at which the metrics end too soon; None if they are whole.
+        facts: run.json, with secrets masked; {} without it.
+        data: data_report.json; {} without it.
+        checkpoint: the step of the last checkpoint.
+    """
+
+    path: Path
+    curves: dict[str, Curve]
+    torn: int | None
+    facts: dict[str, Any]
+    data: dict[str, Any]
+    checkpoint: int | None
+
+    @property
+    def name(self) -> str:
+        """The folder's name, or its parent's where it is called `checkpoints`."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        folder = folder.resolve()
+        return folder.parent.name if folder.name == "checkpoints" else folder.name
+
+    @property
+    def step(self) -> int:
+        """The last step of any metric, 0 before the first."""
+        return max((curve.steps[-1] for curve in self.curves.values()), default=0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By tokens over tokens a second of the last steps; None if the run's end is not known."""
+        tokens, rates = (self.curves.get(f"train/{name}") for name in ("tokens", "tokens_per_second"))
+        if tokens is None or rates is None or "total_steps" not in self.facts:
+            return None
+        pairs = zip(tokens.values[-RATE_STEPS:], rates.values[-RATE_STEPS:], strict=False)
+        seconds = [count / rate for count, rate in pairs if count and rate]
+        return (self.facts["total_steps"] - self.step) * sum(seconds) / len(seconds) if seconds else None
+
+    def categories(self) -> list[str]:
+        """Return the categories whose losses were logged, by name."""
+        names = {key.split("/", 1)[1].removesuffix(_LOSS) for key in self.curves if key.endswith(_LOSS)}
+        return sorted(name for name in names if f"train/{name}{_TOKENS}" in self.curves)
+
+
+def is_run(path: str) -> bool:
+    """Return whether a path is a run's folder, or a metrics file."""
+    folder = Path(path)
+    if folder.is_file():
+        return folder.suffix == ".jsonl"
+    return any((folder / name).is_file() for name in (METRICS, RUN, TRACKER))
+
+
+def open_run(path: str) -> ShownRun:
+    """Read a run.
+
+    Raises:
+        UsageError: there is no metrics file.
+        DataError: it holds no metrics.
+    """
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    file = given if given.is_file() else folder / METRICS
+    if not file.is_file():
+        raise UsageError(f"{path} must hold {METRICS}, which trainer.logger=[file] writes; it does not")
+    curves, torn = _read_curves(file)
+    tracker = folder / TRACKER
+    step = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
+    checkpoint = int(step) if step.isdigit() else None
+    return ShownRun(given, curves, torn, _json(folder / RUN), _json(folder / REPORT), checkpoint)
+
+
+def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
+    """Return the line of spikes.jsonl about a step; None if there is none."""
+    path = folder / SPIKES
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            spike = json.loads(line)
+        except ValueError:
+            return None  # the line that is being written
+        if spike.get("step") == step:
+            return spike
+    return None
+
+
+def _read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
+    """Return the curves, and the number of the first line that is none; what stands before it is kept."""
+    curves: dict[str, Curve] = {}
+    torn = None
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                step, data = int(record["step"]), dict(record["data"])
+            except (ValueError, TypeError, KeyError):
+                torn = number
+                break
+            for name, value in data.items():
+                if value is None or isinstance(value, (int, float)):
+                    curve = curves.setdefault(name, Curve([], []))
+                    curve.steps.append(step)
+                    curve.values.append(value if value is not None and math.isfinite(value) else None)
+    if not curves:
+        raise DataError(f'{file} must hold lines like {{"step": 1, "data": {{…}}}}; got none')
+    return curves, torn
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return redacted(value) if isinstance(value, dict) else {}
