@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.__main__ import COMMANDS
+from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions
+from verl_ext.engines.schedule import ScheduleOptions
 from verl_ext.losses import LossOptions
 from verl_ext.values import Option, Options, options_of, show
 
@@ -49,7 +51,9 @@ def _lines() -> Iterator[str]:
         "`loss`": LossOptions,
         "`attention`": AttentionOptions,
         "`parallel`": ParallelOptions,
+        "`optim`, beside verl's": ScheduleOptions,
         "`trainer`": TrainerOptions,
+        "`eval`": AnswerOptions,
         "`plan`, with `trainer.plan_only=true`": PlanOptions,
         "`ray`, for `verl_ext.fsdp_sft_trainer_ray`": RayOptions,
     }

@@ -4,7 +4,6 @@ A mistake found here is one line that names the requirement, the dotted key and 
 and nothing was written but what the next start need not do again: scans of the data, tokenized texts and indices.
 """
 
-import math
 import os
 import socket
 import sys
@@ -243,14 +242,18 @@ def prepare(composed: DictConfig) -> Run:
         base = ranks.broadcast(base)
     with user_errors_end_the_run():
         for dataset in datasets:
-            _check_dataset(dataset, config, model.hf_config)
+            check_vocabulary(dataset.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
+            if config.model.needs_positions:
+                check_positions(dataset.longest_document, dataset.max_tokens, model.hf_config)
+            if reserved := [name for name in dataset.categories.names if name in RESERVED]:
+                raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
         check_categories(config.loss, train_set.categories.names)
         cost = cost_model(config.data.cost, model.hf_config, config.engine.ulysses_sequence_parallel_size)
         plan = _step_plan(config, train_set, train_set.pack_costs(cost))
         visits = 1 if train_set.is_ordered else config.trainer.total_epochs
         total_steps = config.trainer.total_training_steps or plan.steps_per_epoch * visits
         refuse(schedule_problems(config.optim, total_steps))
-        _refuse_steps_without_target(train_set, plan, total_steps)
+        plan.check_targets(train_set.pack_targets(), total_steps)
         validation = None
         if val_set is not None:
             batch, costs = config.data_parallel_size * config.data.micro_batch_size_per_gpu, val_set.pack_costs(cost)
@@ -363,14 +366,6 @@ def _tokenizer(model: Any) -> Any:
     return tokenizer
 
 
-def _check_dataset(dataset: PackDataset, config: RunConfig, hf_config: Any) -> None:
-    check_vocabulary(dataset.token_range, hf_config.get_text_config().vocab_size, dataset.key)
-    if config.model.needs_positions:
-        check_positions(dataset.longest_document, dataset.max_tokens, hf_config)
-    if reserved := [name for name in dataset.categories.names if name in RESERVED]:
-        raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
-
-
 def _notices(config: RunConfig, train_set: PackDataset, plan: StepPlan) -> Iterator[str]:
     """Warn of settings that are allowed and may not be intended."""
     yield from mixture_notices(train_set.mixture_report)
@@ -403,20 +398,3 @@ def _step_plan(config: RunConfig, train_set: PackDataset, costs: np.ndarray) -> 
             f"data.train_batch_size={plan.batch_size}"
         )
     return plan
-
-
-def _refuse_steps_without_target(dataset: PackDataset, plan: StepPlan, total_steps: int) -> None:
-    """Refuse a step whose packs hold no target token: it has no loss, as Z would be 0."""
-    targets = dataset.pack_targets()
-    if targets.all():
-        return
-    for epoch in range(math.ceil(total_steps / plan.steps_per_epoch)):
-        first = epoch * plan.steps_per_epoch
-        for step in plan.steps_without_target(targets, epoch):
-            if first + step >= total_steps:
-                break
-            packs = ", ".join(map(str, plan.packs(first + step)[:4].tolist()))
-            raise ValueError(
-                f"data.train_dir: step {step + 1} of epoch {epoch + 1} has no target token in its packs (pack {packs})"
-                f"; raise data.train_batch_size={plan.batch_size} or remove documents without a target"
-            )

@@ -79,6 +79,26 @@ class StepPlan:
         of_step = np.add.reduceat(pack_targets[order], np.arange(0, len(order), self.batch_size))
         return np.flatnonzero(of_step == 0).tolist()
 
+    def check_targets(self, targets: NDArray[np.int64], total_steps: int) -> None:
+        """Raise ValueError for a step whose packs hold no target token: it has no loss, as Z would be 0.
+
+        Args:
+            targets: int64[P], the target tokens of each pack.
+            total_steps: of the run.
+        """
+        if targets.all():
+            return
+        for epoch in range(-(-total_steps // self.steps_per_epoch)):
+            first = epoch * self.steps_per_epoch
+            for step in self.steps_without_target(targets, epoch):
+                if first + step >= total_steps:
+                    break
+                packs = ", ".join(map(str, self.packs(first + step)[:4].tolist()))
+                raise ValueError(
+                    f"data.train_dir: step {step + 1} of epoch {epoch + 1} has no target token in its packs (pack "
+                    f"{packs}); raise data.train_batch_size={self.batch_size} or remove documents without a target"
+                )
+
 
 @lru_cache(maxsize=4)  # every step of an epoch asks for it, in training and in validation
 def _order(plan: StepPlan, epoch: int) -> NDArray[np.int64]:
