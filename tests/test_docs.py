@@ -21,6 +21,7 @@ import hydra
 import pytest
 
 import verl_ext.data
+from tests.chat_server import chat_server
 from tests.ranks import run_ranks
 from tests.training import metrics, train_alone
 from verl_ext.__main__ import COMMANDS, main
@@ -131,6 +132,11 @@ def run_data_command(command: Command) -> None:
         subprocess.run([sys.executable, "-m", "verl_ext", name, *kept, *small], check=True, timeout=400)
         return
     given = dict(word.split("=", 1) for word in words)
+    if name == "synthesize":
+        with chat_server(lambda _: "1: What stands near the river?") as server:
+            small = {"endpoint.base_url": server.url, "intervals": "[8,4096]", "near_duplicates": "null"}
+            assert main([name, *(f"{key}={value}" for key, value in {**given, **small}.items())]) == 0
+        return
     smaller = {key: SMALLER[key] for key in given if command.is_marked and key in SMALLER}
     assert main([name, *(f"{key}={value}" for key, value in {**given, **smaller, "overwrite": "true"}.items())]) == 0
 

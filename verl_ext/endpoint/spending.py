@@ -58,11 +58,11 @@ def read_price(options: EndpointOptions) -> Price | None:
 
 
 class QuestionProgress:
-    """A bar over items, with requests/s, tokens, the cost where prices are known, and the time left."""
+    """A line over items: requests/s, tokens, the cost if prices are known, the time left."""
 
     def __init__(self, client: Client, total: int, price: Price | None, description: str) -> None:
         self._client, self._price, self._started = client, price, time.monotonic()
-        self.bar = progress_bar(description, total, bar_format="{desc}: {percentage:3.0f}%|{bar}| starting")
+        self.bar = progress_bar(description, total, bar_format="{desc}: starting")
 
     def __enter__(self) -> "QuestionProgress":
         return self
@@ -73,8 +73,10 @@ class QuestionProgress:
     def item_done(self) -> None:
         """Count one item."""
         rate = four_digits(self._client.requests / max(time.monotonic() - self._started, 1e-9))
-        line = f"{{n_fmt}}/{{total_fmt}}, {rate} requests/s, {spent(self._client, self._price)}"
-        self.bar.bar_format = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {line} [{{elapsed}}, {{remaining}} left]"
+        prompt, _, written = self._client.usage.as_tuple()
+        cost = f", cost {self._price.of(self._client.usage):.2f}" if self._price else ""
+        line = f"{rate} requests/s, {four_digits(prompt + written)} tokens{cost}"  # short: a log has 80 columns
+        self.bar.bar_format = f"{{desc}}: {{n_fmt}}/{{total_fmt}}, {line}, {{remaining}} left"
         self.bar.update(1)
 
 

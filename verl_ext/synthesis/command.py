@@ -219,7 +219,7 @@ async def _make_records(
                     return await task.make(item, client, prompts, making)
 
             begun = ((item, make(item)) for item in items)
-            with open(path, "w", encoding="utf-8") as file, QuestionProgress(client, total, price, "synthesize") as bar:
+            with open(path, "w", encoding="utf-8") as file, QuestionProgress(client, total, price, "records") as bar:
                 async with aclosing(_in_order(begun, AHEAD * options.endpoint.concurrency)) as results:
                     async for item, made in results:
                         outcomes[made.outcome] += 1
