@@ -33,10 +33,9 @@ from typing import Any
 import torch
 
 ROWS = 512  # 512 rows of a 151k vocabulary are 0.3 GB in fp32, and two such slices are alive at once
-MEASURES = (
-    "is_greedy",
-    "entropy",
-)  # of a token: 1 if its label is the argmax; the entropy of its distribution, in nats
+# Of a token: 1 if its label is the argmax, and the entropy of its distribution in nats.
+MEASURES = ("is_greedy", "entropy")
+_LEAST = -1e9  # of a logit less its peak, for the entropy: a vocabulary masked by −inf would give −inf · 0
 _SLICE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of logits whose products are held beside them, for the entropy
 
 
@@ -239,7 +238,7 @@ def _exp_(logits: torch.Tensor, measures: bool) -> Any:
     sums = logits.new_empty(len(logits))
     for part, out in zip(logits.split(rows), sums.split(rows), strict=True):
         exponentials = part.exp()
-        torch.sum(part.mul_(exponentials), -1, out=out)
+        torch.sum(part.clamp_(min=_LEAST).mul_(exponentials), -1, out=out)
         part.copy_(exponentials)
     return sums
 
