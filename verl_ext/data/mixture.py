@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -201,6 +200,8 @@ def mixture_table(rows: Iterable[Mapping[str, Any]]) -> str:
         cells = {name: f"{value:,}" for name, value in row.items() if isinstance(value, int)}
         rates = {"epochs": f"{row['epochs']:.2f}", "off": f"{row['off']:+.2%}", "": "*" if row["hinders"] else ""}
         lines.append({"source": row["source"], "low": "", "high": "", **cells, **rates})
+    import pandas as pd  # takes a second: not for commands that only look at data
+
     return pd.DataFrame(lines).to_string(index=False)
 
 

@@ -80,7 +80,7 @@ class HeadInputs:
     rows: TargetRows
     group: dist.ProcessGroup | None
     block_bytes: int
-    measures: bool
+    measures: bool = False
 
 
 class FusedHead:

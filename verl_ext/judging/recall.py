@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_ext.data.babilong import FIELDS, find_files, is_right_answer
 from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.judging.task import Case, Scores, Task, token_ends
 from verl_ext.values import DataError, Options, option
@@ -108,6 +107,8 @@ class BABILong(Task):
 
     def cases(self) -> Iterator[Case]:
         """Yield the questions of the files, task by task and length by length. Raises DataError for others' files."""
+        from verl_ext.data.babilong import FIELDS, find_files  # imports torch: not for --help
+
         try:
             files, names = find_files([self.path], "cases")
         except ValueError as error:
@@ -127,6 +128,8 @@ class BABILong(Task):
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
         """Return 1 or 0."""
+        from verl_ext.data.babilong import is_right_answer
+
         facts = case.facts
         return {"right": float(is_right_answer(answer, facts["target"], facts["question"], facts["category"]))}
 

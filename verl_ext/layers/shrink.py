@@ -82,8 +82,8 @@ def shrunk(config: Any, **sizes: Any) -> Any:
             small[name] = layers
     most = next((values[name] for name in _LAYERS if name in values), layers)
     for name, value in values.items():
-        if isinstance(value, list) and len(value) == most and most > layers:
-            small[name] = value[:layers]
+        if isinstance(value, list) and len(value) == most and (most > layers or name in _KINDS):
+            small[name] = (value * layers)[:layers]  # a config may have fewer layers than the trial
         elif name in _INDICES and isinstance(value, list):
             small[name] = [index for index in value if index < layers]
     if "kv_lora_rank" in small or "attention_hidden_size" in small:  # latent attention and Zamba's share no heads

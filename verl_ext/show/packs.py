@@ -95,7 +95,8 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
     starts = np.flatnonzero(positions[:real] == 0)
     places = dataset.documents_of(pack)
     names = dict(zip(dataset.categories.ids, dataset.categories.names, strict=True))
-    table = plain_table("document", "category", "tokens", "targets", "positions", "opening", left=2)
+    table = plain_table("document", "category", "tokens", "targets", "positions", left=2)
+    table.add_column("opening", overflow="fold")  # the widest, which gives way on a narrow terminal
     table.columns[-1].justify = "left"
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], real], strict=True)):
         category = np.unique(tensors["category_ids"][start:end][mask[start:end] == 1])

@@ -27,7 +27,7 @@ from verl_ext.text.tokenized import tokenizer_facts
 from verl_ext.text.tokenizer import load_tokenizer, read_template
 from verl_ext.values import DataError, UsageError, one_line
 
-KIND_CODES = {**{kind: code for code, kind in enumerate(KINDS, start=1)}, EMPTY_REASONING: KINDS.index(REASONING) + 1}
+KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # as the report counts them
 
 
 @dataclass
@@ -202,9 +202,8 @@ class ChatEncoder:
             counts.over_length.update(over_length)
             counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
             for piece in pieces:
-                if piece.kinds is not None:
-                    tokens = np.bincount(piece.kinds, minlength=len(KINDS) + 1).tolist()
-                    counts.target_kinds.update(dict(zip(KINDS, tokens[1:], strict=True)))
+                for kind, tokens in piece.tokens_by_kind() if piece.parts else ():
+                    counts.target_kinds[kind] += tokens
         for piece in pieces:
             found.documents.append(piece)
             if item.category is not None:
@@ -214,20 +213,17 @@ class ChatEncoder:
 
     def _document(self, item: _Item, encoded: Encoded) -> Document:
         """Make a document of a text's tokens, mask and weights; a plain text ends with EOS."""
-        ids, weights, kinds = encoded.ids, None, None
+        ids, weights = encoded.ids, None
+        parts: list[tuple[int, str]] = []
         if isinstance(chat := item.text, ChatText):
             mask, chat.border_tokens = self._encoder.mask(encoded, chat.text, chat.spans)
             learnt = chat.learnt
             firsts = [self._first_token(encoded, chat.text, part.start) for part in learnt]
-            # The tokens of each learnt part, with those of the context after it, which the mask takes out again.
-            runs = [(part, slice(*run)) for part, run in zip(learnt, pairwise([*firsts, len(ids)]), strict=True)]
-            kinds = np.zeros(len(ids), np.int8)
-            for part, run in runs:
-                kinds[run] = KIND_CODES[part.kind]
+            parts = [(first, KIND_OF_TARGET[part.kind]) for first, part in zip(firsts, learnt, strict=True)]
             if any(part.weight != 1 for part in learnt):
                 weights = np.ones(len(ids), np.float64)
-                for part, run in runs:
-                    weights[run] = part.weight
+                for part, run in zip(learnt, pairwise([*firsts, len(ids)]), strict=True):
+                    weights[slice(*run)] = part.weight  # also of the context after it, which the next line takes out
                 weights[mask == 0] = 1
         else:
             eos = self.tokenizer.eos_token_id
@@ -242,7 +238,7 @@ class ChatEncoder:
         if item.weight is not None:
             weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
         weights = None if weights is None else weights.astype(np.float32)
-        return Document(ids, mask, weights, kinds=None if kinds is None else kinds * mask)
+        return Document(ids, mask, weights, parts=parts)
 
     def _first_token(self, encoded: Encoded, text: str, character: int) -> int:
         """Return the first token of a text that has characters from this one on."""

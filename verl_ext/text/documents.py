@@ -10,7 +10,7 @@ A preview is a document as text with its targets marked, in colour on a terminal
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -135,23 +135,31 @@ class Counts:
 class Document:
     """A document: input_ids[T] int32, loss_mask[T] int8, and weights[T] float32 if a target has one.
 
-    full_length: its tokens before it was cut; None if it was not. kinds[T] int8: 0 for a token of the context, else the
-    number of the kind of a chat's part; None for plain text.
+    full_length: its tokens before it was cut; None if it was not. parts: the first token and the kind of each learnt
+    part of a chat, in order; none of a plain text.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     weights: np.ndarray | None = None
     full_length: int | None = None
-    kinds: np.ndarray | None = None
+    parts: Sequence[tuple[int, str]] = ()
 
     def part(self, start: int, stop: int) -> "Document":
         """Make tokens start..stop a document of their own, whose first token is no target."""
         mask = self.loss_mask[start:stop].copy()
         mask[:1] = 0
         weights = None if self.weights is None else self.weights[start:stop]
-        kinds = None if self.kinds is None else self.kinds[start:stop] * mask
-        return Document(self.input_ids[start:stop], mask, weights, len(self.input_ids), kinds)
+        parts = [(max(first - start, 0), kind) for first, kind in self.parts if first < stop]
+        return Document(self.input_ids[start:stop], mask, weights, len(self.input_ids), parts)
+
+    def tokens_by_kind(self) -> Iterator[tuple[str, int]]:
+        """Yield the kind of each part and the number of its targets; context after a part is none of them."""
+        sums = np.zeros(len(self.loss_mask) + 1, np.int64)
+        np.cumsum(self.loss_mask, out=sums[1:])
+        edges = sums[[*(first for first, _ in self.parts), -1]].tolist()
+        for (_, kind), (before, after) in zip(self.parts, pairwise(edges), strict=True):
+            yield kind, after - before
 
 
 @dataclass
