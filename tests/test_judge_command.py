@@ -79,6 +79,21 @@ def test_predictions_of_other_programs_are_judged_side_by_side(tmp_path, cases, 
     assert "exact" in capsys.readouterr().out.splitlines()[0]
 
 
+def test_a_case_that_had_no_answer_before_is_none_when_judged_again(tmp_path, cases, capsys):
+    outcomes = ("done", "failed")
+    rows = [
+        {"case": str(number), "answer": "word " * 100 if outcome == "done" else "", "outcome": outcome}
+        for number, outcome in enumerate(outcomes, start=1)
+    ]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = [f"predictions.a={tmp_path}/answers.jsonl", f"cases={cases}", f"output_dir={tmp_path / 'out'}"]
+    assert main(["judge", "task=longbench_write", *given]) == 1
+    assert "1 of 2 cases of a" in capsys.readouterr().err
+    found = _result(tmp_path / "out")["models"]["a"]
+    assert found["figures"]["all"]["S_l"] == {"mean": 100, "low": None, "high": None, "cases": 1}
+    assert found["outcomes"] == {"done": 1, "failed": 1}
+
+
 def test_verdicts_that_stay_unreadable_are_asked_for_five_times_counted_apart_and_end_with_exit_code_1(
     tmp_path, cases, capsys
 ):

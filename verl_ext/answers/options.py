@@ -37,7 +37,7 @@ class AnswerOptions(Options):
 
     @property
     def asks_model(self) -> bool:
-        """Whether the model in training generates the answers."""
+        """Tell whether the model in training generates the answers."""
         return self.prompts is not None and self.base_url is None
 
     def problems(self) -> Iterable[str | None]:

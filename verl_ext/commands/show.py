@@ -44,7 +44,7 @@ WIDTH = 100  # columns of what is written to a file or a pipe
 
 @dataclass(frozen=True)
 class ShowOptions(SelectOptions, PackOptions):
-    """What is trained on, and what a run did: DATA is tokenized folders or Megatron's corpora, RUN a run's folder.
+    """Show training data or runs: DATA is tokenized folders or Megatron's corpora, RUN a run's folder.
 
     DATA alone is the audit: documents, tokens and targets by category, and what goes wrong in practice, with row
     numbers. A selection (row=7, longest, category=NAME …) shows documents with their targets, pack=K one pack of
@@ -199,7 +199,7 @@ def _show_runs(options: ShowOptions) -> None:
 
 
 def _show_step(options: ShowOptions, step: int) -> None:
-    """Show the packs of a step of a run, those of a rank with their documents, and what spikes.jsonl says of it."""
+    """Show the packs of a step of a run, of a rank with their documents, and the step's entry in spikes.jsonl."""
     if len(options.paths) > 1:
         raise UsageError(f"step must be of one run; got {', '.join(options.paths)}")
     path = Path(options.paths[0])

@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is a text to use."""
+        """Tell whether there is a text to use."""
         return self.outcome == DONE
 
     @property

@@ -10,13 +10,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from verl_ext.endpoint.answer import CUT, DONE, FAILED, UNPARSABLE, Answer, Usage
+from verl_ext.endpoint.answer import CUT, DONE, FAILED, OUTCOMES, UNPARSABLE, Answer, Usage
 from verl_ext.endpoint.client import Messages, SamplingOptions
 from verl_ext.endpoint.store import Store
 from verl_ext.files import fingerprint
 from verl_ext.judging.task import read_rows
 from verl_ext.text.tokenized import file_facts
 from verl_ext.values import DataError, UsageError, first_line
+
+# The outcomes in an answers.jsonl of cases that have no answer, whose text is empty or no answer.
+_WITHOUT_ANSWER = tuple(outcome for outcome in OUTCOMES if outcome not in (DONE, CUT))
 
 
 class LocalModel:
@@ -114,7 +117,8 @@ class Predictions:
             if not isinstance(said, str) or not isinstance(asked, str):
                 needed = f"{key} must have prompt and response, or case and answer, in every row"
                 raise DataError(f"{needed}; row {number} of {path} has not")
-            self._answers[asked] = said
+            if row.get("outcome") not in _WITHOUT_ANSWER:
+                self._answers[asked] = said
 
     async def __aenter__(self) -> "Predictions":
         return self

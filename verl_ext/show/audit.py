@@ -50,7 +50,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The share of what was checked."""
+        """The share of the checked documents or records."""
         return self.count / self.of if self.of else 0.0
 
 

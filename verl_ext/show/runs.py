@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ShownRun:
-    """What is known of a run.
+    """The config, metrics and notes of a run.
 
     Attributes:
         path: its folder, or the metrics file.

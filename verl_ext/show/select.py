@@ -39,7 +39,7 @@ class SelectOptions(Options):
 
     @property
     def selects(self) -> bool:
-        """Whether documents are asked for, and not the audit."""
+        """Tell whether documents are asked for in place of the audit."""
         return bool(self.changed().keys() & {*_SELECTORS})
 
 

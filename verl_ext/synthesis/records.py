@@ -16,7 +16,7 @@ from verl_ext.synthesis.token_lengths import TokenLengths
 
 @dataclass(frozen=True)
 class Making:
-    """What every item of a run is made with."""
+    """The settings that all items of a run share."""
 
     seed: int
     sampling: SamplingOptions
