@@ -19,6 +19,7 @@ from verl_ext.models.qwen_titans import (
     read_memory_checkpoint,
     save_memory_checkpoint,
 )
+from verl_ext.trainer.trainer import UpcomingStep
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,8 @@ def _first_gradients(options):
         return 0.0
 
     trainer.engine.optimizer_step = kept  # in place of the step, at whose end verl drops the gradients
-    trainer.train_step(batch, summed=False)
+    upcoming = UpcomingStep(batch, trainer.engine.is_mp_src_rank_with_outputs(), trainer.hosts)
+    trainer.train_step(upcoming, summed=False)
     memory = {name: tensor.clone() for name, tensor in trainer.engine.memory_state_dict().items()}
     return memory, gradients, run.plan.packs(0).tolist()
 

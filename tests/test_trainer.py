@@ -21,6 +21,7 @@ from verl_ext.config import compose
 from verl_ext.trainer.distributed import limit_collectives
 from verl_ext.trainer.hooks import TrackingHook
 from verl_ext.trainer.setup import prepare
+from verl_ext.trainer.trainer import UpcomingStep
 
 pytestmark = pytest.mark.slow
 
@@ -347,7 +348,7 @@ def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
     dist.all_reduce = counted("all_reduce", reduce)
     torch.Tensor.item, torch.Tensor.tolist = counted("reads", item), counted("reads", to_list)
     try:
-        outcome = trainer.train_step(batch, summed=logged)
+        outcome = trainer.train_step(UpcomingStep(batch, True, trainer.hosts), summed=logged)
         if logged:
             for hook in trainer.hooks:
                 if isinstance(hook, TrackingHook):
@@ -355,6 +356,39 @@ def count_waits(overrides: list[str], logged: bool) -> tuple[int, int]:
     finally:
         dist.all_reduce, torch.Tensor.item, torch.Tensor.tolist = reduce, item, to_list
     return counts["all_reduce"], counts["reads"]
+
+
+def order_of_a_step(overrides: list[str]) -> list[str]:
+    """The acts of the second step of a run and of the end of the first, as rank 0 does them."""
+    trainer, acts = build(overrides), []
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            acts.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    batches = trainer.rank.batches
+    trainer.rank.batches = lambda *given: (noted("batch", lambda batch: batch)(batch) for batch in batches(*given))
+    trainer.engine.accumulate = noted("backward", trainer.engine.accumulate)
+    trainer.engine.optimizer_step = noted("optimizer", trainer.engine.optimizer_step)
+    TrackingHook.post_step = noted("hooks", TrackingHook.post_step)
+    dist.all_reduce = noted("sum", dist.all_reduce)
+    UpcomingStep.normaliser = noted("sum is read", UpcomingStep.normaliser)
+    trainer.fit()
+    first, second = (number for number, act in enumerate(acts) if act == "backward")
+    return acts[first : second + 1]
+
+
+def test_the_next_step_is_loaded_and_agreed_on_before_the_device_waits_for_it(data, tiny_model, tmp_path):
+    options = ["trainer.total_training_steps=2", "engine.use_torch_compile=false", "trainer.log_freq=1"]
+    (acts,) = run_ranks(order_of_a_step, 1, run_of(data, tiny_model, tmp_path / "run", *options))
+    assert acts[:3] == ["backward", "batch", "optimizer"]
+    read = acts.index("sum is read")
+    assert acts.index("hooks") < read
+    assert "sum" in acts[3 : acts.index("hooks")]
+    assert acts[read:] == ["sum is read", "backward"]
 
 
 def test_a_logged_step_costs_two_reductions_and_two_reads_whatever_the_categories(data, tiny_model, tmp_path):

@@ -256,7 +256,7 @@ def _place(frame: FrameType | None) -> tuple[bool, str]:
                 inside = "/".join(Path(innermost.f_code.co_filename).parts[-3:])
                 where = f"{inside}:{innermost.f_lineno} ({innermost.f_code.co_name}), from {where}"
             return waits, where
-        waits = waits or "/torch/distributed/" in frame.f_code.co_filename
+        waits = waits or any(name in frame.f_code.co_filename for name in ("/torch/distributed/", "/torch/futures/"))
         frame = frame.f_back
     return waits, "unknown code"
 

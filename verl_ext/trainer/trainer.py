@@ -9,12 +9,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
@@ -39,6 +38,32 @@ from verl_ext.trainer.signals import requests
 
 class StopAgreed(Exception):
     """The ranks agree to end before a step, because one of them was asked to."""
+
+
+class UpcomingStep:
+    """A rank's batch of the next step, and the sum of its Z and of requests to stop over all ranks.
+
+    The batch is loaded while the device still computes the step before. The sum goes over the hosts while the hooks of
+    that step run: no device waits for it, and none is read for it.
+
+    Args:
+        batch: this rank's packs.
+        counts: whether Z counts this rank's targets: they are on one rank of a sequence-parallel group.
+        hosts: all ranks, over gloo.
+    """
+
+    def __init__(self, batch: StepBatch, counts: bool, hosts: dist.ProcessGroup) -> None:
+        self.batch = batch
+        self._sums = torch.cat([batch.normaliser * counts, batch.normaliser.new_full((1,), bool(requests.pending))])
+        self._work = dist.all_reduce(self._sums, group=hosts, async_op=True)
+
+    def normaliser(self) -> float:
+        """Return Z of the global step; raise StopAgreed on every rank if any rank was asked to stop."""
+        self._work.get_future().wait()
+        normaliser, stops = self._sums.tolist()
+        if stops:
+            raise StopAgreed
+        return normaliser
 
 
 class SFTTrainer:
@@ -72,6 +97,11 @@ class SFTTrainer:
         self.run_state = run.run_state()
         self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint, watch.join)
         self.first_step = 0
+        limit = max(map(self.config.trainer.collective_timeout, (True, False)))
+        self.hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
+        self._batches: Iterator[StepBatch] = iter(())
+        self._next_batch: StepBatch | None = None
+        self._upcoming: UpcomingStep | None = None
         self.hooks: list[Hook] = []
         limit_collectives_of(self, first_step=True)
         if not self.config.trainer.eval_only:
@@ -123,19 +153,24 @@ class SFTTrainer:
         return is_complete
 
     def _train(self) -> bool:
-        batches = self.rank.batches(self.run.train_set, self.run.plan, self.first_step, self.run.total_steps)
+        run = self.run
+        self._batches = iter(self.rank.batches(run.train_set, run.plan, self.first_step, run.total_steps))
         requests.in_training = True
-        for step, batch in enumerate(batches, start=self.first_step + 1):
+        self._next_batch = next(self._batches, None)
+        self.ask_ranks()
+        for step in range(self.first_step + 1, run.total_steps + 1):
+            assert self._upcoming is not None, "the loader has a batch for every step"
             for hook in self.hooks:
                 hook.pre_step(step)
             self._seed_step(step)
             logged = self.run.is_due(step, self.config.trainer.log_freq)
             try:
-                outcome = self.train_step(batch, logged or self.config.trainer.spike_factor is not None)
+                outcome = self.train_step(self._upcoming, logged or self.config.trainer.spike_factor is not None)
             except StopAgreed:
                 for hook in self.hooks:
                     hook.stop(step - 1)
                 return False
+            self.ask_ranks()
             for hook in self.hooks:
                 hook.post_step(step, outcome)
         for hook in self.hooks:
@@ -152,39 +187,37 @@ class SFTTrainer:
         seed = np.random.SeedSequence([self.config.trainer.seed, step, dist.get_rank()])
         torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
-    def train_step(self, batch: StepBatch, summed: bool) -> StepOutcome:
+    def ask_ranks(self) -> None:
+        """Begin to add Z of the next step, and whether a rank was asked to stop; collective.
+
+        After a step, and again after any phase that takes long: a request in it is not to wait for another step.
+        """
+        if self._next_batch is not None:
+            counts = self.engine.is_mp_src_rank_with_outputs()
+            self._upcoming = UpcomingStep(self._next_batch, counts, self.hosts)
+
+    def train_step(self, upcoming: UpcomingStep, summed: bool) -> StepOutcome:
         """Run one optimizer step over this rank's share of the packs.
 
         Args:
-            batch: this rank's packs.
+            upcoming: this rank's packs, and Z.
             summed: the loss and the counts of all ranks are wanted.
 
         Raises:
             StopAgreed: on every rank, before anything is computed, if any rank was asked to stop.
         """
-        lr = self.engine.lr_scheduler.get_last_lr()[0]
-        normaliser = self._normaliser(batch)
+        lr, batch = self.engine.lr_scheduler.get_last_lr()[0], upcoming.batch
+        normaliser = upcoming.normaliser()
         if normaliser > 0:
             sums = self.rank.sums(batch) if summed else None
             nll: list[torch.Tensor] | None = None if self.config.trainer.spike_factor is None else []
             grad_norm = self._update(batch, StepLoss(normaliser, self.rank.size, sums, nll))
             sums = sums and sums.reduced(self.rank.all_reduce)
         else:  # every target weighs 0: nothing to learn, and no momentum or decay to apply either
+            self._next_batch = next(self._batches, None)
             sums, grad_norm, nll = None, math.nan, None
         self.engine.lr_scheduler_step()  # the schedule counts steps, skipped ones included
         return StepOutcome(batch, grad_norm, lr, sums, nll)
-
-    def _normaliser(self, batch: StepBatch) -> float:
-        """Z of the global step. Read while the device is idle: the step before ended with its gradient norm."""
-        device: Any = get_device_id()
-        of_packs = batch.normaliser if self.engine.is_mp_src_rank_with_outputs() else torch.zeros_like(batch.normaliser)
-        asked = torch.full_like(of_packs, requests.pending is not None)
-        both = torch.cat([of_packs, asked]).to(device)
-        dist.all_reduce(both)  # over all ranks: any one may have been asked to stop
-        normaliser, stops = both.tolist()
-        if stops:
-            raise StopAgreed
-        return normaliser
 
     def _update(self, batch: StepBatch, loss: StepLoss) -> float:
         """Compute gradients and let the optimizer step. Returns the gradient norm before clipping."""
@@ -193,6 +226,7 @@ class SFTTrainer:
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             self.engine.accumulate(micro_batches, loss)
+            self._next_batch = next(self._batches, None)  # while the device computes; the optimizer's step waits for it
             return self.engine.optimizer_step()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -36,11 +36,13 @@ class AnswersHook(Hook):
         """Ask before the first step of a run that begins, as step 0."""
         if step == 1 and self.options.val_before_train:
             self._ask(0)
+            self.trainer.ask_ranks()
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Ask if it is due."""
         if self.run.is_due(step, self.run.config.eval.freq or -1):
             self._ask(step)
+            self.trainer.ask_ranks()
 
     def _ask(self, step: int) -> None:
         if self.trainer.answers is None:

@@ -26,6 +26,7 @@ class SavingHook(Hook):
                 self._refuse_changed_data()
                 if saves:
                     self._save(step)
+            self.trainer.ask_ranks()
 
     def stop(self, step: int) -> None:
         """Save a checkpoint of the last completed step, unless there is one."""

@@ -20,3 +20,4 @@ class ValidationHook(Hook):
         if self.run.validation is not None:
             with self.trainer.progress.paused():
                 self.trainer.log(self.trainer.validate(), step)
+            self.trainer.ask_ranks()
