@@ -6,10 +6,12 @@ Words without `=` are paths, or one of FLAGS: `verl-ext show data/train longest 
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -18,8 +20,10 @@ from rich.text import Text
 
 from verl_ext.checkpoint.layout import RUN
 from verl_ext.commands.command_line import as_list, command, read_options
+from verl_ext.commands.raw_data import is_raw, tokenized_raw
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
+from verl_ext.show.answers import answers_view
 from verl_ext.show.audit import audit
 from verl_ext.show.audit_tables import audit_tables
 from verl_ext.show.compare import comparison
@@ -28,6 +32,7 @@ from verl_ext.show.document import cells_of, document_text, tokens_text
 from verl_ext.show.packs import pack_view, packs_of_data, packs_of_run, read_run, step_view
 from verl_ext.show.page import COLUMNS, title_of, write_page
 from verl_ext.show.plan import PackOptions, plan_facts
+from verl_ext.show.record import RecordFinder
 from verl_ext.show.require import broken, read_requirements
 from verl_ext.show.run_tables import run_tables
 from verl_ext.show.runs import is_run, open_run, read_spike
@@ -35,7 +40,7 @@ from verl_ext.show.select import SelectOptions, selected
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.values import DataError, UsageError, one_line, option, options_of
 
-FLAGS = ("longest", "shortest", "no_target", "cut", "tokens", "follow")
+FLAGS = ("longest", "shortest", "no_target", "cut", "tokens", "record", "answers", "follow")
 _PACKING = tuple(options_of(PackOptions))
 _VERBATIM = ("matches", "require")  # not in Hydra's grammar: they hold its signs
 REFRESH_SECONDS = 5  # of follow=true
@@ -44,7 +49,7 @@ WIDTH = 100  # columns of what is written to a file or a pipe
 
 @dataclass(frozen=True)
 class ShowOptions(SelectOptions, PackOptions):
-    """Show training data or runs: DATA is tokenized folders or Megatron's corpora, RUN a run's folder.
+    """Show training data or runs: DATA is tokenized folders, Megatron's corpora or raw files, RUN a run's folder.
 
     DATA alone is the audit: documents, tokens and targets by category, and what goes wrong in practice, with row
     numbers. A selection (row=7, longest, category=NAME …) shows documents with their targets, pack=K one pack of
@@ -56,11 +61,14 @@ class ShowOptions(SelectOptions, PackOptions):
     val: Any = option(None, "validation data: documents that the training data holds too are found")
     scan: bool | None = option(None, "true: read all tokens for the audit; false: none; null: up to 100 million")
     require: str | None = option(None, "bounds on findings, e.g. no_target=0,duplicates<0.1%; exit code 1 if one fails")
+    tokenize: Any = option({}, "of raw DATA: options of verl-ext tokenize, e.g. {turns: each, chat_template: FILE}")
+    record: bool = option(False, "true: beside a document its record, the rendered text and the prompts of inference")
     tokens: bool = option(False, "true: documents token by token, with ids")
     pack: int | None = option(None, "the pack of this number, of max_tokens tokens", least=0)
-    against: Any = option(None, "other DATA of the same records: the rows that differ")
+    against: Any = option(None, "other DATA of the same records, or of raw DATA other options: the rows that differ")
     step: int | None = option(None, "of a run: the packs of this step, and its documents in spikes.jsonl", least=1)
     rank: int | None = option(None, "with step: the documents of this data-parallel rank's packs", least=0)
+    answers: bool = option(False, "of a run: true shows the answers of its evaluation, of one step or category")
     follow: bool = option(False, "of runs: true refreshes the curves until the runs have ended")
     html: str | None = option(None, "file that gets a page in place of the terminal")
     json: str | None = option(None, "file that gets the numbers as JSON")
@@ -83,13 +91,42 @@ def run(options: ShowOptions) -> str:
         _show_runs(options)
         return ""
     if options.against is not None:
-        _refuse_unread(options, "against", "documents")
+        _refuse_unread(options, "against", "documents", "tokenize")
     elif options.pack is not None:
-        _refuse_unread(options, "pack", *_PACKING)
+        _refuse_unread(options, "pack", *_PACKING, "tokenize")
     elif options.selects:
-        _refuse_unread(options, "a selection", *options_of(SelectOptions), "tokens", "html")
+        _refuse_unread(options, "a selection", *options_of(SelectOptions), "record", "tokens", "html", "tokenize")
     else:
-        _refuse_unread(options, "the audit", *_PACKING, "val", "scan", "require", "html", "json")
+        _refuse_unread(options, "the audit", *_PACKING, "val", "scan", "require", "html", "json", "tokenize")
+    with TemporaryDirectory(prefix="verl-ext-show-") as folder:
+        _show_data(_tokenized(options, Path(folder)))
+    return ""
+
+
+def _tokenized(options: ShowOptions, folder: Path) -> ShowOptions:
+    """Return options that name tokenized folders, made below `folder`, where they named raw files."""
+
+    def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        paths = as_list(value)
+        if not paths or not all(map(is_raw, paths)):
+            return value
+        given = {**options.tokenize, **more}
+        return [tokenized_raw(paths, key, options.model, given, options.max_tokens, folder / key)]
+
+    against = options.against
+    if isinstance(against, dict):  # the same files with other options
+        if not all(map(is_raw, options.paths)):
+            raise UsageError(f"against must be paths, or options for raw files; got options, and {options.paths[0]}")
+        against = tokenized(options.paths, "against", against)
+    elif against is not None:
+        against = tokenized(against, "against")
+    paths, val = tokenized(options.paths, "paths"), tokenized(options.val, "val")
+    if options.tokenize and paths is options.paths:
+        raise UsageError(f"tokenize must be given for raw files alone; got {options.paths[0]}")
+    return replace(options, paths=paths, val=val, against=against)
+
+
+def _show_data(options: ShowOptions) -> None:
     documents = open_documents(options.paths)
     if options.against is not None:
         other = open_documents(as_list(options.against), "against")
@@ -102,7 +139,6 @@ def run(options: ShowOptions) -> str:
         _show_documents(documents, options)
     else:
         _show_audit(documents, options)
-    return ""
 
 
 def _refuse_unread(options: ShowOptions, view: str, *read: str) -> None:
@@ -125,6 +161,7 @@ def _tokenizer(options: ShowOptions, named: str | None, is_needed: bool = False)
 def _show_documents(documents: Documents, options: ShowOptions) -> None:
     tokenizer = _tokenizer(options, documents.tokenizer, is_needed=True)
     console, shown = _console(), []
+    finders: dict[str, RecordFinder] = {}
     for row in selected(documents, options, tokenizer.decode):
         path, number = documents.place(row)
         category = documents.names.get(int(documents.categories[row]), "")
@@ -132,10 +169,18 @@ def _show_documents(documents: Documents, options: ShowOptions) -> None:
         if documents.full_lengths[row] > documents.lengths[row]:
             lengths += f", cut from {documents.full_lengths[row]:,}"
         facts = one_line(f"row {number} of {path}: {category}, {lengths}")
+        read = documents.row(row)
         if options.html:
-            shown.append(_document(facts, documents.row(row), tokenizer, options.tokens, in_colour=True))
+            shown.append(_document(facts, read, tokenizer, options.tokens, in_colour=True))
         else:
-            _show_document(console, facts, documents.row(row), tokenizer, options.tokens)
+            _show_document(console, facts, read, tokenizer, options.tokens)
+        if options.record:
+            if path not in finders:
+                finders[path] = RecordFinder(documents.reports[documents.paths.index(path)], options.model)
+            view = finders[path].view(read, category)
+            shown.append(view)
+            if not options.html:
+                console.print(view, soft_wrap=True)
     if options.html:
         write_page(Path(options.html), title_of(options.paths), [], documents=shown)
         print(f"written to {options.html}")
@@ -172,6 +217,11 @@ def _show_audit(documents: Documents, options: ShowOptions) -> None:
 
 
 def _show_runs(options: ShowOptions) -> None:
+    if options.answers:
+        _refuse_unread(options, "answers", "step", "category", "documents")
+        for path in options.paths:
+            _print(answers_view(path, options.step, options.category, options.documents))
+        return
     if options.step is not None:
         _refuse_unread(options, "step", "rank", "tokens", "documents")
         _show_step(options, options.step)

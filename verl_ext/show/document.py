@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from verl_ext.show.data import Row
+from verl_ext.show.roles import names_of
 from verl_ext.text.documents import CUT
 from verl_ext.values import one_line
 
@@ -78,26 +79,26 @@ def _markers(tokenizer: Any) -> set[int]:
     return set(getattr(tokenizer, "added_tokens_decoder", {}))
 
 
-def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, list[Cell]]]:
-    """Yield (position of its first token, cells) of each run of equal targets and weights."""
+def runs_of(cells: Sequence[Cell]) -> Iterator[tuple[int, str, list[Cell]]]:
+    """Yield (position of its first token, name, cells) of each run of equal targets, weights and names."""
     position = 0
-    for _, run in groupby(cells, key=lambda cell: (cell.is_target, cell.weight)):
-        group = list(run)
-        yield position, group
+    named = zip(cells, names_of(cells), strict=True)
+    for (_, _, name), run in groupby(named, key=lambda pair: (pair[0].is_target, pair[0].weight, pair[1])):
+        group = [cell for cell, _ in run]
+        yield position, name, group
         position += sum(len(cell.ids) for cell in group)
 
 
 def document_text(cells: Sequence[Cell], in_colour: bool) -> Text:
-    """Return a document with a side column: position, tokens and weight of each run of targets or context.
+    """Return a document with a side column: position, tokens, role or kind, and weight of each run.
 
     Without colours targets are marked [[…]]. A long run is shortened in the middle, which is said.
     """
     text = Text()
-    for position, run in runs_of(cells):
+    for position, name, run in runs_of(cells):
         tokens, first = sum(len(cell.ids) for cell in run), run[0]
         weight = f" ×{first.weight:g}" if first.is_target and first.weight != 1 else ""
-        kind = f"target{weight}" if first.is_target else "context"
-        text.append(f"{position:>8,}  {tokens:>7,}  {kind:<12} ", "dim")
+        text.append(f"{position:>8,}  {tokens:>7,}  {name + weight:<12} ", "dim")
         line = Text()
         for cell in _shortened(run):
             style = SPECIAL if cell.is_special and not cell.is_target else TARGET if cell.is_target else CONTEXT

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from verl_ext.files import atomic_write
+from verl_ext.show.answers import heat_chart
 from verl_ext.show.run_tables import COUNTERS, EVALUATIONS, OTHERS
 from verl_ext.show.runs import ShownRun
 from verl_ext.values import DataError
@@ -75,7 +76,7 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
         groups[name.replace("_", " ")] = [(key, key.removeprefix("val/")) for key in found]
     for name in (*OTHERS, *COUNTERS):
         groups[name.replace("_", " ")] = [(f"train/{name}", "train")]
-    charts = []
+    charts: list[Chart] = []
     for title, metrics in groups.items():
         curves = []
         for number, run in enumerate(runs):
@@ -85,7 +86,8 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
                     curves.append({"run": number, "metric": metric, "series": series, "kind": metric.split("/")[0]})
         if curves:
             charts.append({"title": title, "curves": curves, "spec": _spec(title, curves)})
-    return charts
+    heat = filter(None, map(heat_chart, runs))
+    return charts + [{"title": each["title"], "curves": [], "spec": each} for each in heat]
 
 
 def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) -> str:

@@ -82,8 +82,17 @@ def is_run(path: str) -> bool:
     """Return whether a path is a run's folder, or a metrics file."""
     folder = Path(path)
     if folder.is_file():
-        return folder.suffix == ".jsonl"
+        return folder.suffix == ".jsonl" and (folder.name == METRICS or _has_metrics(folder))
     return any((folder / name).is_file() for name in (METRICS, RUN, TRACKER))
+
+
+def _has_metrics(path: Path) -> bool:
+    with path.open("rb") as file:
+        first = file.readline(1 << 20)
+    try:
+        return {"step", "data"} == json.loads(first).keys()
+    except (ValueError, AttributeError):
+        return False
 
 
 def open_run(path: str) -> ShownRun:

@@ -38,6 +38,16 @@ class _Item:
     category: str | None
     text: str | TextFile | ChatText
     weight: float | None
+    content: Chat | PlainText
+
+
+@dataclass(frozen=True)
+class ShownText:
+    """A text of a record, its documents, and (message, prompt at inference) of each assistant turn that is learnt."""
+
+    text: str
+    documents: list[Document]
+    prompts: list[tuple[int, str]]
 
 
 @dataclass
@@ -67,7 +77,7 @@ class ChatEncoder:
             sources: the names of the chunks' sources, for `category_field`.
             preview: the number of documents of a chunk that are decoded.
         """
-        self.options, self._sources, self._preview = options, sources, preview
+        self.options, self.sources, self._preview = options, sources, preview
         self.tokenizer = load_tokenizer(options.model)
         self._encoder = TextEncoder(self.tokenizer, options)
         self._is_one_token = cache(lambda text: len(self._encoder.ids(text)) == 1)
@@ -124,11 +134,34 @@ class ChatEncoder:
             documents.category_names, documents.category_counts = found.categories, found.by_category
         return documents
 
+    def shown(self, chunk: Chunk) -> Iterator[ShownText]:
+        """Yield the texts of a chunk's records, without those that give no document."""
+        items = list(self._items(chunk, _Found(Counts())))
+        for item, encoded in zip(items, self._encoded(items), strict=True):
+            try:
+                if isinstance(encoded, Exception):
+                    raise encoded
+                documents = fit(
+                    self._document(item, encoded), self.options.max_tokens, self.options.over_length, Counter()
+                )
+            except (BadRecord, DataError):
+                continue
+            prompts: list[tuple[int, str]] = []
+            if isinstance(item.text, ChatText) and isinstance(chat := item.content, Chat):
+                turns = dict.fromkeys(target.message for target in item.text.rendered.targets)
+                prompts = [(turn, self._chats.prompt(chat, turn)) for turn in turns]
+            text = item.text.text if isinstance(item.text, ChatText) else str(item.text)
+            yield ShownText(text, documents, prompts)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text, without those that the tokenizer puts at either end."""
+        return self._encoder.ids(text)
+
     def _items(self, chunk: Chunk, found: _Found) -> Iterator[_Item]:
         """Yield the texts of every record; add unusable records to `found.bad`."""
         category_field = self.options.category_field
         for number, raw in chunk.records:
-            category = self._sources[chunk.category_id - 1] if category_field else None
+            category = self.sources[chunk.category_id - 1] if category_field else None
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
                 if category_field:
@@ -139,7 +172,7 @@ class ChatEncoder:
                 texts = self._texts(record.content)
                 self._count_fields(record, found.counts_of(category))
                 for text in texts:
-                    yield _Item(number, category, text, record.weight)
+                    yield _Item(number, category, text, record.weight, record.content)
             except RecursionError:
                 found.bad.append((number, category, BadRecord("malformed_json", "the record is nested too deep")))
             except BadRecord as error:

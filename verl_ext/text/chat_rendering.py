@@ -157,6 +157,12 @@ class ChatRenderer:
             raise BadRecord("no_target", "no part of an assistant turn is to be learnt")
         return learnt
 
+    def prompt(self, chat: Chat, turn: int) -> str:
+        """Return the text from which a server has a model generate message `turn`. Raises `BadRecord`."""
+        before = replace(chat, messages=chat.messages[:turn], targets={})
+        as_printed, _ = self._chats.template.with_arguments_as_printed(before)
+        return self._chats.template.render(as_printed.messages, chat.tools, generation=True)
+
     def _turns(self, chat: Chat) -> list[Chat]:
         if self._options.turns == "each":
             return [

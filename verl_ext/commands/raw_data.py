@@ -1,0 +1,85 @@
+"""Raw files as the tokenized folder that training would make of them, for `verl-ext show`."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verl_ext.commands.command_line import read_options
+from verl_ext.text.json_records import BadRecord, parse_line, read_record
+from verl_ext.text.readers import read_chunks
+from verl_ext.text.sources import find_source_files, is_url, kind_of
+from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.values import DataError, UsageError
+
+_BABILONG = {"input", "question", "target"}
+
+
+def is_raw(path: str) -> bool:
+    """Tell whether a path is a file of chats, texts or BABILong samples."""
+    return not os.path.isdir(path) and kind_of(path) is not None
+
+
+def tokenized_raw(
+    paths: Sequence[str], key: str, model: ModelOptions, given: Mapping[str, Any], max_length: int | None, folder: Path
+) -> str:
+    """Tokenize raw files, each a category; return the tokenized folder.
+
+    Args:
+        paths: the files.
+        key: the option that names them.
+        model: the tokenizer.
+        given: options of `verl-ext tokenize` that differ from its defaults.
+        max_length: tokens of a row of BABILong samples.
+        folder: where the folder is made.
+
+    Raises:
+        UsageError: no tokenizer, an option that is none.
+        DataError: a file without a record that can be used.
+    """
+    if not model.tokenizer:
+        raise UsageError(f"model.path must name a tokenizer: {key} names raw files, {', '.join(paths)}; got null")
+    if _is_babilong(paths[0]):
+        from verl_ext.data import BABILongDataset  # imports torch, as the trainer's class of rows does
+
+        if max_length is None:
+            raise UsageError("max_tokens must be the tokens of a row for BABILong's samples; got null")
+        try:
+            return str(
+                BABILongDataset(list(paths), load_tokenizer(model), max_length, cache_dir=str(folder)).folders[0]
+            )
+        except ValueError as error:
+            raise DataError(str(error)) from error
+    from verl_ext.commands.tokenize import TokenizeOptions, write_dataset  # reads its workers' modules
+
+    names = _names(paths)
+    made = folder / "+".join(names)
+    own = {"on_bad_record": "skip", **given, "model": asdict(model), "preview": 0}
+    sources = {name: str(path) for name, path in zip(names, paths, strict=True)}
+    options = read_options(TokenizeOptions, [], **own, sources=sources, output_dir=str(made))
+    made.mkdir(parents=True)
+    write_dataset(made, find_source_files(options.patterns), options)
+    return str(made)
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return the files' names without suffixes, numbered where two are equal."""
+    names: list[str] = []
+    for path in paths:
+        name = Path(path).name.partition(".")[0] or "data"
+        names.append(f"{name}-{len(names)}" if name in names else name)
+    return names
+
+
+def _is_babilong(path: str) -> bool:
+    if is_url(path) or kind_of(path) == "text":
+        return False
+    for file in find_source_files({"": [path]}, "paths"):
+        for chunk in read_chunks(file):
+            for _, raw in chunk.records[:1]:
+                try:
+                    return read_record(parse_line(raw) if isinstance(raw, bytes) else raw).keys() >= _BABILONG
+                except BadRecord:
+                    return False
+    return False
