@@ -157,7 +157,7 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
     folder = write_data(tmp_path / "data", [document([1, 2, 3], [2])], {"total": {"records": 1}})
     (tmp_path / "broken").mkdir()
     for code, key, *words in (
-        (1, "paths", tmp_path / "text.txt"),
+        (2, "model.path", tmp_path / "text.txt"),
         (1, "paths", tmp_path / "broken"),
         (1, "paths", tmp_path / "missing"),
         (2, "row", folder, "row=1", f"model.path={tokenizer}"),

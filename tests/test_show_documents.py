@@ -48,9 +48,10 @@ def test_cells_hold_every_token_once_and_read_as_the_text(text, drawn):
 def test_a_document_is_shown_with_its_targets(data):
     code, shown, errors = show(data, "row=0")
     assert code == 0, errors
-    assert "[[the cat sat<|im_end|>]]" in shown
+    assert "[[the cat sat]]" in shown
+    assert "[[<|im_end|>]]" in shown
     assert "你好" in shown
-    assert shown.count("[[") == 1
+    assert shown.count("[[") == 2
     assert "maths" in shown
 
 

@@ -79,7 +79,7 @@ def test_bad_runs_are_one_line(tmp_path):
     run = write_metrics(tmp_path / "run", 3)
     for code, key, *words in (
         (2, "metrics.jsonl", tmp_path / "none"),
-        (1, "step", tmp_path / "other.jsonl"),
+        (2, "model.path", tmp_path / "other.jsonl"),  # not metrics, so raw data
         (2, "run.json", run, "step=2"),
         (2, "step", run, "rank=1"),
     ):

@@ -11,7 +11,7 @@ from verl_ext.text.json_records import BadRecord, parse_line, read_record
 from verl_ext.text.readers import read_chunks
 from verl_ext.text.sources import find_source_files, is_url, kind_of
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
-from verl_ext.values import DataError, UsageError
+from verl_ext.values import DataError, UsageError, choice_problem, options_of
 
 _BABILONG = {"input", "question", "target"}
 
@@ -46,13 +46,17 @@ def tokenized_raw(
         if max_length is None:
             raise UsageError("max_tokens must be the tokens of a row for BABILong's samples; got null")
         try:
-            return str(
-                BABILongDataset(list(paths), load_tokenizer(model), max_length, cache_dir=str(folder)).folders[0]
-            )
+            dataset = BABILongDataset(list(paths), load_tokenizer(model), max_length, cache_dir=str(folder))
+            return str(dataset.folders[0])
         except ValueError as error:
             raise DataError(str(error)) from error
     from verl_ext.commands.tokenize import TokenizeOptions, write_dataset  # reads its workers' modules
 
+    known = [
+        name for name in options_of(TokenizeOptions) if name not in ("sources", "output_dir", "overwrite", "model")
+    ]
+    for problem in filter(None, (choice_problem("a name in tokenize", name, known) for name in given)):
+        raise UsageError(problem)
     names = _names(paths)
     made = folder / "+".join(names)
     own = {"on_bad_record": "skip", **given, "model": asdict(model), "preview": 0}

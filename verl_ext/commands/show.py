@@ -66,7 +66,7 @@ class ShowOptions(SelectOptions, PackOptions):
     tokens: bool = option(False, "true: documents token by token, with ids")
     pack: int | None = option(None, "the pack of this number, of max_tokens tokens", least=0)
     against: Any = option(None, "other DATA of the same records, or of raw DATA other options: the rows that differ")
-    step: int | None = option(None, "of a run: the packs of this step, and its documents in spikes.jsonl", least=1)
+    step: int | None = option(None, "of a run: the packs of this step, and its documents in spikes.jsonl", least=0)
     rank: int | None = option(None, "with step: the documents of this data-parallel rank's packs", least=0)
     answers: bool = option(False, "of a run: true shows the answers of its evaluation, of one step or category")
     follow: bool = option(False, "of runs: true refreshes the curves until the runs have ended")
@@ -81,6 +81,10 @@ class ShowOptions(SelectOptions, PackOptions):
             yield from self.model.tokenizer_problems()
         if self.pack is not None and self.max_tokens is None:
             yield "max_tokens is required with pack; got null"
+        if self.step == 0 and not self.answers:
+            yield "step must be at least 1 without answers; got 0"
+        if self.answers and not any(map(is_run, self.paths)):
+            yield f"answers must be of a run; got {', '.join(self.paths)}"
         if self.rank is not None and self.step is None:
             yield "step is required with rank; got null"
 
@@ -99,7 +103,7 @@ def run(options: ShowOptions) -> str:
     else:
         _refuse_unread(options, "the audit", *_PACKING, "val", "scan", "require", "html", "json", "tokenize")
     with TemporaryDirectory(prefix="verl-ext-show-") as folder:
-        _show_data(_tokenized(options, Path(folder)))
+        _show_data(_tokenized(options, Path(folder)), options.paths)
     return ""
 
 
@@ -126,8 +130,10 @@ def _tokenized(options: ShowOptions, folder: Path) -> ShowOptions:
     return replace(options, paths=paths, val=val, against=against)
 
 
-def _show_data(options: ShowOptions) -> None:
+def _show_data(options: ShowOptions, given: list[str]) -> None:
     documents = open_documents(options.paths)
+    if given != options.paths:  # raw files, tokenized into one folder
+        documents.paths = (", ".join(given),)
     if options.against is not None:
         other = open_documents(as_list(options.against), "against")
         tokenizer = _tokenizer(options, documents.tokenizer)
@@ -218,9 +224,9 @@ def _show_audit(documents: Documents, options: ShowOptions) -> None:
 
 def _show_runs(options: ShowOptions) -> None:
     if options.answers:
-        _refuse_unread(options, "answers", "step", "category", "documents")
+        _refuse_unread(options, "answers", "step", "category")
         for path in options.paths:
-            _print(answers_view(path, options.step, options.category, options.documents))
+            _print(answers_view(path, options.step, options.category))
         return
     if options.step is not None:
         _refuse_unread(options, "step", "rank", "tokens", "documents")

@@ -20,8 +20,8 @@ _CELL = re.compile(r"val/(?:answer/)?(qa\d+)_(\d+[km]?)(?:_(accuracy|exact_match
 SHADES = " ░▒▓█"
 
 
-def answers_view(path: str, step: int | None, category: str | None, most: int) -> Iterator[RenderableType]:
-    """Yield the answers of a step, by default of the last that has any: as many as `most`, if above 1, of each category.
+def answers_view(path: str, step: int | None, category: str | None) -> Iterator[RenderableType]:
+    """Yield the answers of a step, by default of the last that has any.
 
     Raises:
         UsageError: there are no answers, or none of the step or category.
@@ -44,11 +44,7 @@ def answers_view(path: str, step: int | None, category: str | None, most: int) -
         f"{len(rows):,} answers of step {step:,} in {one_line(str(folder / ANSWERS))}: mean score {mean:.3g}", "bold"
     )
     table = plain_table("category", "score", "prompt", "expected", "answer", left=5)
-    shown: dict[str, int] = {}
     for row in rows:
-        shown[row["category"]] = shown.get(row["category"], 0) + 1
-        if most > 1 and shown[row["category"]] > most:
-            continue
         prompt = one_line(str(row["prompt"]))
         if len(prompt) > OPENING + ENDING:
             prompt = f"{prompt[:OPENING]} … {prompt[-ENDING:]}"

@@ -76,9 +76,8 @@ class RecordFinder:
                 for text in self._encoder.shown(chunk):
                     if any(document.input_ids.tolist() == ids for document in text.documents):
                         return FoundRecord(chunk.place(number), raw, text)
-        raise DataError(
-            "record: no record of the sources gives the tokens of this document; they, or the options, are others now"
-        )
+        needed = "record needs the sources, tokenizer and template with which the document was made"
+        raise DataError(f"{needed}; no record gives its tokens now")
 
     def _words(self, row: Row) -> list[bytes]:
         """Return long words of the targets; all of its tokens are read if it has none."""
@@ -91,15 +90,13 @@ class RecordFinder:
         """Return what stands beside a document: its record, its text, and the prompts of its turns at inference."""
         found = self.find(row, category)
         text = Text(f"record {one_line(found.place)}\n", "bold")
-        text.append(_fields(found.raw)).append("\n")
-        text.append("rendered text\n", "bold").append("\n".join(map(one_line, found.text.text.split("\n")))).append(
-            "\n"
-        )
+        text.append(f"{_fields(found.raw)}\n")
+        text.append("rendered text\n", "bold")
+        text.append("\n".join(map(one_line, found.text.text.split("\n"))) + "\n")
+        decode = self._encoder.tokenizer.decode
         for turn, prompt in found.text.prompts:
-            ids = np.array(self._encoder.ids(prompt))
-            text.append(f"turn {turn} at inference: ", "bold").append_text(
-                _prompt_view(ids, row, self._encoder.tokenizer.decode)
-            )
+            given = _prompt_view(np.array(self._encoder.ids(prompt)), row, decode)
+            text.append(f"message {turn} at inference: ", "bold").append_text(given)
         return text
 
 

@@ -1,4 +1,4 @@
-"""What each token group of a document is: the role of its message, or the kind of target that it is.
+r"""What each token group of a document is: the role of its message, or the kind of target that it is.
 
 text    <|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\nsum\n</think>\n\n4<|im_end|>
 name    user                              assistant              reasoning              answer  end of turn
@@ -22,7 +22,7 @@ _AFTER = re.compile(rf"\s*({_ROLES})(?![A-Za-z])", re.IGNORECASE)
 
 
 def names_of(cells: Sequence["Cell"]) -> list[str]:
-    """Return the name of each cell: a role for context, a kind (answer, reasoning, tool call, end of turn) for targets."""
+    """Return the name of each cell: the role of context, the kind of a target."""
     names: list[str] = []
     role, before, at = "context", "", 0
     while at < len(cells):
