@@ -106,13 +106,14 @@ def _spec(title: str, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "encoding": {"tooltip": [{"field": name, "type": kind} for name, kind in shown]},
         }
         layers.append(points)
-    axis = {"format": ".1e" if title == "lr" else "~s", "title": None}
-    legend = {"orient": "bottom", "columns": 2, "title": None} if len(curves) > 1 else None
+    forms = {"lr": ".1e", "tokens per second": "~s"}
+    axis = {"format": forms.get(title, "~g"), "title": None}
+    legend = {"orient": "bottom", "columns": 3, "title": None} if len(curves) > 1 else None
     return {
         "title": title,
         "width": "container",
         "height": 220,
-        "autosize": {"type": "fit", "contains": "padding"},
+        "autosize": {"type": "fit-x", "contains": "padding"},  # a long legend adds to the height
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "axis": {"format": "~s"}, "scale": {"nice": False}},
             "y": {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": False}},

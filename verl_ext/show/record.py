@@ -89,7 +89,7 @@ class RecordFinder:
     def view(self, row: Row, category: str) -> Text:
         """Return what stands beside a document: its record, its text, and the prompts of its turns at inference."""
         found = self.find(row, category)
-        text = Text(f"record {one_line(found.place)}\n", "bold")
+        text = Text().append(f"record {one_line(found.place)}\n", "bold")
         text.append(f"{_fields(found.raw)}\n")
         text.append("rendered text\n", "bold")
         text.append("\n".join(map(one_line, found.text.text.split("\n"))) + "\n")
