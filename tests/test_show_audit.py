@@ -25,8 +25,9 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_counts_by_category_are_those_of_plain_counting(tmp_path):
-    documents = random_documents(np.random.default_rng(0), [*range(2, 60), 0], 50, 2)
+@pytest.mark.parametrize("longest", [60, 1 << 23])  # more lengths than are counted in one array
+def test_counts_by_category_are_those_of_plain_counting(tmp_path, longest):
+    documents = random_documents(np.random.default_rng(0), [*range(2, 60), 0, longest], 50, 2)
     for one in documents:
         one["category_ids"] = one["loss_mask"] * np.int32(1 + len(one["input_ids"]) % 2)
     found = audit_of(tmp_path, write_data(tmp_path / "data", documents))
