@@ -25,9 +25,8 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("longest", [60, 1 << 23])  # more lengths than are counted in one array
-def test_counts_by_category_are_those_of_plain_counting(tmp_path, longest):
-    documents = random_documents(np.random.default_rng(0), [*range(2, 60), 0, longest], 50, 2)
+def test_counts_by_category_are_those_of_plain_counting(tmp_path):
+    documents = random_documents(np.random.default_rng(0), [*range(2, 60), 0], 50, 2)
     for one in documents:
         one["category_ids"] = one["loss_mask"] * np.int32(1 + len(one["input_ids"]) % 2)
     found = audit_of(tmp_path, write_data(tmp_path / "data", documents))
@@ -44,6 +43,16 @@ def test_counts_by_category_are_those_of_plain_counting(tmp_path, longest):
         assert row["length"]["p50"] == middle
         assert (row["length"]["p99"], row["length"]["max"]) == (most, lengths[-1])
     assert sum(row["share"] for row in found["categories"].values()) == pytest.approx(1)
+
+
+def test_many_categories_of_long_documents_are_counted_too(tmp_path):
+    lengths = [2, 1 << 17] + [3 + n % 7 for n in range(298)]  # by category, more than fit in one array
+    documents = [document([7] * length, [1], 1 + n % 150) for n, length in enumerate(lengths)]
+    found = audit_of(tmp_path, write_data(tmp_path / "data", documents), "scan=false")["categories"]
+    for number, row in enumerate(found.values()):
+        mine = sorted(lengths[number::150])
+        assert (row["documents"], row["tokens"], row["targets"]) == (2, sum(mine), 2)
+        assert [row["length"][name] for name in ("p50", "p99", "max")] == [mine[0], mine[1], mine[1]]
 
 
 def rows_of(findings):
