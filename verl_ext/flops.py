@@ -70,7 +70,8 @@ def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomput
         model: of transformers, adapters included, before it is sharded.
         hf_config: its config.
         of_states: the FLOPs of a token in the states of recurrent layers, in a forward pass.
-        recomputes: count what gradient checkpointing computes again too: the layers' forward pass.
+        recomputes: count what gradient checkpointing computes again too: the layers' forward pass, with the last
+            matrix of each, which torch leaves out.
     """
     text = hf_config.get_text_config()
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):

@@ -234,7 +234,8 @@ def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
 def _pairs(group: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return (group, length, documents) of each pair that occurs, ascending; by counting where there are few."""
     bits = int(lengths.max(initial=0)).bit_length()
-    keys = (group.astype(np.int64) << bits) | lengths
+    keys = group.astype(np.int64) << bits
+    keys |= lengths
     if keys.max(initial=0) < _DENSE:
         count = np.bincount(keys)
         found = np.flatnonzero(count)
