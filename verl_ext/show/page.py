@@ -20,6 +20,7 @@ from verl_ext.show.runs import ShownRun
 from verl_ext.values import DataError
 
 COLUMNS = 140  # of the terminal's tables in a page, which scroll where the screen is narrower
+POINTS = 2000  # of a curve that are drawn, about as many as a screen shows
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"
 
 Chart = dict[str, Any]
@@ -55,6 +56,8 @@ def write_page(
         title=title,
         parts=[tables, written],
         charts=charts,
+        points=POINTS,
+        thinned=any(len(curve.steps) > POINTS for run in runs for curve in run.curves.values()),
         details=details,
         data=json.dumps(data).replace("<", "\\u003c"),
         vega=_vega().replace("</script", "<\\/script") if charts else "",
