@@ -70,7 +70,7 @@ def test_long_curves_are_drawn_by_their_lowest_and_highest_points_and_the_page_h
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     assert 1000 < len(rows) <= 2000
     assert max(rows, key=lambda row: row["value"]) == {"step": 3334, "value": 99.0, "series": "train", "kind": "train"}
-    assert "curves of more than 2,000 points" in dom
+    assert "Curves of more than 2,000 points" in dom
 
 
 @needs_browser
