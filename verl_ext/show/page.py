@@ -77,7 +77,7 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
         )
         groups[name.replace("_", " ")] = [(key, key.removeprefix("val/")) for key in found]
     for name in (*OTHERS, *COUNTERS):
-        groups[name.replace("_", " ")] = [(f"train/{name}", "train")]
+        groups[name.partition("/")[2].replace("_", " ")] = [(name, "train")]
     charts = []
     for title, metrics in groups.items():
         curves = []
