@@ -23,6 +23,7 @@ def write_svg(path: Path, title: str, *parts: object) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     for part in parts:
         console.print(part)
+    console.print()  # else the picture ends on the last line's descenders
     text = console.export_svg(title=title, unique_id=path.stem)
     path.write_text("".join(f"{line.rstrip()}\n" for line in text.splitlines()), encoding="utf-8")
 

@@ -14,11 +14,13 @@ from verl_ext.config import compose
 from verl_ext.config.resolve import plan_options, resolve_device
 from verl_ext.config.run import num_bytes
 from verl_ext.data import CategoryTable
+from verl_ext.flops import GPUS
 from verl_ext.losses import LossSpec
 from verl_ext.memory_plan.fake_gpu import MemoryTracker
-from verl_ext.memory_plan.report import Predictor, memory_facts, memory_lines, remedy_line
+from verl_ext.memory_plan.report import Predictor, memory_facts
 from verl_ext.memory_plan.run import KINDS, Job, build_engine, fill_optimizer, take_step
 from verl_ext.plugin import PACKED
+from verl_ext.show.report import memory_lines, remedy_line
 from verl_ext.trainer.batch import StepCollator
 from verl_ext.trainer.setup import prepare
 from verl_ext.values import plain
@@ -164,6 +166,24 @@ def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
             ["trainer.plan_only=true", "plan.gpu_memory=80GiB", "parallel=cpu"],
             "plan.gpu_memory must be null with trainer.device=cpu (parallel=cpu); got 80GiB",
         ),
+        (
+            ["trainer.plan_only=true", "plan.gpu=H100-80G", "parallel=cpu"],
+            "plan.gpu must be null with trainer.device=cpu (parallel=cpu); got H100-80G",
+        ),
+        (
+            ["trainer.plan_only=true", "plan.gpu=H100-80", "plan.gpu_memory=80GiB"],
+            f"plan.gpu must be one of {', '.join(GPUS)}; got H100-80 (nearest: H100-80G); another GPU needs "
+            "trainer.gpu_peak_tflops, plan.link, plan.network",
+        ),
+        (
+            ["trainer.plan_only=true", "plan.gpu=H100-80G", "plan.efficiency=1.2"],
+            "plan.efficiency must be at most 1; got 1.2",
+        ),
+        (
+            ["trainer.plan_only=true", "plan.gpu=H100-80G", "plan.link=fast"],
+            "plan.link must be the bytes of a second, such as 450GB; got fast",
+        ),
+        (["plan.gpu=H100-80G"], "plan.gpu needs trainer.plan_only=true; got H100-80G without it"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_one_line(overrides, line):

@@ -89,6 +89,32 @@ def test_a_steps_line_fits_80_columns_and_redirected_output_has_no_control_chara
     assert lines[9].startswith("trained on 370,368 tokens in ")
 
 
+@pytest.mark.parametrize(
+    ("speed", "shown"), [("mfu", "MFU 41.2%"), ("tokens_per_second_per_gpu", "61.73k/rank"), ("other", None)]
+)
+@pytest.mark.parametrize("total", [300, 99_999, 2_000_000])
+def test_a_steps_line_has_loss_rate_share_of_the_gpu_or_of_a_rank_memory_and_time_left(speed, shown, total):
+    values = {"mfu": 0.4123, "tokens_per_second_per_gpu": 61728.394, "other": 1.0}
+    metrics = {"train/loss": 2.13841295, "train/tokens_per_second": 123456.789, "train/memory_gib": 141.234}
+    code = f"""
+from verl_ext.progress import StepProgress
+progress = StepProgress(0, {total}, visible=True)
+progress.step(1000)
+progress.started -= 0.05
+progress.log({metrics | {f"perf/{speed}": values[speed]}}, 7)
+"""
+    (line,) = in_pipes(code).stdout.splitlines()
+    assert len(line) <= 80
+    if line.startswith("step "):
+        assert line.startswith(f"step {7:>{len(str(total))}}/{total}  ")
+    parts = re.split("  +", line[line.index("loss") :])
+    assert parts[0] == "loss 2.138"
+    assert parts[1] in ("123.5k tokens/s", "123.5k tok/s")
+    assert parts[2:-2] == ([shown] if shown else [])
+    assert parts[-2] == "141.2 GiB"
+    assert re.fullmatch(r"\d+(:\d\d)+ left", parts[-1])
+
+
 def test_an_80_column_terminal_shows_a_line_a_step_and_a_bar_that_fits():
     shown = on_terminal(STEPS.format(total=3, visible=True), 80, 24)
     rows = [row for line in shown.split("\n") for row in line.split("\r")]

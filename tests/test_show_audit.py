@@ -45,6 +45,16 @@ def test_counts_by_category_are_those_of_plain_counting(tmp_path):
     assert sum(row["share"] for row in found["categories"].values()) == pytest.approx(1)
 
 
+def test_many_categories_of_long_documents_are_counted_too(tmp_path):
+    lengths = [2, 1 << 17] + [3 + n % 7 for n in range(298)]  # by category, more than fit in one array
+    documents = [document([7] * length, [1], 1 + n % 150) for n, length in enumerate(lengths)]
+    found = audit_of(tmp_path, write_data(tmp_path / "data", documents), "scan=false")["categories"]
+    for number, row in enumerate(found.values()):
+        mine = sorted(lengths[number::150])
+        assert (row["documents"], row["tokens"], row["targets"]) == (2, sum(mine), 2)
+        assert [row["length"][name] for name in ("p50", "p99", "max")] == [mine[0], mine[1], mine[1]]
+
+
 def rows_of(findings):
     return {name: [row for _, row in found["rows"]] for name, found in findings.items() if found["count"]}
 

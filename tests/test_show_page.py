@@ -1,5 +1,6 @@
 """The pages of `verl-ext show` in headless Chromium: no error, figures drawn, numbers of the metrics, text escaped."""
 
+import html
 import json
 import re
 import shutil
@@ -49,6 +50,27 @@ def test_the_numbers_of_a_page_are_those_of_the_json(tmp_path):
     assert show(run, f"html={page}", f"json={numbers}")[0] == 0
     data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])
     assert [one["curves"] for one in data["runs"]] == [one["curves"] for one in json.loads(numbers.read_text())]
+
+
+@needs_browser
+def test_long_curves_are_drawn_by_their_lowest_and_highest_points_and_the_page_holds_all(tmp_path):
+    run, page = write_metrics(tmp_path / "run", 6000), tmp_path / "page.html"
+    assert show(run, f"html={page}")[0] == 0
+    text = page.read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    assert len(data["runs"][0]["curves"]["train/loss"]["steps"]) == 6000
+    data["runs"][0]["curves"]["train/loss"]["values"][3333] = 99.0  # a step that stands out
+    body = f'id="data">{json.dumps(data)}</script>'
+    text = text[: text.index('id="data">')] + body + text[text.index("</script>", text.index('id="data">')) + 9 :]
+    ask = "document.body.dataset.rows = JSON.stringify(rows(page.charts[0]).filter(row => row.kind === 'train'));"
+    page.write_text(text.replace("\ndraw();", f"\n{ask}\ndraw();"))
+    dom, console = browse(page)
+    assert console == []
+    rows = json.loads(html.unescape(re.search('data-rows="([^"]*)"', dom)[1]))
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert 1000 < len(rows) <= 2000
+    assert max(rows, key=lambda row: row["value"]) == {"step": 3334, "value": 99.0, "series": "train", "kind": "train"}
+    assert "Curves of more than 2,000 points" in dom
 
 
 @needs_browser

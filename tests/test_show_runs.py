@@ -72,6 +72,16 @@ def test_lines_fit_the_terminal_and_a_pipe_has_no_control_characters(tmp_path, m
     assert "\x1b" not in shown
 
 
+def test_the_share_of_the_gpus_peak_is_a_curve(tmp_path):
+    lines = [{"step": step, "data": {"train/loss": 1.0, "perf/mfu": 0.4 + step / 100}} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (line,) = (line for line in show(tmp_path)[1].splitlines() if line.startswith("perf/mfu"))
+    assert line.split()[1:4] == ["0.4100", "0.4200", "0.4100"]
+    page = tmp_path / "page.html"
+    assert show(tmp_path, f"html={page}")[0] == 0
+    assert '"title": "mfu"' in page.read_text()
+
+
 def test_bad_runs_are_one_line(tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "latest_checkpointed_iteration.txt").write_text("3")

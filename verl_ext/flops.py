@@ -13,6 +13,7 @@ l tokens of a document, d_qk and d_v the sizes of a head's keys and values.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,31 @@ PEAK_FLOPS = {
     **{"L40S": 362e12, "L40": 181e12, "L20": 119.5e12, "L4": 121e12},
     **{"MI300X": 1307e12, "MI325X": 1307e12, "MI355X": 2500e12, "MI350X": 2300e12},
 }
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What a plan knows of a GPU beside its peak.
+
+    Attributes:
+        memory: as its driver shows it.
+        link: bytes a second that it receives from GPUs of its node, by the data sheet.
+        network: bytes a second that it receives from other nodes, of the maker's own machines.
+    """
+
+    memory: str
+    link: str
+    network: str
+
+
+# The peaks of these names are those of PEAK_FLOPS.
+GPUS = {
+    **{"A100-40G": GPU("40960MiB", "300GB", "25GB"), "A100-80G": GPU("81920MiB", "300GB", "25GB")},
+    **{"A800-80G": GPU("81920MiB", "200GB", "25GB"), "H800-80G": GPU("81559MiB", "200GB", "50GB")},
+    **{"H100-80G": GPU("81559MiB", "450GB", "50GB"), "H200-141G": GPU("143771MiB", "450GB", "50GB")},
+    **{"H20-96G": GPU("97871MiB", "450GB", "50GB"), "B200-180G": GPU("183359MiB", "900GB", "50GB")},
+    **{"L40S-48G": GPU("46068MiB", "32GB", "25GB"), "MI300X-192G": GPU("196592MiB", "448GB", "50GB")},
+}
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 _EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
@@ -37,19 +63,21 @@ def peak_flops(device: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
 
 
-def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0) -> CostModel | None:
+def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0, recomputes: bool = False) -> CostModel | None:
     """Return the FLOPs of forward and backward by a document's tokens; None of a model whose experts are not known.
 
     Args:
         model: of transformers, adapters included, before it is sharded.
         hf_config: its config.
         of_states: the FLOPs of a token in the states of recurrent layers, in a forward pass.
+        recomputes: count what gradient checkpointing computes again too: the layers' forward pass, with the last
+            matrix of each, which torch leaves out.
     """
     text = hf_config.get_text_config()
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         return None
     try:
-        per_token = sum(_of_matrices(model, text)) + 3 * of_states
+        per_token = sum(_of_matrices(model, text, recomputes)) + (3 + recomputes) * of_states
     except LookupError:
         return None
     if (heads := getattr(text, "num_attention_heads", None)) is None:
@@ -57,19 +85,21 @@ def train_flops(model: nn.Module, hf_config: Any, of_states: float = 0) -> CostM
     keys = getattr(text, "head_dim", None) or text.hidden_size // heads
     if rotated := getattr(text, "qk_rope_head_dim", None):  # latent attention has keys in two parts
         keys = text.qk_nope_head_dim + rotated
-    width = 3 * heads * (keys + (getattr(text, "v_head_dim", None) or keys))
+    width = (3 + recomputes) * heads * (keys + (getattr(text, "v_head_dim", None) or keys))
     windowed, window = windowed_layers(text)
     return CostModel(round(per_token), width * (attention_layers(text) - windowed), width * windowed, window)
 
 
-def _of_matrices(model: nn.Module, text: Any) -> Iterator[float]:
+def _of_matrices(model: nn.Module, text: Any, recomputes: bool) -> Iterator[float]:
     """Yield the FLOPs of a token in every matrix. Raises LookupError if the share of its experts is not known."""
     experts, chosen = (
         next((value for name in names if (value := getattr(text, name, None))), None) for names in (_EXPERTS, _CHOSEN)
     )
+    head: Any = model.get_output_embeddings() if recomputes else None  # type: ignore[operator]
     for path, part in model.named_modules():
         if isinstance(part, nn.Embedding):
             continue
+        again = 2 if recomputes and part is not head else 0
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.ndim < 2 or name.endswith("bias"):
                 continue
@@ -79,7 +109,7 @@ def _of_matrices(model: nn.Module, text: Any) -> Iterator[float]:
                 if not experts or not chosen or (is_stacked and parameter.shape[0] != experts):
                     raise LookupError(f"{path}.{name}")
                 share = chosen / experts
-            yield share * parameter.numel() * (6 if parameter.requires_grad else 4)
+            yield share * parameter.numel() * ((6 if parameter.requires_grad else 4) + again)
 
 
 def attention_layers(text: Any) -> int:

@@ -38,7 +38,8 @@ from verl_ext.trainer.signals import requests
 def train(composed: DictConfig) -> None:
     """Prepare the run of a composed configuration, and train, evaluate or plan it."""
     from verl_ext.checkpoint.layout import RUN
-    from verl_ext.trainer.report import report_lines, write_report
+    from verl_ext.show.report import report_lines
+    from verl_ext.trainer.report import write_report
     from verl_ext.trainer.setup import prepare
     from verl_ext.trainer.trainer import SFTTrainer
 
@@ -63,14 +64,17 @@ def train(composed: DictConfig) -> None:
 
 
 def plan(run: Any, report: dict[str, Any]) -> None:
-    """Predict the memory of a run, and write the report of its data beside it; on rank 0."""
+    """Predict the memory and the time of a run, and write the report of its data beside it; on rank 0."""
     from verl_ext.checkpoint.layout import saved_folders
-    from verl_ext.memory_plan.report import memory_facts, memory_lines, remedy_line
+    from verl_ext.memory_plan.report import memory_facts
+    from verl_ext.show.report import plan_lines
     from verl_ext.trainer.report import write_report
 
+    printed = 0
     for facts in memory_facts(run) if report else ():
-        print_on_rank0([remedy_line(facts)] if facts["remedies"] else memory_lines(facts))
-        report["memory"] = facts
+        lines = list(plan_lines(facts))
+        print_on_rank0(lines[printed:])
+        report["memory"], printed = facts, len(lines)
     with user_errors_end_the_run():
         if saved_folders(run.output):
             print_on_rank0([f"{run.output} holds a run: its data_report.json is left as it is"])

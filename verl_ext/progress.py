@@ -165,13 +165,21 @@ class StepProgress:
             # By the steps after the first, which compiles; validations and checkpoints between them count.
             now = time.perf_counter()
             seconds = (now - self._first_ended) / (self._steps - 1) if self._steps > 1 else now - self.started
-            parts += [
-                f"{four_digits(values['tokens_per_second'])} tokens/s",
-                f"{four_digits(values['memory_gib'])} GiB",
-                f"{tqdm.format_interval(seconds * (self.total_steps - step))} left",
-            ]
+            parts += [f"{four_digits(values['tokens_per_second'])} tokens/s"]
+            of_rank = data.get("perf/tokens_per_second_per_gpu", values["tokens_per_second"])
+            if (mfu := data.get("perf/mfu")) is not None:
+                parts += [f"MFU {mfu:.1%}"]
+            elif of_rank < values["tokens_per_second"]:
+                parts += [f"{four_digits(of_rank)}/rank"]
+            parts += [f"{four_digits(values['memory_gib'])} GiB"]
+            parts += [f"{tqdm.format_interval(seconds * (self.total_steps - step))} left"]
+        # A run of very many steps, or hours: words go first, then what stands last.
+        shorter = iter((("tokens/s", "tok/s"), ("step ", "")) if kind == "train" else ())
         while len(line := "  ".join(parts)) > _LINE:
-            del parts[-1]
+            if (words := next(shorter, None)) is None:
+                del parts[-1]
+            else:
+                parts = [part.replace(*words) for part in parts]
         print(line, flush=True)
         size = shutil.get_terminal_size()
         if sys.stdout.isatty() and size.lines >= _TALL:

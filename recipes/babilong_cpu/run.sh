@@ -46,4 +46,5 @@ done
 
 say "4/4  Results."
 python "$here/report.py" --run "$run"
+verl-ext show "$run"/{memory,plain}_* "html=$run/run.html"
 say "Done. Everything is in $run"

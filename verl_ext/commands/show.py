@@ -33,9 +33,10 @@ from verl_ext.show.packs import pack_view, packs_of_data, packs_of_run, read_run
 from verl_ext.show.page import COLUMNS, title_of, write_page
 from verl_ext.show.plan import PackOptions, plan_facts
 from verl_ext.show.record import RecordFinder
+from verl_ext.show.report import plan_lines, report_lines
 from verl_ext.show.require import broken, read_requirements
 from verl_ext.show.run_tables import run_tables
-from verl_ext.show.runs import is_run, open_run, read_spike
+from verl_ext.show.runs import is_plan, is_run, open_run, read_plan, read_spike
 from verl_ext.show.select import SelectOptions, selected
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.values import DataError, UsageError, one_line, option, options_of
@@ -49,11 +50,12 @@ WIDTH = 100  # columns of what is written to a file or a pipe
 
 @dataclass(frozen=True)
 class ShowOptions(SelectOptions, PackOptions):
-    """Show training data or runs: DATA is tokenized folders, Megatron's corpora or raw files, RUN a run's folder.
+    """Show data, runs or plans: DATA is tokenized folders, Megatron's corpora or raw files, RUN a run's folder.
 
     DATA alone is the audit: documents, tokens and targets by category, and what goes wrong in practice, with row
     numbers. A selection (row=7, longest, category=NAME …) shows documents with their targets, pack=K one pack of
-    max_tokens, against=OTHER what differs between two sets. RUN shows curves; step=S the packs of one of its steps.
+    max_tokens, against=OTHER what differs between two sets. RUN shows curves; step=S the packs of one of its steps. Of
+    the folder of a plan (trainer.plan_only=true) its numbers are shown again.
     """
 
     paths: list[str] = option([], "DATA or RUN: a list of paths; words without `=` are paths too", required=True)
@@ -93,6 +95,9 @@ def run(options: ShowOptions) -> str:
     """Show what the options ask for on the terminal."""
     if any(map(is_run, options.paths)):
         _show_runs(options)
+        return ""
+    if any(map(is_plan, options.paths)):
+        _show_plans(options)
         return ""
     if options.against is not None:
         _refuse_unread(options, "against", "documents", "tokenize")
@@ -252,6 +257,20 @@ def _show_runs(options: ShowOptions) -> None:
             if all(run.step == run.facts.get("total_steps") for run in runs):
                 return
             time.sleep(REFRESH_SECONDS)
+
+
+def _show_plans(options: ShowOptions) -> None:
+    _refuse_unread(options, "a plan", "json")
+    reports = {path: read_plan(path) for path in options.paths}
+    console = _console()
+    for path, report in reports.items():
+        try:
+            lines = [*report_lines(report), *plan_lines(report.get("memory", {}))]
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{path} must hold a plan of this version; its report lacks {error}") from error
+        console.print(Text("\n".join([one_line(f"plan {path}"), *lines])), soft_wrap=True)
+    if options.json:
+        write_json(Path(options.json), reports)
 
 
 def _show_step(options: ShowOptions, step: int) -> None:

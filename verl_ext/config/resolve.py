@@ -18,6 +18,7 @@ from verl_ext.attention import unusable
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import Machine, PlanOptions, RunConfig, dataset_class
 from verl_ext.data import SFTDataSet
+from verl_ext.flops import GPUS
 from verl_ext.overrides import restore
 from verl_ext.values import choice_problem, first_line, plain, refuse, show
 
@@ -145,16 +146,29 @@ def idle_gpu() -> str | None:
 
 
 def plan_options(config: DictConfig) -> PlanOptions:
-    """Read the node `plan` of a composed config; ValueError if a value is not allowed, or nothing is planned."""
+    """Read the node `plan` of a composed config; ValueError if a value is not allowed, or nothing is planned.
+
+    What a named GPU has is set in the config, in place.
+    """
     options = PlanOptions.read(plain(config.plan))
     for name, value in options.changed().items():
         if config.trainer.plan_only is not True:
             raise ValueError(f"plan.{name} needs trainer.plan_only=true; got {show(value)} without it")
-    if options.gpu_memory is not None and config.trainer.device == "cpu":
-        raise ValueError(
-            f"plan.gpu_memory must be null with trainer.device=cpu (parallel=cpu); got {options.gpu_memory}"
-        )
-    return options
+    for name in ("gpu", "gpu_memory"):
+        if (value := getattr(options, name)) is not None and config.trainer.device == "cpu":
+            raise ValueError(f"plan.{name} must be null with trainer.device=cpu (parallel=cpu); got {value}")
+    if options.gpu is None:
+        return options
+    known = GPUS.get(options.gpu)
+    given = {"trainer.gpu_peak_tflops": config.trainer.gpu_peak_tflops} if known is None else {}
+    for name, of_gpu in (("gpu_memory", "memory"), ("link", "link"), ("network", "network")):
+        if config.plan[name] is None and known is not None:
+            config.plan[name] = getattr(known, of_gpu)
+        given[f"plan.{name}"] = config.plan[name]
+    if missing := [key for key, value in given.items() if value is None]:
+        problem = choice_problem("plan.gpu", options.gpu, GPUS)
+        raise ValueError(f"{problem}; another GPU needs {', '.join(missing)}")
+    return PlanOptions.read(plain(config.plan))
 
 
 def resolve_plan(config: DictConfig, options: PlanOptions) -> list[str]:

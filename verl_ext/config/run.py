@@ -27,6 +27,7 @@ from verl_ext.custom import custom_object
 from verl_ext.data.dataset import DataOptions, DatasetOptions, PackDataset
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.engines.schedule import ScheduleOptions, StepOptimizerConfig
+from verl_ext.flops import GPUS
 from verl_ext.losses import LossOptions
 from verl_ext.values import Options, choice_problem, option, plain, refuse, show
 
@@ -141,13 +142,24 @@ class RayOptions(Options):
 
 @dataclass(frozen=True)
 class PlanOptions(Options):
-    """The machine that `trainer.plan_only=true` plans for: its ranks, its GPUs and their memory."""
+    """The machine that `trainer.plan_only=true` plans for: its ranks, its GPUs, their memory and speed."""
 
     prefix: ClassVar[str] = "plan"
 
     world_size: int | None = option(None, "ranks of the planned run; null: those of this process group", least=1)
+    gpu: str | None = option(
+        None,
+        f"plan the time of a step as well, on this GPU: {', '.join(GPUS)}; another needs trainer.gpu_peak_tflops, "
+        "plan.gpu_memory, plan.link and plan.network",
+    )
+    efficiency: float = option(
+        0.4, "share of the GPU's peak that a step's computation reaches, recomputation included", above=0, most=1
+    )
+    link: Any = option(None, "bytes a second that a GPU receives from its node, e.g. 450GB; null: those of plan.gpu")
+    network: Any = option(None, "the same from other nodes, e.g. 50GB; null: those of plan.gpu")
     gpu_memory: Any = option(
-        None, "memory of each GPU, e.g. 80GiB: the peak is predicted for it; null: that of a visible GPU"
+        None,
+        "memory of each GPU, e.g. 80GiB: the peak is predicted for it; null: that of plan.gpu, or of a visible GPU",
     )
     host_memory: Any = option(
         None, "memory of each node for its ranks, e.g. 2TiB: what they keep on the host must fit too; null: not asked"
@@ -164,6 +176,10 @@ class PlanOptions(Options):
                 yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {show(value)}"
             elif name == "gpu_memory" and size is not None and size < _LEAST:
                 yield f"plan.gpu_memory must be at least 1GiB; got {show(value)}"
+        for name in ("link", "network"):
+            value = getattr(self, name)
+            if value is not None and not num_bytes(value):
+                yield f"plan.{name} must be the bytes of a second, such as 450GB; got {show(value)}"
         memory, reserve = num_bytes(self.gpu_memory), num_bytes(self.reserve)
         if memory is not None and reserve is not None and reserve > memory >= _LEAST:
             yield f"plan.reserve must be at most plan.gpu_memory={show(self.gpu_memory)}; got {show(self.reserve)}"

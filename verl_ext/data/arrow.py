@@ -27,8 +27,8 @@ from verl_ext.values import first_line
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
 
 
-def open_folder(folder: str, key: str) -> Any:
-    """Open the `datasets.Dataset` in `folder`, memory-mapped, with the mandatory columns and at least one row.
+def open_folder(folder: str, key: str) -> pa.Table:
+    """Open the dataset in `folder`, memory-mapped, with the mandatory columns and at least one row.
 
     Raises:
         ValueError: no folder, no single dataset in it, a column missing, no document. `key` is named in the message.
@@ -36,28 +36,25 @@ def open_folder(folder: str, key: str) -> Any:
     path = Path(folder)
     if problem := _folder_problem(path):
         raise ValueError(f"{key} must be {problem}")
-    from datasets import load_from_disk  # here, because importing it takes a second
-
     try:
         shards = read_state(path).shards
         for shard in shards:
             _check_whole(path / shard.name, shard)
-        # save_to_disk writes an empty dataset as no file, which load_from_disk cannot read
-        has_files = bool(shards)
-        dataset: Any = load_from_disk(str(path), keep_in_memory=False) if has_files else ()
-        if has_files:
-            dataset.data.table.validate()  # a damaged file may point beyond its own bytes
-    except Exception as error:  # `datasets` and Arrow raise whatever the bytes lead them to
+        # As `datasets.load_from_disk` does, whose import takes a second. An empty dataset is saved as no file.
+        tables = [pa.ipc.open_stream(pa.memory_map(str(path / shard.name))).read_all() for shard in shards]
+        table = pa.concat_tables(tables) if tables else pa.table({name: [] for name in TOKEN_COLUMNS})
+        table.validate()  # a damaged file may point beyond its own bytes
+    except Exception as error:  # Arrow raises whatever the bytes lead it to
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
-    if missing := [name for name in TOKEN_COLUMNS if has_files and name not in dataset.column_names]:
+    if missing := [name for name in TOKEN_COLUMNS if name not in table.column_names]:
         raise ValueError(
             f"{key} must have the columns {', '.join(TOKEN_COLUMNS)}; {folder} lacks {', '.join(missing)} "
-            f"(it has {', '.join(dataset.column_names) or 'none'})"
+            f"(it has {', '.join(table.column_names) or 'none'})"
         )
-    if len(dataset) == 0:
+    if not len(table):
         raise ValueError(f"{key} must hold at least one document; {folder} has none")
-    return dataset
+    return table
 
 
 def _check_whole(path: Path, shard: Shard) -> None:
@@ -244,7 +241,7 @@ class TokenizedData:
             ValueError: a folder that is no tokenized dataset, columns of a wrong type, lengths that disagree.
         """
         self.folders, self.key = tuple(folders), key
-        self._tables = [open_folder(folder, key).data for folder in self.folders]
+        self._tables = [open_folder(folder, key) for folder in self.folders]
         names = list(VALUE_KINDS)
         with_weight = ["loss_weight" in table.column_names for table in self._tables]
         if not any(with_weight):

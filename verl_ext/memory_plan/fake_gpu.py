@@ -148,6 +148,7 @@ class MemoryTracker(TorchDispatchMode):
         events: each change of a block on the device, its bytes after it and the stream, until :meth:`take_events`.
         on_range: is called with the name of each profiler range (``torch.profiler.record_function``) that begins, and
             may return a function to call when that range ends.
+        on_collective: is called with each operation of ``c10d`` and its arguments.
     """
 
     def __init__(self, device: str, fake: bool = True, block: int = 1) -> None:
@@ -159,6 +160,7 @@ class MemoryTracker(TorchDispatchMode):
         self.host_now = self.host_peak = 0
         self.events: list[Event] = []
         self.on_range: Callable[[str], Callable[[], Any] | None] = lambda name: None
+        self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
         self._ranges: list[Callable[[], Any] | None] = []
         self._total = self._peak_total = 0
         self._fake = _NoData() if fake else None
@@ -222,6 +224,8 @@ class MemoryTracker(TorchDispatchMode):
         if active_fake_mode() is not None:  # DTensor asks for shapes
             return func(*args, **kwargs)
         self._follow_ranges(func, args)
+        if func.namespace == "c10d":
+            self.on_collective(func, args)
         given = [*_tensors(args), *_tensors(kwargs.values())]
         if not self._is_on_device(given, kwargs):
             result = func(*args, **kwargs)

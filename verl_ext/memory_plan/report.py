@@ -1,7 +1,8 @@
-"""The memory that each GPU of a run would need, and the overrides that would make it fit.
+"""The memory that each GPU of a run would need, the time of its steps, and the overrides that would make it fit.
 
 The heaviest packs of the run go through the real engine on a fake GPU (:mod:`verl_ext.memory_plan.run`), in a process
-of its own. Then each of :data:`REMEDIES` does, and those that save most together, until one trial fits.
+of its own. For a named GPU (`plan.gpu`) other numbers of ranks that share a pack follow. Then each of :data:`REMEDIES`
+does, and those that save most together, until one trial fits.
 """
 
 import copy
@@ -25,12 +26,11 @@ from verl_ext.config.run import Machine, RunConfig, num_bytes, sequence_parallel
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
 from verl_ext.memory_plan.run import REPLAYED, Job, Prediction
+from verl_ext.memory_plan.time import time_facts
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run
 from verl_ext.values import show
 
-_GIB = 2**30
-_MIB = 2**20
 OTHERS = 3  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds
 
 
@@ -57,8 +57,11 @@ REMEDIES = (
 )
 
 
+_SHARED = tuple(next(remedy for remedy in REMEDIES if remedy.key == key) for key in (_SP, _CP))
+
+
 def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the facts about a run's memory on GPUs each time there are more: first the run's own, then remedies.
+    """Yield the facts about a run on GPUs each time there are more: first its own, then `sizes`, then `remedies`.
 
     Yields nothing if no GPU is planned for. `failed` says in one line why there is no prediction.
     """
@@ -86,8 +89,14 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         facts |= {"host_memory": num_bytes(plan.host_memory)}
         facts |= {"ranks_of_node": min(run.world_size, plan.ranks_per_node)}
         facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host}
-        facts |= {"reserved_by_allocator": prediction.reserved, "fits": _fits(prediction, facts)}
+        facts |= {"reserved_by_allocator": prediction.reserved, "replayed_steps": REPLAYED}
+        facts |= {"fits": _fits(prediction, facts)}
+        if plan.gpu is not None:
+            facts["time"] = time_facts(run, run.config, job, prediction)
         yield facts
+        if plan.gpu is not None and "failed" not in facts["time"] and run.world_size > 1:
+            facts["sizes"] = sizes(run, predictor, facts)
+            yield facts
         if facts["fits"]:
             return
         saved: list[tuple[int, Trial]] = []
@@ -95,7 +104,7 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
             tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
             facts["remedies"].append(tried)
             try:
-                found = predictor.predict(job_of(run, trial.values))
+                found = predictor.predict(job_of(run, trial.config.values))
             except PredictionFailed as error:
                 tried["failed"] = str(error)
             else:
@@ -104,6 +113,35 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
             yield facts
             if tried.get("fits"):
                 return
+
+
+def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each number of ranks that may share a pack: those that fit first, by the time of a step.
+
+    Heads travel inside a node, as far as the model has them; keys and values beyond.
+    """
+    ulysses, context = run.config.engine.ulysses_sequence_parallel_size, run.config.parallel.context_parallel_size
+    own: dict[str, Any] = {"ulysses": ulysses, "context": context, "own": True}
+    rows = [own | {name: facts[name] for name in ("peak", "fits")} | facts["time"]]
+    for ranks in (2**power for power in range(run.world_size.bit_length())):
+        widest = min(ranks, 1 << (run.config.plan.ranks_per_node.bit_length() - 1))
+        shapes = [(u, ranks // u) for u in (widest >> halved for halved in range(widest.bit_length()))]
+        trials = ((shape, trial) for shape in shapes for trial in _trial(run, tuple(zip(_SHARED, shape, strict=True))))
+        shape, trial = next(trials, ((ulysses, context), None))
+        if trial is None or shape == (ulysses, context):
+            continue
+        row: dict[str, Any] = {"ulysses": shape[0], "context": shape[1], "own": False}
+        job = job_of(run, trial.config.values)
+        try:
+            found = predictor.predict(job)
+        except PredictionFailed as error:
+            rows.append(row | {"failed": str(error)})
+        else:
+            time = time_facts(run, trial.config, job, found)
+            rows.append(row | {"peak": found.peak, "fits": _fits(found, facts)} | time)
+    kept = ("ulysses", "context", "own", "peak", "fits", "failed", "step_seconds", "hours")
+    rows = [{name: row[name] for name in kept if name in row} for row in rows]
+    return sorted(rows, key=lambda row: ("failed" in row, not row.get("fits"), row.get("step_seconds", 0)))
 
 
 def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
@@ -166,7 +204,7 @@ class Trial:
     """Remedies with the value of each, and the configuration that they give."""
 
     chosen: tuple[tuple[Remedy, Any], ...]
-    values: dict[str, Any]
+    config: RunConfig
 
     @property
     def override(self) -> str:
@@ -208,7 +246,7 @@ def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
     with suppress(ValueError):
         trial = RunConfig.from_composed(config, Machine(run.world_size, "cuda"))
         check_run(trial)
-        yield Trial(chosen, dict(trial.values))
+        yield Trial(chosen, trial)
 
 
 class PredictionFailed(RuntimeError):
@@ -252,45 +290,3 @@ class Predictor:
         if isinstance(answer, Prediction):
             return answer
         raise PredictionFailed(str(answer).splitlines()[0])
-
-
-def memory_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table of the run as it is."""
-    if "failed" in facts:
-        yield f"memory: not predicted: {facts['failed']}"
-        return
-    sp_rank = facts["sequence_parallel_rank"]
-    who = "every rank" if sp_rank == 0 else f"rank {sp_rank} of those that share a pack, which holds the most targets"
-    yield (
-        f"memory: a step of {facts['world_size']} rank{'s' * (facts['world_size'] > 1)} on a fake GPU; {who}; "
-        f"a micro-batch of {facts['micro_batch_tokens']:,} tokens; GiB:"
-    )
-    rows = {kind: f"{size / _GIB:9.2f}" for kind, size in {**facts["kinds"], "peak": facts["peak"]}.items()}
-    host, ranks, given = facts["host"], facts["ranks_of_node"], facts["host_memory"]
-    if host >= (_MIB if given is None else 1):
-        compared = "" if given is None else f" of {given / _GIB:.2f} (plan.host_memory)"
-        over = ", which does not fit" if given is not None and host * ranks > given else ""
-        rows["on the host"] = f"{host / _GIB:9.2f}"
-        rows["of a node"] = f"{host * ranks / _GIB:9.2f}{compared}, its {ranks} ranks'{over}"
-    width = max(map(len, facts["kinds"]))
-    yield from (f"  {name:<{width}} {row}" for name, row in rows.items())
-    expandable, fixed = (
-        f"{size / _GIB:.2f} ({size / facts['peak']:.3f} ×)" for size in facts["reserved_by_allocator"].values()
-    )
-    yield (
-        f"memory: over {REPLAYED} steps, the heaviest and {OTHERS} others in random order, PyTorch's "
-        f"allocator reserves {expandable} with expandable segments, {fixed} with segments of fixed size"
-    )
-    left = (facts["gpu_memory"] - facts["reserve"] - facts["peak"]) / _GIB
-    of = f"of {facts['gpu_memory'] / _GIB:.2f}, {facts['reserve'] / _GIB:.2f} of it reserved (plan.reserve)"
-    verdict = "fits" if facts["fits"] else "does not fit"
-    yield f"memory: it {verdict}, {abs(left):.2f} {'left' if left >= 0 else 'over'} {of}"
-
-
-def remedy_line(facts: Mapping[str, Any]) -> str:
-    """Return the line about the last remedy that was tried."""
-    remedy = facts["remedies"][-1]
-    if "failed" in remedy:
-        return f"memory: {remedy['override']} is not predicted: {remedy['failed']}"
-    fits = "fits" if remedy["fits"] else "does not fit"
-    return f"memory: {remedy['override']} {fits}: peak {remedy['peak'] / _GIB:.2f}; costs {remedy['costs']}"

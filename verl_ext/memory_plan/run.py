@@ -16,7 +16,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,8 @@ from torch.nn import functional
 
 from verl_ext.memory_plan.caching_allocator import reserved
 from verl_ext.memory_plan.fake_gpu import GPU, FakePlatform, MemoryTracker, fake_sdpa, flash_memory, register_gpu
+from verl_ext.memory_plan.traffic import Received, Traffic
+from verl_ext.packing import CostModel
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, HEAD, GATHERED, BACKWARD = "activations", "head and loss", "gathered by FSDP", "backward pass"
@@ -68,6 +70,9 @@ class Prediction:
         kinds: the memory at the peak of a step, by what it was allocated for.
         standing: the memory before a step.
         host: the most host memory that copies from the device take.
+        flops, computed: model FLOPs of a step by its documents' lengths, and what is computed, with recomputation and
+            zero heads; None if they are not known.
+        received: bytes that the rank receives in the job's steps, by what they are.
         reserved: for a job with other packs, the memory that PyTorch's allocator reserves over :data:`REPLAYED` steps
             of them all, with `expandable` segments and with segments of `fixed` size.
     """
@@ -75,6 +80,9 @@ class Prediction:
     kinds: dict[str, int]
     standing: int
     host: int
+    flops: CostModel | None
+    computed: CostModel | None
+    received: Mapping[str, Received]
     reserved: dict[str, int] | None = None
 
     @property
@@ -156,19 +164,26 @@ def predicted(job: Job) -> Prediction:
             standing = sum(tracker.now.values())
             tracker.forget_peak()
             events = [tracker.take_events()]
+            ulysses = job.values["engine"]["ulysses_sequence_parallel_size"]
+            traffic = Traffic(ulysses, job.values["plan"]["ranks_per_node"])
+            tracker.on_collective = traffic.see
             for step in job.steps:
                 take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())
+            tracker.on_collective = lambda func, args: None
             kinds, host = {kind: tracker.peak.get(kind, 0) for kind in KINDS}, tracker.host_peak
             for step in job.others:
                 take_step(engine, job, step, tracker)
                 events.append(tracker.take_events())
+        prediction = Prediction(
+            kinds, standing, host, engine.train_flops, computed_flops(engine, ulysses), dict(traffic.received)
+        )
         if not job.others:
-            return Prediction(kinds, standing, host)
+            return prediction
         before, *steps = events
         steps += random.Random(0).choices(steps, k=REPLAYED - len(steps))  # in random order
         segments = {name: reserved(before, steps, name == "expandable") for name in ("expandable", "fixed")}
-        return Prediction(kinds, standing, host, segments)
+        return replace(prediction, reserved=segments)
     finally:
         dist.destroy_process_group()
         gc.collect()
@@ -189,6 +204,23 @@ def build_engine(job: Job) -> Any:
     worker = TrainingWorker(worker_config(values, total_steps=2))
     worker.reset()
     return worker.engine
+
+
+def computed_flops(engine: Any, ulysses: int) -> CostModel | None:
+    """Return the FLOPs that an engine computes by a document's tokens, its recomputation and zero heads included."""
+    from verl_ext.attention import HeadPadding
+    from verl_ext.flops import train_flops
+
+    config = engine.model_config.hf_config
+    recomputes = bool(engine.model_config.enable_gradient_checkpointing)
+    if (found := train_flops(engine.module, config, recomputes=recomputes)) is None:
+        return None
+    text = config.get_text_config()
+    if (heads := getattr(text, "num_attention_heads", None)) is None:
+        return found
+    padded = HeadPadding.from_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ulysses).heads
+    quadratic, windowed = (round(of * padded / heads) for of in (found.quadratic, found.windowed))
+    return replace(found, quadratic=quadratic, windowed=windowed)
 
 
 def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:

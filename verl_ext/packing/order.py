@@ -58,25 +58,35 @@ class CostModel:
 TOKENS = CostModel(linear=1, quadratic=0)
 
 
-def cost_over_ideal(
+def micro_step_costs(
     costs: NDArray[np.float64], ranks: int, batch_size: int | None = None, micro_batch_size: int = 1
-) -> float:
-    """Return how much longer an epoch takes than with perfectly shared steps, at least 1 (1 for no cost at all).
+) -> NDArray[np.float64]:
+    """Return float64[steps, M]: the cost to the slowest rank of each of the M micro-steps of a step; 0 without packs.
 
     costs float64[P] of the packs in the order in which they are visited; steps of `batch_size` packs (None: one step).
     A micro-step deals the next micro_batch_size × ranks packs of its step out and takes as long as its slowest rank.
     """
-    total = costs.sum()
-    if total == 0:
-        return 1.0
-    batch = min(batch_size or len(costs), len(costs))
+    batch = max(min(batch_size or len(costs), len(costs)), 1)
     dealt = ranks * micro_batch_size
     slots = np.zeros((-(-len(costs) // batch), -(-batch // dealt) * dealt))
     full = len(costs) // batch
     slots[:full, :batch] = costs[: full * batch].reshape(full, batch)
     slots[full:, : len(costs) - full * batch] = costs[full * batch :]
-    by_rank = slots.reshape(-1, micro_batch_size, ranks).sum(axis=1)
-    return float(by_rank.max(axis=1).sum() * ranks / total)
+    by_rank = slots.reshape(len(slots), -1, micro_batch_size, ranks).sum(axis=2)
+    return by_rank.max(axis=2)
+
+
+def cost_over_ideal(
+    costs: NDArray[np.float64], ranks: int, batch_size: int | None = None, micro_batch_size: int = 1
+) -> float:
+    """Return how much longer an epoch takes than with perfectly shared steps, at least 1 (1 for no cost at all).
+
+    The arguments are those of :func:`micro_step_costs`.
+    """
+    total = costs.sum()
+    if total == 0:
+        return 1.0
+    return float(micro_step_costs(costs, ranks, batch_size, micro_batch_size).sum() * ranks / total)
 
 
 def epoch_order(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 
 NAMED_ROWS = 5  # of a finding, in the terminal and in the JSON
 READ_UP_TO = 100_000_000  # tokens that an audit reads unasked, some seconds
+_DENSE = 1 << 24  # groups × lengths that are counted in one array of so many numbers
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 # finding: (what it counts, what it reads: "columns", "tokens", "tokenizer", "report" or "validation")
 CHECKS = {
@@ -212,31 +213,36 @@ def _finding(
 def _categories(documents: Documents) -> dict[str, dict[str, Any]]:
     """Return by name documents, tokens, targets and their share, quantiles of lengths, kinds of targets."""
     numbers, group = _groups(documents.categories)
-    count_of = np.bincount(group, minlength=len(numbers))
-    keys = group.astype(np.int64) << 40  # one sort: by category, then by length
-    keys |= documents.lengths
-    keys.sort()
-    lengths = keys & ((1 << 40) - 1)
-    ends = np.cumsum(count_of)
-    sums = {
-        "documents": count_of,
-        "tokens": np.add.reduceat(lengths, ends - count_of),
-        "targets": np.bincount(group, documents.targets, len(numbers)).astype(np.int64),
-    }
+    of, length, count = _pairs(group, documents.lengths)
+    begins = np.searchsorted(of, np.arange(len(numbers)))  # every category has a document
+    targets = np.bincount(group, documents.targets, len(numbers))
     kinds = _kinds(documents)
-    every = max(int(sums["targets"].sum()), 1)
+    every = max(int(targets.sum()), 1)
     found = {}
     for at, number in enumerate(numbers.tolist()):
-        begin, count = int(ends[at] - sums["documents"][at]), int(sums["documents"][at])
+        part = slice(begins[at], None if at + 1 == len(numbers) else begins[at + 1])
+        lengths, upto = length[part], np.cumsum(count[part])
         name = documents.names.get(number, str(number) if number else "(none)")
-        row: dict[str, Any] = {key: int(values[at]) for key, values in sums.items()}
-        row["share"] = row["targets"] / every
-        nearest = {key: begin + max(int(np.ceil(part * count)), 1) - 1 for key, part in QUANTILES.items()}
-        row["length"] = {key: int(lengths[place]) for key, place in nearest.items()} | {
-            "max": int(lengths[ends[at] - 1])
-        }
+        row: dict[str, Any] = {"documents": int(upto[-1]), "tokens": int(lengths @ count[part])}
+        row |= {"targets": int(targets[at]), "share": int(targets[at]) / every}
+        nearest = {key: int(lengths[np.searchsorted(upto, share * upto[-1])]) for key, share in QUANTILES.items()}
+        row["length"] = nearest | {"max": int(lengths[-1])}
         found[name] = row | ({"kinds": kinds[name]} if name in kinds else {})
     return found
+
+
+def _pairs(group: NDArray[Any], lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return (group, length, documents) of each pair that occurs, ascending; by counting where there are few."""
+    bits = int(lengths.max(initial=0)).bit_length()
+    keys = group.astype(np.int64) << bits
+    keys |= lengths
+    if keys.max(initial=0) < _DENSE:
+        count = np.bincount(keys)
+        found = np.flatnonzero(count)
+        count = count[found]
+    else:
+        found, count = np.unique(keys, return_counts=True)
+    return found >> bits, found & ((1 << bits) - 1), count
 
 
 def _groups(category: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

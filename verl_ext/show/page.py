@@ -21,6 +21,7 @@ from verl_ext.show.runs import ShownRun
 from verl_ext.values import DataError
 
 COLUMNS = 140  # of the terminal's tables in a page, which scroll where the screen is narrower
+POINTS = 2000  # of a curve that are drawn, about as many as a screen shows
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"
 
 Chart = dict[str, Any]
@@ -56,6 +57,8 @@ def write_page(
         title=title,
         parts=[tables, written],
         charts=charts,
+        points=POINTS,
+        thinned=any(len(curve.steps) > POINTS for run in runs for curve in run.curves.values()),
         details=details,
         data=json.dumps(data).replace("<", "\\u003c"),
         vega=_vega().replace("</script", "<\\/script") if charts else "",
@@ -75,7 +78,7 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
         )
         groups[name.replace("_", " ")] = [(key, key.removeprefix("val/")) for key in found]
     for name in (*OTHERS, *COUNTERS):
-        groups[name.replace("_", " ")] = [(f"train/{name}", "train")]
+        groups[name.partition("/")[2].replace("_", " ")] = [(name, "train")]
     charts: list[Chart] = []
     for title, metrics in groups.items():
         curves = []

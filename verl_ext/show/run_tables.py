@@ -14,8 +14,9 @@ from verl_ext.show.runs import Curve, ShownRun
 from verl_ext.values import leaves, one_line, show
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-OTHERS = ("grad_norm", "lr", "tokens_per_second", "mfu", "pack_fill", "memory_gib", "router_loss")
-COUNTERS = ("skipped_steps", "spikes")
+OTHERS = tuple(f"train/{name}" for name in ("grad_norm", "lr", "tokens_per_second", "pack_fill", "memory_gib"))
+OTHERS += ("train/router_loss", "perf/mfu")
+COUNTERS = ("train/skipped_steps", "train/spikes")
 EVALUATIONS = ("exact_match", "accuracy", "perplexity")
 
 
@@ -61,7 +62,7 @@ def shown_metrics(run: ShownRun) -> list[str]:
     wanted = ["train/loss", "val/loss"]
     wanted += [f"{split}/{name}_loss" for name in run.categories() for split in ("train", "val")]
     wanted += [key for key in run.curves if key.startswith("val/") and key.endswith(EVALUATIONS)]
-    wanted += [f"train/{name}" for name in (*OTHERS, *COUNTERS)]
+    wanted += [*OTHERS, *COUNTERS]
     return [name for name in dict.fromkeys(wanted) if name in run.curves]
 
 

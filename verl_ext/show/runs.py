@@ -95,6 +95,11 @@ def _has_metrics(path: Path) -> bool:
         return False
 
 
+def is_plan(path: str) -> bool:
+    """Return whether a path is the folder of a plan (`trainer.plan_only=true`), which has a report and no run."""
+    return (Path(path) / REPORT).is_file() and not is_run(path)
+
+
 def open_run(path: str) -> ShownRun:
     """Read a run.
 
@@ -112,6 +117,16 @@ def open_run(path: str) -> ShownRun:
     step = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
     checkpoint = int(step) if step.isdigit() else None
     return ShownRun(given, curves, torn, _json(folder / RUN), _json(folder / REPORT), checkpoint)
+
+
+def read_plan(path: str) -> dict[str, Any]:
+    """Return the report of a plan. Raises UsageError for a path that is none, DataError for another file."""
+    if not is_plan(path):
+        raise UsageError(f"{path} must be the folder of a plan, as the other paths are")
+    report = _json(Path(path) / REPORT)
+    if not report.keys() & {"train", "val"}:
+        raise DataError(f"{Path(path) / REPORT} must be the report of a plan, a JSON object; got another file")
+    return report
 
 
 def read_spike(folder: Path, step: int) -> dict[str, Any] | None:

@@ -1,14 +1,14 @@
 """The report of the data: packs and their fill, documents that are not trained on as they stand, mixtures, steps.
 
-One dict of plain numbers, printed once by rank 0 and written beside the run as data_report.json.
+One dict of plain numbers, printed once by rank 0 (:mod:`verl_ext.show.report`) and written beside the run as
+data_report.json.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 
@@ -16,7 +16,6 @@ from verl_ext.attention.kernels import KERNEL_NAMES
 from verl_ext.checkpoint.layout import REPORT
 from verl_ext.config.run import RunConfig
 from verl_ext.data import PackDataset
-from verl_ext.data.mixture import mixture_table
 from verl_ext.engines.optimizer import implementation
 from verl_ext.files import write_json
 from verl_ext.redaction import redacted
@@ -29,8 +28,8 @@ def what_runs(config: RunConfig, backend: str, head: str) -> str:
     """Describe the run in a line: `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused`."""
     name = "CPU (gloo)"
     if config.trainer.device != "cpu":
-        planned = config.plan.gpu_memory
-        name = f"GPU of {planned}" if planned else torch.cuda.get_device_name()
+        planned = config.plan.gpu or (config.plan.gpu_memory and f"GPU of {config.plan.gpu_memory}")
+        name = planned or torch.cuda.get_device_name()
     kernel, head, optimizer = implementations(config, backend, head)
     ranks, dtype = config.machine.world_size, config.param_dtype
     return " · ".join((f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer))
@@ -90,57 +89,6 @@ def step_facts(
     }
 
 
-def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
-    """Give the lines that are printed of {"train": facts, "val": facts, "steps": facts}."""
-    for name in ("train", "val"):
-        if name in report:
-            yield from _data_lines(name, report[name])
-    if "steps" in report:
-        yield from _step_lines(report["steps"])
-
-
 def write_report(report: Mapping[str, Facts], folder: Path) -> None:
     """Write `report` as data_report.json in `folder`, whole or not at all."""
     write_json(folder / REPORT, redacted(report))
-
-
-def _data_lines(name: str, facts: Facts) -> Iterator[str]:
-    yield (
-        f"{name}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['target_tokens']:,} targets) "
-        f"in {facts['packs']:,} packs of {facts['max_tokens']:,}, {facts['fill']:.1%} full"
-    )
-    if facts["mixture"]:
-        yield f"{name}: the mixture:"
-        yield mixture_table(facts["mixture"])
-    if facts.get("sources"):
-        yield f"{name}: its sources:"
-        yield _table(facts["sources"])
-    if facts["changed_documents"]:
-        budget = facts["max_tokens"]
-        yield f"{name}: documents that are changed, left out or without a target (data.max_tokens={budget}):"
-        yield _table(facts["changed_documents"])
-
-
-def _step_lines(facts: Facts) -> Iterator[str]:
-    last = facts["packs_in_last_step"]
-    shorter = "" if last == facts["packs_per_step"] else f" (the last {last})"
-    whole = facts["epochs_of_plan"]
-    of = "an epoch" if whole == 1 else f"in {whole:,.3g} epochs"
-    line = f"steps: {facts['steps_per_epoch']:,} {of} of {facts['packs_per_step']} packs{shorter}"
-    if facts["data_parallel_ranks"] > 1:
-        line += (
-            f"; by cost, {facts['data_parallel_ranks']} data-parallel ranks are busy {facts['busy']:.1%} of the time "
-            f"(shuffled: {facts['busy_if_shuffled']:.1%})"
-        )
-    yield line
-    if facts["left_out_packs"]:
-        yield (
-            f"steps: every epoch leaves out other packs (data.drop_last=true); the first {facts['left_out_packs']}, "
-            f"{facts['left_out_documents']:,} documents, {facts['left_out_tokens']:,} tokens"
-        )
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    frame = pd.DataFrame(rows)
-    formats = {name: "{:,}".format for name in frame if pd.api.types.is_integer_dtype(frame[name])}
-    return frame.to_string(index=False, formatters={**formats, "share": "{:.2%}".format})

@@ -1,0 +1,131 @@
+"""The time of a plan against its formula, and the bytes of a step against those of docs/parallelism.md and FSDP."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.ranks import run_ranks
+from tests.shown import show
+from tests.test_flops import counted
+from tests.tiny_model import write_tiny_model
+from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.config import compose
+from verl_ext.memory_plan.report import memory_facts
+from verl_ext.show.report import plan_lines
+from verl_ext.trainer.report import write_report
+from verl_ext.trainer.setup import prepare
+
+pytestmark = pytest.mark.slow
+
+RANKS, BATCH = 4, 4
+TFLOPS, EFFICIENCY, LINK = 0.001, 0.5, 3e6
+TOKENS = 128
+
+
+def planned(folder, overrides):
+    """The facts of a plan, its report, and the lengths of the documents of the packs in an epoch's order."""
+    os.chdir(folder)
+    run = prepare(compose(overrides))
+    (*_, facts) = memory_facts(run)
+    report = {**run.data_report(), "memory": facts}
+    write_report(report, run.output)
+    dataset = run.train_set
+    packs = [dataset.spans.length[dataset.plan.documents(pack)].tolist() for pack in run.plan.order(0)]
+    return facts, packs, run.total_steps
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    model = write_tiny_model(folder / "model", tie_word_embeddings=False)
+    lengths = np.random.default_rng(0).integers(5, 100, 60).tolist()
+    data = write_tokenized(folder / "data", random_documents(np.random.default_rng(0), [TOKENS, *lengths], 100, 1))
+    overrides = [
+        *(
+            f"data.train_dir={data}",
+            f"model.path={model}",
+            f"data.max_tokens={TOKENS}",
+            f"data.train_batch_size={BATCH}",
+        ),
+        *("trainer.plan_only=true", f"plan.world_size={RANKS}", "parallel=ulysses2", "trainer.total_epochs=3"),
+        *("plan.gpu=mine", f"trainer.gpu_peak_tflops={TFLOPS}", f"plan.efficiency={EFFICIENCY}"),
+        *(
+            "plan.gpu_memory=80GiB",
+            f"plan.link={LINK:.0f}",
+            "plan.network=1GB",
+            f"trainer.default_local_dir={folder}/out",
+        ),
+        "model.enable_gradient_checkpointing=true",
+    ]
+    facts, packs, steps = run_ranks(planned, 1, folder, overrides)[0]
+    return folder, facts, packs, steps
+
+
+def test_a_rank_receives_the_bytes_of_fsdp_and_of_ulysses(plan):
+    folder, facts, _, _ = plan
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    received, config = facts["time"]["received"], model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    layers = sum(p.numel() for p in model.model.layers.parameters())
+    micro_steps, share = BATCH // 2, (RANKS - 1) / RANKS  # a rank without a pack runs an idle one
+    assert received["gradients (FSDP)"] == pytest.approx(4 * parameters * share * micro_steps, rel=0.02)  # fp32
+    gathered = 2 * (parameters + layers) * share * micro_steps  # a layer twice, in bf16
+    assert received["parameters (FSDP)"] == pytest.approx(gathered, rel=0.1)
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    forward = facts["time"]["tokens"] / 2 / 2 * heads * config.head_dim * 2 * (1 / 2)  # (T / n) · … · (u − 1) / u
+    exchanged = 3 * forward * config.num_hidden_layers  # forward, again, backward
+    assert received["heads (Ulysses)"] == pytest.approx(exchanged, rel=0.02)
+
+
+def test_the_step_takes_its_dearest_packs_and_the_traffic_that_nothing_hides(plan):
+    folder, facts, packs, steps = plan
+    time = facts["time"]
+    config = AutoConfig.from_pretrained(folder / "model")
+    config._attn_implementation = "eager"
+    alone, again = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config).train()
+    again.gradient_checkpointing_enable()
+    flops = {length: (counted(alone, [length]), counted(again, [length])) for length in {n for p in packs for n in p}}
+    count = -(-len(packs) // BATCH)
+    assert time["model_flops"] == pytest.approx(sum(flops[n][0] for p in packs for n in p) / count, rel=0.02)
+    counted_again = sum(flops[n][1] for p in packs for n in p) / count
+    more = time["computed_flops"] / counted_again
+    assert 0.99 < more < 1.07  # torch leaves out the last matrix of each layer
+    received = time["received"]
+    micro_steps, speed = BATCH // 2, 2 * EFFICIENCY * TFLOPS * 1e12 / more
+    gather = received["parameters (FSDP)"] / micro_steps / (0.75 * LINK)
+    reduce = received["gradients (FSDP)"] / micro_steps / (0.75 * LINK)
+    per_token = received["heads (Ulysses)"] / (time["tokens"] / 2) / (0.75 * LINK)
+    seconds = 0.0
+    for first in range(0, len(packs), BATCH):
+        step = packs[first : first + BATCH]
+        for micro in range(micro_steps):
+            mine = step[2 * micro : 2 * micro + 2]
+            computing = max((sum(flops[n][1] for n in p) for p in mine), default=0) / speed
+            seconds += max(computing, gather + reduce) + per_token * max((sum(p) for p in mine), default=0)
+    assert time["step_seconds"] == pytest.approx(seconds / count, rel=0.02)
+    assert time["step_seconds"] == pytest.approx(sum(time["seconds"].values()))
+    assert (time["steps"], steps) == (3 * count, 3 * count)
+    assert time["hours"] == pytest.approx(time["step_seconds"] * steps / 3600)
+    assert time["mfu"] == pytest.approx(time["model_flops"] / time["step_seconds"] / (RANKS * TFLOPS * 1e12))
+
+
+def test_sizes_that_fit_come_first_the_cheapest_at_the_top_and_show_prints_them_again(plan):
+    folder, facts, _, _ = plan
+    sizes = facts["sizes"]
+    assert {(size["ulysses"], size["context"]) for size in sizes} == {(1, 1), (2, 1), (4, 1)}
+    assert [size["ulysses"] for size in sizes if size["own"]] == [2]
+    assert all(size["fits"] for size in sizes)
+    assert [s["step_seconds"] for s in sizes] == sorted(s["step_seconds"] for s in sizes)
+    own = next(size for size in sizes if size["own"])
+    assert own["step_seconds"] == facts["time"]["step_seconds"]
+    code, printed, errors = show(folder / "out", f"json={folder / 'plan.json'}")
+    assert (code, errors) == (0, "")
+    assert printed.endswith("\n".join(plan_lines(facts)) + "\n")
+    assert json.loads((folder / "plan.json").read_text())[str(folder / "out")]["memory"]["time"] == facts["time"]
+    (folder / "out" / "data_report.json").write_text('{"train": {}}')
+    code, _, errors = show(folder / "out")
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "must hold a plan of this version" in errors

@@ -1,0 +1,158 @@
+"""The text of a run's data_report.json: its data and steps, and of a plan the memory and the time of a step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl_ext.data.mixture import mixture_table
+from verl_ext.progress import aligned, four_digits
+
+Facts = Mapping[str, Any]
+_GIB = 2**30
+_MIB = 2**20
+
+
+def report_lines(report: Mapping[str, Facts]) -> Iterator[str]:
+    """Yield the lines of {"train": facts, "val": facts, "steps": facts}."""
+    for name in ("train", "val"):
+        if name in report:
+            yield from _data_lines(name, report[name])
+    if "steps" in report:
+        yield from _step_lines(report["steps"])
+
+
+def _data_lines(name: str, facts: Facts) -> Iterator[str]:
+    yield (
+        f"{name}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['target_tokens']:,} targets) "
+        f"in {facts['packs']:,} packs of {facts['max_tokens']:,}, {facts['fill']:.1%} full"
+    )
+    if facts["mixture"]:
+        yield f"{name}: the mixture:"
+        yield mixture_table(facts["mixture"])
+    if facts.get("sources"):
+        yield f"{name}: its sources:"
+        yield _table(facts["sources"])
+    if facts["changed_documents"]:
+        budget = facts["max_tokens"]
+        yield f"{name}: documents that are changed, left out or without a target (data.max_tokens={budget}):"
+        yield _table(facts["changed_documents"])
+
+
+def _step_lines(facts: Facts) -> Iterator[str]:
+    last = facts["packs_in_last_step"]
+    shorter = "" if last == facts["packs_per_step"] else f" (the last {last})"
+    whole = facts["epochs_of_plan"]
+    of = "an epoch" if whole == 1 else f"in {whole:,.3g} epochs"
+    line = f"steps: {facts['steps_per_epoch']:,} {of} of {facts['packs_per_step']} packs{shorter}"
+    if facts["data_parallel_ranks"] > 1:
+        line += (
+            f"; by cost, {facts['data_parallel_ranks']} data-parallel ranks are busy {facts['busy']:.1%} of the time "
+            f"(shuffled: {facts['busy_if_shuffled']:.1%})"
+        )
+    yield line
+    if facts["left_out_packs"]:
+        yield (
+            f"steps: every epoch leaves out other packs (data.drop_last=true); the first {facts['left_out_packs']}, "
+            f"{facts['left_out_documents']:,} documents, {facts['left_out_tokens']:,} tokens"
+        )
+
+
+def _table(rows: Sequence[Facts]) -> str:
+    return aligned([{name: _cell(name, value) for name, value in row.items()} for row in rows], left=())
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "share":
+        return f"{value:.2%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def plan_lines(facts: Facts) -> Iterator[str]:
+    """Yield all lines of a plan's memory and time; none of {}."""
+    if facts:
+        yield from memory_lines(facts)
+    if "time" in facts:
+        yield from time_lines(facts["time"])
+    if facts.get("sizes"):
+        yield from size_lines(facts["sizes"])
+    yield from map(remedy_line, facts.get("remedies", ()))
+
+
+def memory_lines(facts: Facts) -> Iterator[str]:
+    """Yield the table of the run as it is."""
+    if "failed" in facts:
+        yield f"memory: not predicted: {facts['failed']}"
+        return
+    sp_rank = facts["sequence_parallel_rank"]
+    who = "every rank" if sp_rank == 0 else f"rank {sp_rank} of those that share a pack, which holds the most targets"
+    yield (
+        f"memory: a step of {facts['world_size']} rank{'s' * (facts['world_size'] > 1)} on a fake GPU; {who}; "
+        f"a micro-batch of {facts['micro_batch_tokens']:,} tokens; GiB:"
+    )
+    rows = {kind: f"{size / _GIB:9.2f}" for kind, size in {**facts["kinds"], "peak": facts["peak"]}.items()}
+    host, ranks, given = facts["host"], facts["ranks_of_node"], facts["host_memory"]
+    if host >= (_MIB if given is None else 1):
+        compared = "" if given is None else f" of {given / _GIB:.2f} (plan.host_memory)"
+        over = ", which does not fit" if given is not None and host * ranks > given else ""
+        rows["on the host"] = f"{host / _GIB:9.2f}"
+        rows["of a node"] = f"{host * ranks / _GIB:9.2f}{compared}, its {ranks} ranks'{over}"
+    width = max(map(len, facts["kinds"]))
+    yield from (f"  {name:<{width}} {row}" for name, row in rows.items())
+    expandable, fixed = (
+        f"{size / _GIB:.2f} ({size / facts['peak']:.3f} ×)" for size in facts["reserved_by_allocator"].values()
+    )
+    yield (
+        f"memory: over {facts['replayed_steps']} steps, the heaviest and others in random order, PyTorch's "
+        f"allocator reserves {expandable} with expandable segments, {fixed} with segments of fixed size"
+    )
+    left = (facts["gpu_memory"] - facts["reserve"] - facts["peak"]) / _GIB
+    of = f"of {facts['gpu_memory'] / _GIB:.2f}, {facts['reserve'] / _GIB:.2f} of it reserved (plan.reserve)"
+    verdict = "fits" if facts["fits"] else "does not fit"
+    yield f"memory: it {verdict}, {abs(left):.2f} {'left' if left >= 0 else 'over'} {of}"
+
+
+def time_lines(facts: Facts) -> Iterator[str]:
+    """Yield what a step computes, what travels, and how long it and the run take."""
+    if "failed" in facts:
+        yield f"time: not planned: {facts['failed']}"
+        return
+    more = facts["computed_flops"] / facts["model_flops"] - 1
+    again = f", {more:.0%} more computed (recomputation, zero heads)" if more > 0.005 else ""
+    yield (
+        f"time: a mean step is {facts['tokens']:,.0f} tokens, {four_digits(facts['model_flops'] / 1e15)} PFLOP by the "
+        f"lengths of documents{again}; {facts['efficiency']:.0%} (plan.efficiency) of the "
+        f"{facts['peak_flops'] / 1e12:,.0f} TFLOP/s of {facts['gpu']}"
+    )
+    received = {name: size for name, size in facts["received"].items() if size}
+    if received:
+        listed = ", ".join(f"{four_digits(size / _GIB)} GiB of {name}" for name, size in received.items())
+        yield f"time: each rank receives {listed}"
+    parts = [f"{four_digits(facts['seconds'][name])} {name}" for name in facts["seconds"] if facts["seconds"][name]]
+    yield (
+        f"time: {four_digits(facts['step_seconds'])} s a step ({', '.join(parts)}): "
+        f"{four_digits(facts['tokens_per_second'])} tokens/s of a rank, an MFU of {facts['mfu']:.1%}"
+    )
+    yield (
+        f"time: {facts['steps']:,} steps, {facts['hours']:,.2f} hours, {facts['gpu_hours']:,.1f} GPU hours; not in "
+        "them: start, optimizer, validation, checkpoints, jitter"
+    )
+
+
+def size_lines(sizes: Sequence[Facts]) -> Iterator[str]:
+    """Yield a table of the numbers of ranks that may share a pack, those that fit and take least time first."""
+    yield "time: ranks that share a pack, those that fit first, the cheapest at the top:"
+    rows = []
+    for size in sizes:
+        row = {"ulysses": str(size["ulysses"]), "context": str(size["context"]), "peak GiB": "", "fits": "", "s": ""}
+        if "failed" not in size:
+            row |= {"peak GiB": f"{size['peak'] / _GIB:.2f}", "fits": "yes" if size["fits"] else "no"}
+            row["s"] = four_digits(size["step_seconds"])
+        rows.append({**row, "": "this run" if size["own"] else size.get("failed", "")})
+    yield aligned([{("s a step" if key == "s" else key): cell for key, cell in row.items()} for row in rows], left=[""])
+
+
+def remedy_line(remedy: Facts) -> str:
+    """Return the line about a remedy that was tried."""
+    if "failed" in remedy:
+        return f"memory: {remedy['override']} is not predicted: {remedy['failed']}"
+    fits = "fits" if remedy["fits"] else "does not fit"
+    return f"memory: {remedy['override']} {fits}: peak {remedy['peak'] / _GIB:.2f}; costs {remedy['costs']}"
