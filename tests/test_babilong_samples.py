@@ -27,7 +27,9 @@ from verl_ext.commands.babilong.samples import (
     split_sentences,
     target_tokens,
 )
-from verl_ext.commands.babilong.stories import GIVERS, OBJECTS, PLACES, STARTS, TASKS, StoryOptions
+from verl_ext.commands.babilong.babi import Sample
+from verl_ext.commands.babilong.stories import ACTORS, GIVERS, OBJECTS, PLACES, TASKS, StoryOptions
+from verl_ext.data.babilong_answers import TASK_LABELS
 from verl_ext.values import UsageError
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]
@@ -227,8 +229,10 @@ def test_work_grows_with_the_length_and_not_with_its_square() -> None:
 def test_filler_never_names_what_stories_are_about_and_is_long_and_varied() -> None:
     sentences = filler_sentences(5000)
     text = " ".join(sentences).lower()
-    names = [*STARTS, *GIVERS, *PLACES, *OBJECTS, "north", "south", "east of", "west of"]
+    names = [*ACTORS, *GIVERS, *PLACES, *OBJECTS, "north", "south", "east of", "west of"]
     assert [name for name in names if name.lower() in text] == []
+    labels = {label.lower() for labels in TASK_LABELS.values() for label in labels}
+    assert labels & set(re.findall(r"[a-z]+", text)) == set()
     assert min(len(sentence.split()) for sentence in sentences) >= 15
     assert len(set(sentences)) > 4950
     assert filler_sentences(10) == sentences[:10]
@@ -255,6 +259,38 @@ def test_prose_of_a_folder_is_used_side_by_side(tmp_path: Path) -> None:
     assert set(np.diff(walk) % 80) == {1}
     sample = SampleMaker("qa1", "400", counter, background, seed=0).sample(0)
     assert len(sample["input"].split()) == 100
+
+
+def test_a_folder_smaller_than_a_sample_is_repeated_only_after_all_of_it_was_used(tmp_path: Path) -> None:
+    counter, _ = equipment("words")
+    sentences = [f"Number{n} one two three four five six seven eight nine." for n in range(25)]
+    (tmp_path / "a.txt").write_text(" ".join(sentences), encoding="utf-8")
+    background = folder_background(str(tmp_path), counter)
+    text = SampleMaker("qa1", "1k", counter, background, seed=3).sample(0)["input"]
+    numbers = re.findall(r"Number\d+", text)
+    laps = [numbers[start : start + 23] for start in range(0, len(numbers), 23)]  # without the file's first and last
+    assert len(text.split()) == 700
+    assert len(laps) == 4
+    assert all(len(set(lap)) == len(lap) and set(lap) <= set(laps[0]) for lap in laps)
+
+
+def test_questions_of_a_file_are_each_one_sample_of_those_whose_facts_fit() -> None:
+    counter, background = equipment()
+    questions = [Sample([f"Fact {n} of {size}." for n in range(size)], f"Which {size}? ", "one") for size in range(1, 40)]
+    made = {
+        size: SampleMaker("qa7", size, counter, background, seed=0, reserve_tokens=0, questions=questions)
+        for size in ("0k", "200")
+    }
+    assert sorted(made["0k"].sample(n)["question"] for n in range(39)) == sorted(each.question for each in questions)
+    asked = []
+    with pytest.raises(UsageError, match=r"^samples must be at most the (\d+) of 39 questions of qa7 .*; got \1|more$"):
+        for number in range(40):
+            sample = made["200"].sample(number)
+            assert counter.count(sample["input"]) == 200
+            asked.append(int(sample["question"][6:-2]))
+    assert len(asked) == len(set(asked)) > 5
+    assert max(asked) <= 200 // 8 - 1
+    assert asked != sorted(asked)
 
 
 def test_texts_are_split_after_sentences_and_at_empty_lines() -> None:
