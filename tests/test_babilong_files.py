@@ -18,15 +18,15 @@ MOVE = "Mary moved to the bathroom.|John went to the hallway.|Where is {}? \tbat
 # Lines of two questions of each task, in the forms of bAbI v1.2: "|" ends a line, numbers are added.
 FORMS = {
     "qa1": MOVE.format("Mary") + "|John moved to the office.|Where is John? \toffice\t4",
-    "qa2": "Mary moved to the office.|Mary got the milk there.|Mary went to the garden.|Where is the milk? \tgarden\t2 3"
-    "|Mary dropped the milk.|Where is the milk? \tgarden\t5 3",
+    "qa2": "Mary moved to the office.|Mary got the milk there.|Mary went to the garden."
+    "|Where is the milk? \tgarden\t2 3|Mary dropped the milk.|Where is the milk? \tgarden\t5 3",
     "qa3": "Mary got the milk.|Mary went to the office.|Mary went to the garden.|Mary left the milk there."
     "|Where was the milk before the garden? \toffice\t4 3 2|John went to the garden."
     "|Where was the milk before the garden? \toffice\t4 3 2",
     "qa4": "The office is north of the kitchen.|The garden is south of the kitchen."
     "|What is north of the kitchen?\toffice\t1",
-    "qa5": "Bill picked up the football there.|Bill gave the football to Fred.|What did Bill give to Fred? \tfootball\t2"
-    "|Fred put down the football there.|Who received the football? \tFred\t2",
+    "qa5": "Bill picked up the football there.|Bill gave the football to Fred."
+    "|What did Bill give to Fred? \tfootball\t2|Fred put down the football there.|Who received the football? \tFred\t2",
     "qa6": "Mary moved to the bathroom.|Is Mary in the office? \tno\t1|Is Mary in the bathroom? \tyes\t1",
     "qa7": "Mary got the milk there.|How many objects is Mary carrying? \tone\t1|Mary dropped the milk."
     "|How many objects is Mary carrying? \tnone\t1 3",
@@ -83,17 +83,17 @@ def test_every_question_is_a_sample_of_the_facts_before_it(tmp_path: Path, plain
 
 def test_samples_of_all_tasks_are_written_loaded_and_scored(tmp_path: Path) -> None:
     write_forms(tmp_path / "en")
-    byte_level().save_pretrained(tmp_path / "model")
+    tokenizer = byte_level()
+    tokenizer.save_pretrained(tmp_path / "model")
     output = tmp_path / "out"
     arguments = [f"output_dir={output}", f"model.path={tmp_path / 'model'}", f"stories={tmp_path / 'en'}", "samples=2"]
     assert command.main([*arguments, f"tasks=[{','.join(TASKS)}]", "sizes=[0k,600]", "num_workers=1"]) == 0
     for task in TASKS:
         known = {(" ".join(facts), *asked) for facts, *asked in read_samples(str(tmp_path / "en"), task, "train")}
         assert {tuple(row.values()) for row in json.loads((output / task / "0k.json").read_text())} <= known
-        for facts, question, target in known:
-            row = next(r for r in json.loads((output / task / "600.json").read_text()) if r["question"])
-            assert len(byte_level()(row["input"])["input_ids"]) == 300
-            assert facts
+        for row in json.loads((output / task / "600.json").read_text()):
+            assert len(tokenizer(row["input"])["input_ids"]) == 300
+        for _, question, target in known:
             assert is_right_answer(target, target, question, task) is (target != "none")
             assert is_right_answer(target, target, question, task, words=True)
             assert all(each in TASK_LABELS[task] for each in target.split(",")) or target in TASK_LABELS[task]
@@ -129,7 +129,7 @@ def test_a_malformed_file_is_one_line_with_its_place(tmp_path: Path, lines: list
 
 
 def test_a_missing_file_two_of_one_task_and_other_encodings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^stories must hold one file qa1_\*_test\.txt or qa1_test\.txt; .* has none$"):
+    with pytest.raises(UsageError, match=r"^stories must hold one file qa1_\*_test.txt or qa1_test.txt; .* has none$"):
         read_samples(str(tmp_path), "qa1", "test")
     (tmp_path / "qa1_test.txt").write_bytes(b"1 Caf\xe9.")
     with pytest.raises(UsageError, match=r"qa1_test\.txt is not at byte 5"):
@@ -146,5 +146,5 @@ def test_more_samples_than_questions_fit_are_refused_before_any_is_written(
     byte_level().save_pretrained(tmp_path / "model")
     arguments = [f"output_dir={tmp_path / 'out'}", f"model.path={tmp_path / 'model'}", f"stories={tmp_path / 'en'}"]
     assert command.main([*arguments, "tasks=[qa1,qa4]", "samples=4"]) == 2
-    assert "error: samples must be at most the 2 of 2 questions of qa4 " in capsys.readouterr().err
+    assert "error: samples must be at most 2, the questions of qa4's file (of 2) with " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

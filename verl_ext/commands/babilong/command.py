@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
+from verl_ext.commands.babilong import babi
 from verl_ext.commands.babilong.samples import (
     MIN_TOKENS,
     Background,
@@ -22,7 +23,6 @@ from verl_ext.commands.babilong.samples import (
     size_tokens,
     target_tokens,
 )
-from verl_ext.commands.babilong import babi
 from verl_ext.commands.babilong.stories import TASKS, StoryOptions
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.data.babilong_answers import TASK_LABELS
@@ -130,8 +130,8 @@ def generate(
     counter = TokenCounter(load_tokenizer(options.model))
     backgrounds = _backgrounds(options, counter, filler_sentences)
     for maker in _makers(options, backgrounds, counter).values():  # A size without room ends the run now, not in hours.
-        made = maker.questions is None
-        maker.story_part((min(options.samples, options.story.questions_of(maker.task)) if made else options.samples) - 1)
+        of_a_story = options.samples if maker.questions else options.story.questions_of(maker.task)
+        maker.story_part(min(options.samples, of_a_story) - 1)
     jobs = _jobs(options, job_samples)
     tokens = sum(job.tokens for job in jobs)
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
