@@ -55,7 +55,7 @@ FORMS = {
 
 
 def write_forms(folder: Path, split: str = "train", plain_names: bool = False, stories: int = 2) -> None:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for task, form in FORMS.items():
         lines = [f"{number} {line}\n" for number, line in enumerate(form.split("|"), 1)]
         name = f"{task}_{split}.txt" if plain_names else f"{task}_some-name_{split}.txt"
@@ -146,5 +146,5 @@ def test_more_samples_than_questions_fit_are_refused_before_any_is_written(
     byte_level().save_pretrained(tmp_path / "model")
     arguments = [f"output_dir={tmp_path / 'out'}", f"model.path={tmp_path / 'model'}", f"stories={tmp_path / 'en'}"]
     assert command.main([*arguments, "tasks=[qa1,qa4]", "samples=4"]) == 2
-    assert "error: samples must be at most 2, the questions of qa4's file (of 2) with " in capsys.readouterr().err
+    assert "error: samples must be at most 2, the questions of qa4's file whose facts fit " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

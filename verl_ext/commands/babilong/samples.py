@@ -205,9 +205,8 @@ class SampleMaker:
             if number < len(self._fitting):
                 return self._fitting[number]
             raise UsageError(
-                f"samples must be at most {len(self._fitting):,}, the questions of {self.task}'s file (of"
-                f" {len(self.questions):,}) with at most {self.max_facts} facts in {self.room} tokens (size"
-                f" {self.size}); got {number + 1:,} or more"
+                f"samples must be at most {len(self._fitting):,}, the questions of {self.task}'s file whose facts fit"
+                f" into size {self.size} (of {len(self.questions):,}); got {number + 1:,} or more"
             )
         story_number, question_number = divmod(number, self.story.questions_of(self.task))
         needs: list[tuple[int, int]] = []  # numbers of facts and tokens of stories that do not fit
