@@ -11,7 +11,8 @@ from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tiny_titans import perturb
 from tests.titans_run import TITANS, fresh_model
 from tests.training import build
-from verl_ext.data.babilong import PLACE_LABELS, prompt_text
+from verl_ext.data.babilong import prompt_text
+from verl_ext.data.babilong_answers import PLACE_LABELS
 from verl_ext.models.qwen_titans import save_memory_checkpoint
 
 TEXT = [f"w{word}" for word in range(20, 80)]

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from tests.test_babilong_worlds import ANY_FACT, replay
+from verl_ext.commands.babilong.babi import Sample
 from verl_ext.commands.babilong.samples import (
     MIN_TOKENS,
     Background,
@@ -27,7 +28,8 @@ from verl_ext.commands.babilong.samples import (
     split_sentences,
     target_tokens,
 )
-from verl_ext.commands.babilong.stories import GIVERS, OBJECTS, PLACES, STARTS, TASKS, StoryOptions
+from verl_ext.commands.babilong.stories import ACTORS, GIVERS, OBJECTS, PLACES, TASKS, StoryOptions
+from verl_ext.data.babilong_answers import TASK_LABELS
 from verl_ext.values import UsageError
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]
@@ -179,11 +181,9 @@ def test_no_sample_has_more_facts_than_the_benchmark_takes_or_the_user_allows() 
 
 
 def test_a_size_without_room_for_the_facts_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^sizes must .* question 5 of a qa3 story, .* \(size 340, ") as raised:
-        maker("qa3", "340").sample(4)
-    (fewest,) = map(int, re.findall(r"needs (\d+) facts", str(raised.value)))
-    assert fewest > maker("qa3", "340").max_facts
-    with pytest.raises(UsageError, match=r"^story.max_facts must .* needs [3-9] facts .*; got at most 1 facts in 690 "):
+    with pytest.raises(UsageError, match=r"^sizes must .* question 5 of a qa1 story, which needs 10 .* \(size 340, "):
+        maker("qa1", "340").sample(4)
+    with pytest.raises(UsageError, match=r"^story.max_facts must .* needs [2-9] facts .*; got at most 1 facts in 690 "):
         maker("qa2", "1k", story=StoryOptions(max_facts=1)).sample(0)
     with pytest.raises(UsageError, match=r"^facts_within must leave room for .* facts in 3 tokens \(size 1k"):
         maker("qa1", "1k", facts_within=[10, 13]).sample(0)
@@ -227,8 +227,10 @@ def test_work_grows_with_the_length_and_not_with_its_square() -> None:
 def test_filler_never_names_what_stories_are_about_and_is_long_and_varied() -> None:
     sentences = filler_sentences(5000)
     text = " ".join(sentences).lower()
-    names = [*STARTS, *GIVERS, *PLACES, *OBJECTS, "north", "south", "east of", "west of"]
+    names = [*ACTORS, *GIVERS, *PLACES, *OBJECTS, "north", "south", "east of", "west of"]
     assert [name for name in names if name.lower() in text] == []
+    labels = {label.lower() for labels in TASK_LABELS.values() for label in labels}
+    assert labels & set(re.findall(r"[a-z]+", text)) == set()
     assert min(len(sentence.split()) for sentence in sentences) >= 15
     assert len(set(sentences)) > 4950
     assert filler_sentences(10) == sentences[:10]
@@ -255,6 +257,38 @@ def test_prose_of_a_folder_is_used_side_by_side(tmp_path: Path) -> None:
     assert set(np.diff(walk) % 80) == {1}
     sample = SampleMaker("qa1", "400", counter, background, seed=0).sample(0)
     assert len(sample["input"].split()) == 100
+
+
+def test_a_folder_smaller_than_a_sample_is_repeated_only_after_all_of_it_was_used(tmp_path: Path) -> None:
+    counter, _ = equipment("words")
+    sentences = [f"Number{n} one two three four five six seven eight nine." for n in range(25)]
+    (tmp_path / "a.txt").write_text(" ".join(sentences), encoding="utf-8")
+    background = folder_background(str(tmp_path), counter)
+    text = SampleMaker("qa1", "1k", counter, background, seed=3).sample(0)["input"]
+    numbers = re.findall(r"Number\d+", text)
+    laps = [numbers[start : start + 23] for start in range(0, len(numbers), 23)]  # without the file's first and last
+    assert len(text.split()) == 700
+    assert len(laps) == 3
+    assert all(len(set(lap)) == len(lap) and set(lap) <= set(laps[0]) for lap in laps)
+
+
+def test_questions_of_a_file_are_each_one_sample_of_those_whose_facts_fit() -> None:
+    counter, background = equipment()
+    questions = [Sample([f"Fact {n} of {size}." for n in range(size)], f"{size}? ", "one") for size in range(1, 40)]
+    made = {
+        size: SampleMaker("qa7", size, counter, background, seed=0, reserve_tokens=0, questions=questions)
+        for size in ("0k", "200")
+    }
+    assert sorted(made["0k"].sample(n)["question"] for n in range(39)) == sorted(each.question for each in questions)
+    with pytest.raises(UsageError, match=r"^samples must be at most \d+, the questions of qa7's file ") as raised:
+        made["200"].sample(39)
+    (fitting,) = map(int, re.findall(r"at most (\d+),", str(raised.value)))
+    samples = [made["200"].sample(number) for number in range(fitting)]
+    assert {counter.count(sample["input"]) for sample in samples} == {200}
+    asked = [int(sample["question"].split("?")[0]) for sample in samples]
+    assert 5 < len(set(asked)) == fitting
+    assert max(asked) <= 200 // 8 - 1
+    assert asked != sorted(asked)
 
 
 def test_texts_are_split_after_sentences_and_at_empty_lines() -> None:

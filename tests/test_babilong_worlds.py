@@ -1,25 +1,64 @@
-"""bAbI stories: their rules, their wordings, and answers that follow from the facts."""
+"""bAbI stories: answers that follow from the facts, and the shares of the published files."""
 
 import random
 import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.commands.babilong.stories import STARTS, TASKS, Event, Story, StoryOptions, World, make_story
-from verl_ext.data.babilong import TASK_LABELS
+from verl_ext.commands.babilong.stories import ACTORS, GIVERS, TASKS, Story, StoryOptions, make_story
+from verl_ext.data.babilong_answers import TASK_LABELS
 
 MOVE = r"(?P<move>\w+) (?:moved|went|journeyed|travelled|went back) to the (?P<to>\w+)\."
 GET = r"(?P<get>\w+) (?:took|got|grabbed|picked up) the (?P<got>\w+)(?: there)?\."
 DROP = r"(?P<drop>\w+) (?:dropped|discarded|put down|left) the (?P<dropped>\w+)(?: there)?\."
-GIVE = r"(?P<give>\w+) (?:gave|handed|passed) the (?P<given>\w+) to (?P<receiver>\w+)(?: there)?\."
+GIVE = r"(?P<give>\w+) (?:gave|handed|passed) the (?P<given>\w+) to (?P<receiver>\w+)\."
 FACT = re.compile("|".join((GIVE, MOVE, GET, DROP)))
 RELATION = re.compile(r"The (\w+) is (north|south|east|west) of the (\w+)\.")
 ANY_FACT = re.compile(rf"(?:{GIVE})|(?:{MOVE})|(?:{GET})|(?:{DROP})|The \w+ is (?:north|south|east|west) of the \w+\.")
 OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 seeds = st.integers(0, 2**32)
+
+# Measured on bAbI v1.2: en-10k train (10,000 questions a task), of qa3 en train and en-10k test (2,000). facts: before
+# a question; last place: share of questions that the place of the last move answers; other shares are of the facts.
+PUBLISHED = {
+    "qa1": {"facts": 6.0, "first question": 2.0, "last place": 0.542, "move": 1.0},
+    "qa2": {
+        **{"facts": 15.58, "first question": 9.29, "last place": 0.392, "move": 0.650, "get": 0.198, "drop": 0.152},
+        **{"get there": 1.0, "drop there": 0.204},
+    },
+    "qa3": {
+        **{"facts": 50.50, "first question": 31.0, "last place": 0.128, "move": 0.637, "get": 0.188, "drop": 0.175},
+        **{"get there": 0.193, "drop there": 0.211, "visited once": 0.594},
+    },
+    "qa4": {"facts": 2.0, "middle room": 0.338},
+    "qa5": {
+        **{"facts": 20.05, "first question": 14.04, "move": 0.559, "get": 0.169, "drop": 0.117, "give": 0.155},
+        **{"get there": 1.0, "drop there": 0.205},
+    },
+}
+# Questions by how many facts back the actor's last move (qa1), the object's last get or drop (qa2), the gift (qa5) is.
+DISTANCES = {
+    "qa1": [0.452, 0.289, 0.133, 0.086, 0.040],
+    "qa2": [0.247, 0.235, 0.198, 0.179, 0.141],
+    "qa5": [0.428, 0.224, 0.154, 0.111, 0.083],
+}
+FORMS = {
+    "qa1": {"Where is A? ": 1},
+    "qa2": {"Where is the O? ": 1},
+    "qa3": {"Where was the O before the P? ": 1},
+    "qa4": {form.format(way): 1 / 8 for way in OPPOSITE for form in ("What is {} of the P?", "What is the P {} of?")},
+    "qa5": {
+        **{"What did A give to A? ": 0.336, "Who gave the O? ": 0.170, "Who gave the O to A? ": 0.167},
+        **{"Who received the O? ": 0.165, "Who did A give the O to? ": 0.163},
+    },
+}
+STORIES = {"qa1": 1000, "qa2": 1000, "qa3": 500, "qa4": 4000, "qa5": 1000}
 
 
 def read(fact: str) -> tuple[str, ...]:
@@ -45,6 +84,12 @@ def object_place(facts: list[str], thing: str) -> str | None:
     return None
 
 
+def object_path(facts: list[str], thing: str) -> list[str | None]:
+    """The places of an object, one after the other."""
+    places = [object_place(facts[:end], thing) for end in range(1, len(facts) + 1)]
+    return [place for number, place in enumerate(places) if number == 0 or places[number - 1] != place]
+
+
 def replay(facts: list[str], question: str) -> str | None:
     """The answer, found from the facts as text."""
     if match := re.fullmatch(r"Where is (\w+)\? ", question):
@@ -52,13 +97,8 @@ def replay(facts: list[str], question: str) -> str | None:
     if match := re.fullmatch(r"Where is the (\w+)\? ", question):
         return object_place(facts, match[1])
     if match := re.fullmatch(r"Where was the (\w+) before the (\w+)\? ", question):
-        places = [object_place(facts[:end], match[1]) for end in range(1, len(facts) + 1)]
-        path = [place for number, place in enumerate(places) if number == 0 or places[number - 1] != place]
-        (before,) = [a for a, b in pairwise(path) if b == match[2]]
-        return before
-    if "of" in question.split() or question.endswith("of? "):
-        return replay_relation(facts, question)
-    return replay_gift(facts, question)
+        return [a for a, b in pairwise(object_path(facts, match[1])) if b == match[2]][-1]
+    return replay_relation(facts, question) if "of" in question else replay_gift(facts, question)
 
 
 def replay_relation(facts: list[str], question: str) -> str | None:
@@ -68,9 +108,9 @@ def replay_relation(facts: list[str], question: str) -> str | None:
         assert match, fact
         known[match[2], match[3]] = match[1]
         known[OPPOSITE[match[2]], match[1]] = match[3]
-    if match := re.fullmatch(r"What is (\w+) of the (\w+)\? ", question):
+    if match := re.fullmatch(r"What is (\w+) of the (\w+)\?", question):
         return known[match[1], match[2]]
-    match = re.fullmatch(r"What is the (\w+) (\w+) of\? ", question)
+    match = re.fullmatch(r"What is the (\w+) (\w+) of\?", question)
     assert match, question
     return known[OPPOSITE[match[2]], match[1]]
 
@@ -93,35 +133,109 @@ def replay_gift(facts: list[str], question: str) -> str | None:
     return None
 
 
+@cache
+def stories(task: str) -> list[Story]:
+    return [make_story(task, random.Random(f"{task} {number}"), StoryOptions()) for number in range(STORIES[task])]
+
+
+def share(found: Iterable[object]) -> float:
+    values = [bool(each) for each in found]
+    return sum(values) / len(values)
+
+
+def measured(task: str) -> dict[str, float]:
+    """The figures of PUBLISHED, of the stories made here."""
+    asked = [(story.facts[: each.num_facts], each) for story in stories(task) for each in story.questions]
+    found = {"facts": sum(len(facts) for facts, _ in asked) / len(asked)}
+    if task == "qa4":
+        rooms = [(Counter(re.findall(r"the (\w+)", " ".join(facts).lower())), each.answer) for facts, each in asked]
+        return found | {"middle room": share(counts[answer] == 2 for counts, answer in rooms)}
+    facts = [(read(fact), fact) for story in stories(task) for fact in story.facts]
+    kinds = Counter(fact[0] for fact, _ in facts)
+    found |= {kind: count / len(facts) for kind, count in kinds.items()}
+    for kind in {"get", "drop"} & set(kinds):
+        found[f"{kind} there"] = share("there" in text for fact, text in facts if fact[0] == kind)
+    found["first question"] = sum(story.questions[0].num_facts for story in stories(task)) / len(stories(task))
+    if task != "qa5":
+        moves = [([f[2] for f in map(read, told) if f[0] == "move"], each.answer) for told, each in asked]
+        found["last place"] = share(places[-1] == answer for places, answer in moves)
+    if task == "qa3":
+        words = [re.findall(r"\w+", each.text) for _, each in asked]
+        found["visited once"] = share(
+            object_path(told, word[3]).count(word[-1]) == 1
+            for (told, _), word in list(zip(asked, words, strict=True))[:300]
+        )
+    return found
+
+
 @pytest.mark.parametrize("task", TASKS)
-@settings(max_examples=40, deadline=None)
+def test_stories_have_the_published_number_and_kinds_of_facts(task: str) -> None:
+    found = measured(task)
+    assert set(found) == set(PUBLISHED[task])
+    for name, published in PUBLISHED[task].items():
+        few = {"last place": 0.03, "middle room": 0.03, "visited once": 0.09}.get(name, 0.015)
+        tolerance = 0.07 * published if name in ("facts", "first question") else few
+        assert found[name] == pytest.approx(published, abs=tolerance), name
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_have_the_published_forms(task: str) -> None:
+    words = {"A": "|".join({*ACTORS, *GIVERS}), "P": "|".join(TASK_LABELS["qa1"]), "O": "apple|football|milk"}
+    forms: Counter[str] = Counter()
+    for story in stories(task):
+        for question in story.questions:
+            form = question.text
+            for letter, names in words.items():
+                form = re.sub(rf"\b(?:{names})\b", letter, form)
+            forms[form] += 1
+    assert set(forms) == set(FORMS[task])
+    for form, published in FORMS[task].items():
+        assert forms[form] / forms.total() == pytest.approx(published, abs=0.025)
+
+
+def distance(facts: list[str], question: str, answer: str) -> int:
+    """How many facts back the actor's last move, the object's last get or drop, or the gift is."""
+    asked = {*re.findall(r"\w+", question), answer} & {*ACTORS, *GIVERS, "apple", "football", "milk"}
+    if re.search("give|gave|received", question):
+        about = [fact[0] == "give" and asked.issubset(fact) for fact in map(read, facts)]
+    else:
+        about = [asked.issubset(fact[1:2] if fact[0] == "move" else fact[2:]) for fact in map(read, facts)]
+    return about[::-1].index(True) + 1
+
+
+@pytest.mark.parametrize("task", list(DISTANCES))
+def test_what_is_asked_about_was_told_as_long_ago_as_in_the_published_files(task: str) -> None:
+    asked = [(story.facts[: each.num_facts], each) for story in stories(task) for each in story.questions]
+    distances = Counter(distance(facts, each.text, each.answer) for facts, each in asked)
+    for back, published in enumerate(DISTANCES[task], 1):
+        assert distances[back] / len(asked) == pytest.approx(published, abs=0.035)
+    assert max(distances) == 5
+
+
+@pytest.mark.parametrize("task", TASKS)
+@settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_every_answer_follows_from_the_facts_before_its_question(task: str, seed: int) -> None:
     story = make_story(task, random.Random(seed), StoryOptions())
     assert len(story.questions) == (1 if task == "qa4" else 5)
     for question in story.questions:
-        assert replay(story.facts[: question.num_facts], question.text) == question.answer
-        assert question.text.endswith("? ")
+        facts = story.facts[: question.num_facts]
+        if not re.match(r"What did \w+ give", question.text):  # two gifts of one pair leave it open, as in bAbI
+            assert replay(facts, question.text) == question.answer
+        assert question.text.endswith("?" if task == "qa4" else "? ")
         assert question.answer in TASK_LABELS[task]
         assert not re.search(rf"\b{question.answer}\b", question.text)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, moves=st.integers(1, 4), questions=st.integers(1, 6))
-def test_qa1_is_so_many_times_moves_and_a_question_about_an_actor_who_moved(
-    seed: int, moves: int, questions: int
-) -> None:
+def test_qa1_is_so_many_times_moves_and_a_question(seed: int, moves: int, questions: int) -> None:
     story = make_story("qa1", random.Random(seed), StoryOptions(questions, moves))
     assert [question.num_facts for question in story.questions] == [moves * (n + 1) for n in range(questions)]
-    here = dict(STARTS)
-    for kind, actor, place in map(read, story.facts):
-        assert kind == "move"
-        assert here[actor] != place
-        here[actor] = place
 
 
-@pytest.mark.parametrize("task", ["qa2", "qa3", "qa5"])
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("task", ["qa1", "qa2", "qa3", "qa5"])
+@settings(max_examples=25, deadline=None)
 @given(seed=seeds)
 def test_objects_are_got_dropped_and_given_only_by_those_who_can(task: str, seed: int) -> None:
     holder: dict[str, str] = {}
@@ -141,42 +255,21 @@ def test_objects_are_got_dropped_and_given_only_by_those_who_can(task: str, seed
             assert holder[what] == actor != receiver[0]
             assert place.get(actor, place.get(receiver[0])) == place.get(receiver[0], place.get(actor))
             holder[what] = receiver[0]
-    assert actors <= ({"Bill", "Fred", "Jeff", "Mary"} if task == "qa5" else set(STARTS))
+    assert actors <= set(GIVERS if task == "qa5" else ACTORS)
 
 
-@pytest.mark.parametrize("task", ["qa2", "qa3"])
-def test_questions_of_qa2_and_qa3_come_after_the_third_fact_or_later(task: str) -> None:
-    for fewest in (None, 6):
-        options = StoryOptions(facts_per_question=fewest)
-        counts = [q.num_facts for q in make_story(task, random.Random(1), options).questions]
-        assert all(b - a >= (fewest or 3) for a, b in pairwise([0, *counts]))
-
-
-def test_qa5_asks_about_the_last_gift_at_most_five_facts_later() -> None:
-    waits = set()
-    for seed in range(60):
-        story = make_story("qa5", random.Random(seed), StoryOptions())
-        for question in story.questions:
-            kinds = [read(fact)[0] for fact in story.facts[: question.num_facts]]
-            waits.add(len(kinds) - 1 - max(n for n, kind in enumerate(kinds) if kind == "give"))
-    assert waits == {0, 1, 2, 3, 4, 5}
-
-
-def test_qa4_relates_three_rooms_and_asks_in_every_form() -> None:
-    stories = [make_story("qa4", random.Random(seed), StoryOptions()) for seed in range(100)]
-    for story in stories:
-        rooms = [room for fact in story.facts for room in RELATION.fullmatch(fact).group(1, 3)]  # type: ignore[union-attr]
-        assert (len(story.facts), len(set(rooms))) == (2, 3)
-    assert len({re.sub(r"the \w+", "X", story.questions[0].text) for story in stories}) == 8
+def test_qa4_relates_three_rooms_in_a_line() -> None:
+    for story in stories("qa4")[:100]:
+        relations = [RELATION.fullmatch(fact).groups() for fact in story.facts]  # type: ignore[union-attr]
+        assert len({room for first, _, second in relations for room in (first, second)}) == 3
+        assert len({frozenset((way, OPPOSITE[way])) for _, way, _ in relations}) == 1
 
 
 def test_all_wordings_occur() -> None:
-    stories = [make_story(task, random.Random(seed), StoryOptions()) for task in ("qa2", "qa5") for seed in range(40)]
-    facts = " ".join(fact for story in stories for fact in story.facts)
+    facts = " ".join(fact for task in ("qa2", "qa5") for story in stories(task)[:40] for fact in story.facts)
     verbs = "moved to,went to,journeyed to,travelled to,went back to,took,got,grabbed,picked up,dropped,discarded,"
     verbs += "put down,left,gave,handed,passed"
     assert all(f" {verb} the " in facts for verb in verbs.split(","))
-    assert " there." in facts
 
 
 def test_the_same_seed_tells_the_same_story() -> None:
@@ -185,14 +278,3 @@ def test_the_same_seed_tells_the_same_story() -> None:
 
     assert told(3) == told(3)
     assert told(3) != told(4)
-
-
-def test_a_move_to_the_current_place_is_not_possible() -> None:
-    world = World({"John": "kitchen"}, {"apple": "kitchen", "milk": "office"})
-    assert Event("move", "John", "kitchen") not in world.possible(["move"])
-    assert world.possible(["get", "drop", "give"]) == [Event("get", "John", "apple")]
-    world.perform(Event("get", "John", "apple"))
-    world.perform(Event("move", "John", "office"))
-    assert world.possible(["drop"]) == [Event("drop", "John", "apple")]
-    world.perform(Event("drop", "John", "apple"))
-    assert world.object_places == {"apple": "office", "milk": "office"}

@@ -23,6 +23,7 @@ import pytest
 import verl_ext.data
 from tests.chat_server import chat_server
 from tests.ranks import run_ranks
+from tests.test_babilong_files import write_forms
 from tests.training import metrics, train_alone
 from verl_ext.__main__ import COMMANDS, main
 from verl_ext.commands.command_line import read_options
@@ -87,7 +88,7 @@ def commands(page: str) -> list[Command]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A folder with what the pages name: train.jsonl, code.json, web.jsonl, books/, MODEL and data/train.
+    """A folder with what the pages name: train.jsonl, code.json, web.jsonl, books/, bAbI's files, MODEL and data/train.
 
     So are the files that pages show, blocks of code that begin with `# NAME.py`.
     """
@@ -104,6 +105,7 @@ def inputs(tmp_path_factory):
     (folder / "books").mkdir()
     for i in range(6):
         (folder / "books" / f"{i}.txt").write_text(f"Chapter {i}. The old bridge stood near the river. " * 12)
+    write_forms(folder / "tasks_1-20_v1-2" / "en-10k")
     small = "config={num_hidden_layers: 1, hidden_size: 32, intermediate_size: 64, initializer_range: 0.2}"
     tokenizer = ("tokenizer.train_on=[web.jsonl,books/]", "tokenizer.vocab_size=400")
     sources = "sources={gsm8k:train.jsonl,code:code.json}"

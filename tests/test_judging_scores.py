@@ -204,6 +204,7 @@ def test_babilong_is_scored_by_the_published_rule_for_each_task_and_length(tmp_p
     assert found["cell qa1 0k"]["right"].mean == 1
     assert found["cell qa1 1k"]["right"].mean == 0
     assert found["task qa1"]["right"].cases == 2
+    assert found["cell qa1 0k"]["right_words"].mean == 1
 
 
 def test_the_interval_holds_the_mean_and_narrows_with_more_cases():

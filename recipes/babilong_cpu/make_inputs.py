@@ -17,7 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.babilong.stories import PLACES, STARTS, VERBS
+from verl_ext.commands.babilong.stories import ACTORS, PLACES, VERBS
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.init_model.command import InitModelOptions, init_model
 
@@ -59,7 +59,7 @@ def vocabulary() -> list[str]:
     prose += " " + " ".join(
         text.split()[0].capitalize() for text in [*SENTENCES, *WORDS["D"].split(), *WORDS["P"].split()]
     )
-    facts = " ".join([*STARTS, *PLACES, *VERBS["move"], "to the. Where is? Question: Answer:"])
+    facts = " ".join([*ACTORS, *PLACES, *VERBS["move"], "to the. Where is? Question: Answer:"])
     tokens = set(re.findall(r"\w+|[^\w\s]", f"{prose} {facts}")) - set(WORDS)
     return [PAD, END, UNKNOWN, *sorted(tokens)]
 

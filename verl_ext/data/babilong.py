@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
@@ -56,7 +57,7 @@ class SampleOptions(Options):
         choices=("context", "right"),
     )
     append_eos: bool = option(
-        False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa5 needs it"
+        False, "the EOS token after the answer is a target too; val/…_accuracy outside qa1 to qa20 needs it"
     )
 
     @override
@@ -298,49 +299,6 @@ def _json_files(path: Path, key: str) -> list[Path]:
 
 def _numbers_by_value(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
-
-
-# A generated answer is right in qa1 to qa5 by the benchmark's rule (BABILong, `compare_answers`): it says the target
-# and no other label of the task. In other tasks, whose labels are not known, its text must be the target's.
-PLACE_LABELS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
-TASK_LABELS: dict[str, tuple[str, ...]] = {
-    "qa1": PLACE_LABELS,
-    "qa2": PLACE_LABELS,
-    "qa3": PLACE_LABELS,
-    "qa4": PLACE_LABELS,
-    "qa5": ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"),
-}
-_ENDS = (".", "<context>", "<example>")  # of the answer of a model that goes on with an example of its own
-
-
-def compare_answers(output: str, target: str, question: str, labels: Iterable[str]) -> bool:
-    """Return whether `target` is the only label in the output's first sentence but those named in the question.
-
-    Letter case does not count. Labels are looked for as substrings, as the benchmark does, so that "the kitchen" and
-    "kitchens" both name the kitchen.
-    """
-    said = output.lower()
-    for end in _ENDS:
-        said = said.split(end)[0]
-    asked = question.lower()
-    named = {label for label in map(str.lower, labels) if label in said and label not in asked}
-    return named == {target.lower()}
-
-
-def is_same_text(output: str, target: str) -> bool:
-    """Return whether the output's first line is the target but for case, outer white space and a last full stop.
-
-    Of a target of several lines, as many lines are compared. Anything said after it on the line makes it wrong.
-    """
-    wanted = target.strip().lower()
-    said = "\n".join(output.strip().lower().split("\n")[: wanted.count("\n") + 1]).strip()
-    return wanted in (said, said.removesuffix(".").rstrip())
-
-
-def is_right_answer(output: str, target: str, question: str, category: str) -> bool:
-    """Return whether `output` answers a sample of `category`, whose task is the part before its first "_"."""
-    labels = TASK_LABELS.get(category.partition("_")[0])
-    return is_same_text(output, target) if labels is None else compare_answers(output, target, question, labels)
 
 
 class BABILongQuestion(NamedTuple):

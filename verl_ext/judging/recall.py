@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl_ext.data.babilong_answers import is_right_answer
 from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.judging.task import Case, Scores, Task, token_ends
 from verl_ext.values import DataError, Options, option
@@ -97,7 +98,7 @@ def _split_at_sentence(text: str, depth: int) -> tuple[str, str]:
 
 
 class BABILong(Task):
-    """BABILong's questions over long texts, scored by the published rule (verl_ext.data.babilong)."""
+    """BABILong's questions over long texts, scored by the published rule and a corrected one."""
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
     instruction: ClassVar[str] = (
@@ -127,11 +128,9 @@ class BABILong(Task):
                 yield Case(f"{category}-{number}", prompt, facts)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return 1 or 0."""
-        from verl_ext.data.babilong import is_right_answer
-
-        facts = case.facts
-        return {"right": float(is_right_answer(answer, facts["target"], facts["question"], facts["category"]))}
+        """Return 1 or 0 by the published rule, and by the one for whole words."""
+        asked = [answer, *(case.facts[name] for name in ("target", "question", "category"))]
+        return {"right": float(is_right_answer(*asked)), "right_words": float(is_right_answer(*asked, words=True))}
 
     def groups(self, case: Case) -> dict[str, str]:
         """Return the task and the length, and both: a cell of the benchmark's table."""

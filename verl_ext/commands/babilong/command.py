@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from omegaconf import OmegaConf
 
+from verl_ext.commands.babilong import babi
 from verl_ext.commands.babilong.samples import (
     MIN_TOKENS,
     Background,
@@ -23,6 +25,7 @@ from verl_ext.commands.babilong.samples import (
 )
 from verl_ext.commands.babilong.stories import TASKS, StoryOptions
 from verl_ext.commands.command_line import OutputOptions, command
+from verl_ext.data.babilong_answers import TASK_LABELS
 from verl_ext.files import OutputFolder
 from verl_ext.progress import progress_bar
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
@@ -41,11 +44,15 @@ Makers = Mapping[tuple[str, str], SampleMaker]  # by task and size
 
 @dataclass(frozen=True)
 class BabilongOptions(OutputOptions):
-    """BABILong samples of any size: bAbI stories (qa1-qa5) told inside background text, OUTPUT_DIR/TASK/SIZE.json."""
+    """BABILong samples of any size: bAbI stories told inside background text, OUTPUT_DIR/TASK/SIZE.json."""
 
     marker: ClassVar[str] = MARKER
 
-    tasks: list[Any] = option(["qa1"], f"of {', '.join(TASKS)}", required=True)
+    tasks: list[Any] = option(["qa1"], "of qa1 to qa5, with stories of qa1 to qa20", required=True)
+    stories: str | None = option(
+        None, "folder of bAbI's own files (en, en-10k, en-valid of v1.2), a sample a question; null: stories are made"
+    )
+    split: str = option("train", "the files of `stories`", choices=babi.SPLITS)
     sizes: list[Any] = option(
         ["0k"], "0k (facts alone), 1k, 32k, 1M, or a number of tokens; k is 1,000, M 1,000,000", required=True
     )
@@ -56,12 +63,12 @@ class BabilongOptions(OutputOptions):
     seed: int = option(42, "sample i depends on seed, task, size and i alone")
     model: ModelOptions = option(ModelOptions, "the tokenizer that counts")
     background: str | None = option(
-        None, "folder of .txt files, at least as many tokens as a sample; null: generated prose"
+        None, "folder of .txt files; a sample repeats nothing before all was used; null: generated prose"
     )
     facts_within: Any = option(
         None, "where facts may be in a sample: null: anywhere; 0.25: its first quarter; [0,4096]: these tokens"
     )
-    story: StoryOptions = option(StoryOptions, "how long stories are")
+    story: StoryOptions = option(StoryOptions, "how long stories that are made are")
     num_workers: int | None = option(
         None,
         "worker processes; null: by CPUs and work. The output does not depend on it",
@@ -78,7 +85,11 @@ class BabilongOptions(OutputOptions):
         for key, values in (("tasks", self.tasks), ("sizes", self.sizes)):
             if len(set(map(str, values))) < len(values):
                 yield f"{key} must name nothing twice; got {values}"
-        yield from (choice_problem("tasks", task, TASKS) for task in self.tasks)
+        yield from (choice_problem("tasks", task, babi.TASKS) for task in self.tasks)
+        if self.stories is None and (others := sorted(set(self.tasks) & set(babi.TASKS[len(TASKS) :]))):
+            yield f"tasks must be of {', '.join(TASKS)} unless stories names bAbI's own files; got {', '.join(others)}"
+        elif self.stories is not None and not os.path.isdir(self.stories):
+            yield f"stories must be a folder of bAbI's files that exists; got {show(self.stories)}"
         for size in self.sizes:
             tokens = size_tokens(size)
             if tokens is None:
@@ -86,7 +97,7 @@ class BabilongOptions(OutputOptions):
             elif 0 < tokens <= self.reserve_tokens:
                 yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
         yield from self.output_problems(
-            "background, tokenizer", self.model.path, self.model.tokenizer_path, self.background
+            "background, stories, tokenizer", self.model.path, self.model.tokenizer_path, self.background, self.stories
         )
         yield from self.model.tokenizer_problems()
         if self.background is not None and not os.path.isdir(self.background):
@@ -119,7 +130,8 @@ def generate(
     counter = TokenCounter(load_tokenizer(options.model))
     backgrounds = _backgrounds(options, counter, filler_sentences)
     for maker in _makers(options, backgrounds, counter).values():  # A size without room ends the run now, not in hours.
-        maker.story_part(min(options.samples, options.story.questions_of(maker.task)) - 1)
+        of_a_story = options.samples if maker.questions else options.story.questions_of(maker.task)
+        maker.story_part(min(options.samples, of_a_story) - 1)
     jobs = _jobs(options, job_samples)
     tokens = sum(job.tokens for job in jobs)
     useful = min(available_cpus(), 1 + tokens // WORKER_TOKENS)
@@ -142,6 +154,8 @@ def generate(
     seconds = time.monotonic() - started
     files = len(options.tasks) * len(options.sizes)
     done = f"{files} files of {options.samples:,} samples, {tokens / 1e6:,.1f}M tokens in {seconds:,.0f} s"
+    if options.background is not None and backgrounds:
+        done += f"\n{_background_line(options, next(iter(backgrounds.values())))}"
     return f"{done}\nwritten to {options.output_dir}"
 
 
@@ -149,18 +163,34 @@ def _backgrounds(options: BabilongOptions, counter: TokenCounter, number: int) -
     """Return the background of every size that has one; sizes whose background is the same share it."""
     targets = {size: target for size, target in options.targets.items() if target}
     if options.background is not None and targets:
-        background = folder_background(options.background, counter, max(targets.values()))
+        background = folder_background(options.background, counter)
         return dict.fromkeys(targets, background)
     generated = cache(lambda count: Background.from_sentences(filler_sentences(count), counter, is_prose=False))
     # The number of sentences follows from a size alone, so that the other sizes change no sample of it.
     return {size: generated(max(number, target // MIN_TOKENS + 1)) for size, target in targets.items()}
 
 
+def _background_line(options: BabilongOptions, background: Background) -> str:
+    """Return how large a folder's background is, and how much of it could be taken for an answer."""
+    shares = []
+    for task in options.tasks:
+        label = re.compile(rf"\b(?:{'|'.join(TASK_LABELS[task])})\b", re.IGNORECASE)
+        shares.append(f"{task} {sum(bool(label.search(each)) for each in background.sentences):,}")
+    tokens, most = int(background.tokens.sum()), max(options.targets.values())
+    repeated = f", repeated up to {most / tokens:,.1f} times in a sample" if most > tokens else ""
+    counted = f"with a label of the task: {', '.join(shares)}"
+    return f"background of {tokens:,} tokens{repeated}; of {len(background.sentences):,} sentences {counted}"
+
+
 def _makers(options: BabilongOptions, backgrounds: Mapping[str, Background], counter: TokenCounter | None) -> Makers:
     counter = counter or TokenCounter(load_tokenizer(options.model))
     given = {key: getattr(options, key) for key in ("seed", "reserve_tokens", "facts_within", "story")}
-    pairs = product(options.tasks, options.targets)
-    return {(task, size): SampleMaker(task, size, counter, backgrounds.get(size), **given) for task, size in pairs}
+    read = partial(babi.read_samples, options.stories) if options.stories else lambda task, split: None
+    questions = {task: read(task, options.split) for task in options.tasks}
+    return {
+        (task, size): SampleMaker(task, size, counter, backgrounds.get(size), questions=questions[task], **given)
+        for task, size in product(options.tasks, options.targets)
+    }
 
 
 def _jobs(options: BabilongOptions, job_samples: int) -> list[Job]:

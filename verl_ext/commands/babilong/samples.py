@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from verl_ext.commands.babilong.babi import Sample
 from verl_ext.commands.babilong.stories import Story, StoryOptions, make_story
 from verl_ext.text.special_tokens import as_plain_text
 from verl_ext.values import UsageError, reason_of
@@ -95,14 +96,16 @@ class Background:
         return cls([sentences[number] for number in kept], tokens[kept], is_prose)
 
     def walk(self, rng: random.Random, target: int, spare: int) -> np.ndarray:
-        """Return sentence numbers from a random start on, none twice: for `target` tokens, and `spare` ones more."""
+        """Return sentence numbers from a random start on: enough for `target` tokens, and `spare` ones more.
+
+        No sentence comes again before all have come.
+        """
         total = len(self.sentences)
         start = rng.randrange(total)
         stride = 1
         while not self.is_prose and (stride == 1 or math.gcd(stride, total) > 1):
             stride = rng.randrange(1, max(total, 8))
-        length = min(total, target // MIN_TOKENS + 1 + spare)
-        return (start + stride * np.arange(length, dtype=np.int64)) % total
+        return (start + stride * np.arange(target // MIN_TOKENS + 1 + spare, dtype=np.int64)) % total
 
 
 def filler_sentences(number: int) -> list[str]:
@@ -117,10 +120,10 @@ def filler_sentences(number: int) -> list[str]:
     return sentences
 
 
-def folder_background(folder: str, counter: TokenCounter, least_tokens: int = 0) -> Background:
+def folder_background(folder: str, counter: TokenCounter) -> Background:
     """Return the sentences of every .txt file below `folder`, without each file's first and last sentence.
 
-    Raises UsageError if there is no such file, one is not UTF-8, or all together have less than `least_tokens`.
+    Raises UsageError if a file is not UTF-8, or no sentence is long enough.
     """
     files = sorted(path for path in Path(folder).rglob("*.txt") if path.is_file())
     sentences = []
@@ -132,11 +135,10 @@ def folder_background(folder: str, counter: TokenCounter, least_tokens: int = 0)
         except OSError as error:
             raise UsageError(f"background must be readable; {file}: {reason_of(error)}") from error
     background = Background.from_sentences(sentences, counter, is_prose=True)
-    tokens = int(background.tokens.sum())
-    if tokens < max(least_tokens, 1):
+    if not background.sentences:
         raise UsageError(
-            f"background must hold at least as many tokens as a sample ({least_tokens:,}) in sentences of {MIN_TOKENS}"
-            f" or more; got {tokens:,} in {len(files):,} .txt files of {folder}"
+            f"background must hold a sentence of {MIN_TOKENS} tokens or more beside the first and last of its file;"
+            f" got none in {len(files):,} .txt files of {folder}"
         )
     return background
 
@@ -172,22 +174,24 @@ class SampleMaker:
     reserve_tokens: int = 300
     facts_within: Any = None  # None: anywhere; a share of the sample from its start on; [first token, end token]
     story: StoryOptions = field(default_factory=StoryOptions)
+    questions: list[Sample] | None = None  # of bAbI's own file, each for one sample; None: stories are made
 
     def __post_init__(self) -> None:
         self.target = target_tokens(self.size, self.reserve_tokens)
-        self.max_facts = self.story.max_facts
-        if self.max_facts is None and self.target:
-            self.max_facts = max(self.target // TOKENS_PER_FACT - 1, 0)
+        by_size = max(self.target // TOKENS_PER_FACT - 1, 0) if self.target else math.inf
+        self.max_facts = by_size if self.story.max_facts is None else self.story.max_facts
         # Every fact lies whole inside the tokens [first, end).
         self.first, self.end = 0, self.target
         if isinstance(self.facts_within, (list, tuple)):
             self.first, self.end = self.facts_within[0], min(self.facts_within[1], self.target)
         elif self.facts_within is not None:
             self.end = int(self.facts_within * self.target)
+        # Without room for the start of a sentence the tokens cannot be made exact.
+        self.room = max(min(self.end - self.first, self.target - MIN_TOKENS), 0) if self.target else math.inf
         self._story = lru_cache(maxsize=4)(self._make_story)  # the questions of a story are neighbours
 
     def sample(self, number: int) -> dict[str, str]:
-        """Return {input, question, target} of question `number` % questions of story `number` // questions.
+        """Return {input, question, target}: of question `number` % questions of story `number` // questions if made.
 
         Raises UsageError if no story fits or no text of exactly the size's tokens is found.
         """
@@ -195,30 +199,49 @@ class SampleMaker:
         text = self._text(facts, number) if self.target else " ".join(facts)
         return {"input": text, "question": question, "target": answer}
 
-    def story_part(self, number: int) -> tuple[list[str], str, str]:
+    def story_part(self, number: int) -> Sample:
         """Return the facts, question and answer of a sample: of the first story whose facts fit."""
+        if self.questions is not None:
+            if number < len(self._fitting):
+                return self._fitting[number]
+            raise UsageError(
+                f"samples must be at most {len(self._fitting):,}, the questions of {self.task}'s file whose facts fit"
+                f" into size {self.size} (of {len(self.questions):,}); got {number + 1:,} or more"
+            )
         story_number, question_number = divmod(number, self.story.questions_of(self.task))
-        # Without room for the start of a sentence the tokens cannot be made exact.
-        room = max(min(self.end - self.first, self.target - MIN_TOKENS), 0) if self.target else math.inf
-        most = math.inf if self.max_facts is None else self.max_facts
         needs: list[tuple[int, int]] = []  # numbers of facts and tokens of stories that do not fit
         for attempt in range(STORIES_TRIED):
             story = self._story(story_number, attempt)
             question = story.questions[question_number]
             facts = story.facts[: question.num_facts]
             tokens = self.counter.inside(*facts) + self.counter.overhead if self.target else 0
-            if len(facts) <= most and tokens <= room:
-                return facts, question.text, question.answer
+            if len(facts) <= self.max_facts and tokens <= self.room:
+                return Sample(facts, question.text, question.answer)
             needs.append((len(facts), tokens))
         fewest, least_tokens = map(min, zip(*needs, strict=True))
         key = "sizes" if self.facts_within is None else "facts_within"
-        if fewest > most and self.story.max_facts is not None:
+        if fewest > self.max_facts and self.story.max_facts is not None:
             key = "story.max_facts"
         raise UsageError(
             f"{key} must leave room for question {question_number + 1} of a {self.task} story, which needs {fewest}"
-            f" facts and {least_tokens} tokens or more; got at most {most} facts in {room} tokens"
+            f" facts and {least_tokens} tokens or more; got at most {self.max_facts} facts in {self.room} tokens"
             f" (size {self.size}, reserve_tokens {self.reserve_tokens})"
         )
+
+    @cached_property
+    def _fitting(self) -> list[Sample]:
+        """The questions of bAbI's file whose facts fit, in a random order."""
+        assert self.questions is not None
+        shuffled = self.questions.copy()
+        self._rng("order").shuffle(shuffled)
+        distinct = sorted({fact for sample in shuffled for fact in sample.facts}) if self.target else []
+        tokens = dict(zip(distinct, self.counter.in_context(distinct).tolist(), strict=True))
+        room = self.room - self.counter.overhead
+        return [
+            sample
+            for sample in shuffled
+            if len(sample.facts) <= self.max_facts and sum(tokens.get(fact, 0) for fact in sample.facts) <= room
+        ]
 
     def _make_story(self, story: int, attempt: int) -> Story:
         return make_story(self.task, self._rng("story", story, attempt), self.story)

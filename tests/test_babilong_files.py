@@ -1,0 +1,150 @@
+"""bAbI's own files: all 20 tasks' forms become samples in their words, and malformed files are one line."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.babilong_files import byte_tokenizer
+from tests.test_babilong_samples import byte_level
+from verl_ext.commands.babilong import command
+from verl_ext.commands.babilong.babi import TASKS, read_samples
+from verl_ext.data import BABILongDataset
+from verl_ext.data.babilong_answers import TASK_LABELS, is_right_answer
+from verl_ext.values import UsageError
+
+MOVE = "Mary moved to the bathroom.|John went to the hallway.|Where is {}? \tbathroom\t1"
+# Lines of two questions of each task, in the forms of bAbI v1.2: "|" ends a line, numbers are added.
+FORMS = {
+    "qa1": MOVE.format("Mary") + "|John moved to the office.|Where is John? \toffice\t4",
+    "qa2": "Mary moved to the office.|Mary got the milk there.|Mary went to the garden."
+    "|Where is the milk? \tgarden\t2 3|Mary dropped the milk.|Where is the milk? \tgarden\t5 3",
+    "qa3": "Mary got the milk.|Mary went to the office.|Mary went to the garden.|Mary left the milk there."
+    "|Where was the milk before the garden? \toffice\t4 3 2|John went to the garden."
+    "|Where was the milk before the garden? \toffice\t4 3 2",
+    "qa4": "The office is north of the kitchen.|The garden is south of the kitchen."
+    "|What is north of the kitchen?\toffice\t1",
+    "qa5": "Bill picked up the football there.|Bill gave the football to Fred."
+    "|What did Bill give to Fred? \tfootball\t2|Fred put down the football there.|Who received the football? \tFred\t2",
+    "qa6": "Mary moved to the bathroom.|Is Mary in the office? \tno\t1|Is Mary in the bathroom? \tyes\t1",
+    "qa7": "Mary got the milk there.|How many objects is Mary carrying? \tone\t1|Mary dropped the milk."
+    "|How many objects is Mary carrying? \tnone\t1 3",
+    "qa8": "Mary got the milk there.|Mary got the apple there.|What is Mary carrying? \tmilk,apple\t1 2"
+    "|What is John carrying? \tnothing",
+    "qa9": "Mary is no longer in the bedroom.|Is Mary in the bedroom? \tno\t1|John is in the park."
+    "|Is John in the park? \tyes\t3",
+    "qa10": "Fred is either in the school or the park.|Is Fred in the park? \tmaybe\t1|Fred moved to the cinema."
+    "|Is Fred in the park? \tno\t3",
+    "qa11": "Mary moved to the office.|After that she went to the bedroom.|Where is Mary? \tbedroom\t1 2",
+    "qa12": "Mary and John went to the office.|Where is John? \toffice\t1",
+    "qa13": "Mary and John went to the office.|Following that they moved to the garden.|Where is John? \tgarden\t1 2",
+    "qa14": "Yesterday Julie went to the office.|This morning Julie went to the school."
+    "|Where was Julie before the school? \toffice\t1 2",
+    "qa15": "Mice are afraid of wolves.|Gertrude is a mouse.|What is gertrude afraid of?\twolf\t2 1",
+    "qa16": "Lily is a swan.|Greg is a swan.|Lily is gray.|What color is Greg?\tgray\t2 1 3",
+    "qa17": "The triangle is above the pink rectangle.|The blue square is to the left of the triangle."
+    "|Is the pink rectangle to the right of the blue square?\tyes\t1 2|Is the blue square below the triangle?\tno\t2",
+    "qa18": "The box fits inside the chest.|The box of chocolates fits inside the box."
+    "|Does the chest fit in the box of chocolates?\tno\t1 2|Is the chest bigger than the box?\tyes\t1",
+    "qa19": "The garden is west of the office.|The office is south of the kitchen."
+    "|How do you go from the kitchen to the garden?\ts,w\t2 1",
+    "qa20": "Sumit is tired.|Where will sumit go?\tbedroom\t1|Sumit went back to the bedroom."
+    "|Why did sumit go to the bedroom?\ttired\t1",
+}
+
+
+def write_forms(folder: Path, split: str = "train", plain_names: bool = False, stories: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, form in FORMS.items():
+        lines = [f"{number} {line}\n" for number, line in enumerate(form.split("|"), 1)]
+        name = f"{task}_{split}.txt" if plain_names else f"{task}_some-name_{split}.txt"
+        (folder / name).write_text("".join(lines * stories), encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+@pytest.mark.parametrize("plain_names", [False, True], ids=["en", "en-valid"])
+def test_every_question_is_a_sample_of_the_facts_before_it(tmp_path: Path, plain_names: bool) -> None:
+    write_forms(tmp_path, "valid", plain_names)
+    for task, form in FORMS.items():
+        expected, facts = [], []
+        for line in form.split("|"):
+            text, *rest = line.split("\t")
+            if rest:
+                expected.append((facts.copy(), text, rest[0]))
+            else:
+                facts.append(text)
+        assert [tuple(sample) for sample in read_samples(str(tmp_path), task, "valid")] == expected * 2
+
+
+def test_samples_of_all_tasks_are_written_loaded_and_scored(tmp_path: Path) -> None:
+    write_forms(tmp_path / "en")
+    tokenizer = byte_level()
+    tokenizer.save_pretrained(tmp_path / "model")
+    output = tmp_path / "out"
+    arguments = [f"output_dir={output}", f"model.path={tmp_path / 'model'}", f"stories={tmp_path / 'en'}", "samples=2"]
+    assert command.main([*arguments, f"tasks=[{','.join(TASKS)}]", "sizes=[0k,600]", "num_workers=1"]) == 0
+    for task in TASKS:
+        known = {(" ".join(facts), *asked) for facts, *asked in read_samples(str(tmp_path / "en"), task, "train")}
+        assert {tuple(row.values()) for row in json.loads((output / task / "0k.json").read_text())} <= known
+        for row in json.loads((output / task / "600.json").read_text()):
+            assert len(tokenizer(row["input"])["input_ids"]) == 300
+        for _, question, target in known:
+            assert is_right_answer(target, target, question, task) is (target != "none")
+            assert is_right_answer(target, target, question, task, words=True)
+            assert all(each in TASK_LABELS[task] for each in target.split(",")) or target in TASK_LABELS[task]
+    rows = BABILongDataset(str(output), byte_tokenizer(), 800, train_ratio=1.0)
+    assert len(rows) == 20 * 2 * 2
+    assert {rows.question(number).category for number in range(len(rows))} == {
+        f"{task}_{size}" for task in TASKS for size in ("0k", "600")
+    }
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        (["1 A fact.", "3 Another."], "line 2 of "),
+        (["1 A fact.", "No number."], "'No number.'"),
+        (["1 Where? \thome\t1"], "line 1 of "),
+        (["1 A fact.", "2 Where?\t \t1"], "line 2 of "),
+        (["1 A fact.", "2 Where?\thome\tone"], "line 2 of "),
+        (["1 A fact.", "2 "], "line 2 of "),
+        (["1 A fact."], "stories must hold questions with answers; "),
+        ([], "stories must hold questions with answers; "),
+    ],
+    ids=["a gap", "no number", "no fact", "no answer", "no facts' numbers", "no text", "no question", "empty"],
+)
+def test_a_malformed_file_is_one_line_with_its_place(tmp_path: Path, lines: list[str], line: str) -> None:
+    (tmp_path / "qa1_train.txt").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(UsageError) as raised:
+        read_samples(str(tmp_path), "qa1", "train")
+    assert line in str(raised.value)
+    assert str(raised.value).startswith("stories must ")
+    assert "qa1_train.txt" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_two_of_one_task_and_other_encodings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^stories must hold one file qa1_\*_test.txt or qa1_test.txt; .* has none$"):
+        read_samples(str(tmp_path), "qa1", "test")
+    (tmp_path / "qa1_test.txt").write_bytes(b"1 Caf\xe9.")
+    with pytest.raises(UsageError, match=r"qa1_test\.txt is not at byte 5"):
+        read_samples(str(tmp_path), "qa1", "test")
+    (tmp_path / "qa1_other_test.txt").touch()
+    with pytest.raises(UsageError, match=r"has qa1_other_test\.txt, qa1_test\.txt$"):
+        read_samples(str(tmp_path), "qa1", "test")
+
+
+def test_more_samples_than_questions_fit_are_refused_before_any_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_forms(tmp_path / "en")
+    byte_level().save_pretrained(tmp_path / "model")
+    arguments = [f"output_dir={tmp_path / 'out'}", f"model.path={tmp_path / 'model'}", f"stories={tmp_path / 'en'}"]
+    assert command.main([*arguments, "tasks=[qa1,qa4]", "samples=4"]) == 2
+    assert "error: samples must be at most 2, the questions of qa4's file whose facts fit " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,63 @@
+"""bAbI's own files (v1.2: en, en-10k, en-valid), of which every question becomes a sample.
+
+    1 Mary moved to the bathroom.
+    2 John went to the hallway.
+    3 Where is Mary? <TAB>bathroom<TAB>1        the answer, and the numbers of the facts that tell it
+
+A line numbered 1 begins a story. A question sees the facts before it; earlier questions are no facts.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_ext.values import UsageError, reason_of
+
+TASKS = tuple(f"qa{number}" for number in range(1, 21))
+SPLITS = ("train", "valid", "test")
+_LINE = re.compile(r"(\d{1,9}) (\s*\S[^\t]*)(?:\t([^\t]*[^\t\s])(?:\t[\d ]*)?)?\s*")
+
+
+class Sample(NamedTuple):
+    """A question, its answer, and the facts of the story before it."""
+
+    facts: list[str]
+    question: str
+    answer: str
+
+
+def read_samples(folder: str, task: str, split: str) -> list[Sample]:
+    """Return the questions of a task's file, in their words. Raises UsageError for no such file or a malformed one."""
+    patterns = f"{task}_*_{split}.txt", f"{task}_{split}.txt"
+    found = sorted(path for pattern in patterns for path in Path(folder).glob(pattern))
+    if len(found) != 1:
+        got = ", ".join(path.name for path in found) or "none"
+        raise UsageError(f"stories must hold one file {' or '.join(patterns)}; {folder} has {got}")
+    try:
+        text = found[0].read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stories must be UTF-8 text; {found[0]} is not at byte {error.start}") from error
+    except OSError as error:
+        raise UsageError(f"stories must be readable; {found[0]}: {reason_of(error)}") from error
+    samples: list[Sample] = []
+    facts: list[str] = []
+    last = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        match = _LINE.fullmatch(line)
+        if match and match[1] == "1":
+            facts, last = [], 0
+        if not match or int(match[1]) != last + 1 or (match[3] and not facts):
+            raise UsageError(
+                "stories must have lines 'NUMBER FACT' and, after a fact, 'NUMBER QUESTION<tab>ANSWER<tab>FACTS',"
+                f" numbered from 1 in every story; line {number} of {found[0]} is {line.strip()[:80]!r}"
+            )
+        last += 1
+        if match[3]:
+            samples.append(Sample(facts.copy(), match[2], match[3].strip()))
+        else:
+            facts.append(match[2].strip())
+    if not samples:
+        raise UsageError(f"stories must hold questions with answers; {found[0]} has none")
+    return samples
