@@ -1,4 +1,4 @@
-"""Models with a state over time, sinks, soft caps and chunks train through the engine as plain Hugging Face does."""
+"""Models with a state over time, sinks, soft caps and positions of their own train through the engine as plain Hugging Face does."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
 
-FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba", "gpt_oss", "gemma2")
+FAMILIES = ("qwen3_5_text", "nemotron_h", "lfm2", "jamba", "gpt_oss", "gemma2", "bart", "roberta")
 # Formulas other than transformers' own round otherwise: in fp64 they agree to 1e-13 (test_layers.py).
 TOLERANCE = 2e-4
 
