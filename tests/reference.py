@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -46,10 +47,28 @@ class Expected:
     entropy: dict[int | None, float]
     gradients: dict[str, torch.Tensor]
 
+    def gradient_errors(self, found: Mapping[str, torch.Tensor], floor: float = 1e-4) -> dict[str, float]:
+        """Of each gradient: the norm of its difference, relative to its own norm or `floor` of the largest one."""
+        least = floor * max(float(gradient.norm()) for gradient in self.gradients.values())
+        return {
+            name: float((found[name].double() - gradient).norm()) / max(float(gradient.norm()), least)
+            for name, gradient in self.gradients.items()
+        }
+
     @property
     def grad_norm(self) -> float:
         """The 2-norm over all parameters."""
         return sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients.values()))
+
+
+def documents_of_answers(*lengths: int) -> list[Document]:
+    """Documents of tokens below 128, padding among them, about half of which are targets."""
+    rng = np.random.default_rng(3)
+    documents = []
+    for length in lengths:
+        mask = [0, *rng.integers(0, 2, length - 2).tolist(), 1]
+        documents.append(Document(rng.integers(0, 128, length).tolist(), mask, [0] * length, [1.0] * length))
+    return documents
 
 
 def load_eager(path: str, **options: bool) -> PreTrainedModel:

@@ -207,6 +207,9 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield f"{SP} must be at most {most}; got {ulysses}; {CP} lets more ranks share a pack"
     if config.model_options.tile_tokens is not None and model.module is not None and not any(tileable(model.module)):
         yield untileable(f"a {model.name}", config.model_options.tile_tokens)
+    checkpointing = config.model_options.enable_gradient_checkpointing
+    if checkpointing and not getattr(model.cls, "supports_gradient_checkpointing", True):
+        yield f"model.enable_gradient_checkpointing must be false for a {model.name}, which has none; got true"
     if problem := experts_problem(model.module, config.model_options.experts):
         yield f"{problem}; got {config.model_options.experts}"
     yield from _freeze_problems(config, model)

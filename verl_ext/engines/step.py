@@ -6,6 +6,7 @@ comment that begins with "Upstream:" says what verl does, in which version, and 
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
@@ -92,8 +93,17 @@ class StepEngine(FSDPEngineWithLMHead):
             )
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module with the activation options of the model node."""
-        module = super()._build_module()
+        """Build verl's module with the activation options of the model node and the checkpoint's padding token."""
+        # Upstream: verl 0.9.1 gives the config the tokenizer's pad_token_id before it builds the module. Embeddings
+        # give that token no gradient, though documents may end with it, and RoBERTa's kin count positions from it.
+        # To go when verl sets it for generation alone.
+        model, config = self.model_config, self.model_config.hf_config
+        padding, overrides = config.pad_token_id, model.override_config
+        if "pad_token_id" not in overrides.get("model_config", overrides):
+            own = AutoConfig.from_pretrained(model.local_hf_config_path, trust_remote_code=model.trust_remote_code)
+            config.pad_token_id = getattr(own, "pad_token_id", None)
+        module: Any = super()._build_module()
+        config.pad_token_id = module.config.pad_token_id = padding
         apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
         return module
 
@@ -104,6 +114,7 @@ class StepEngine(FSDPEngineWithLMHead):
         # classes; to go when verl calls fully_shard for them.
         verls: Any = fsdp_utils
         before, verls.fully_shard_module = verls.fully_shard_module, None
+        module._no_split_modules = _sharded_apart(module)
         states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(module))
         self.train_flops = train_flops(module, self.model_config.hf_config, states)
         try:
@@ -247,3 +258,21 @@ def _adapt_config(config: Any) -> None:
     is_causal = auto_class(config) is AutoModelForCausalLM
     if is_causal and "ForCausalLM" not in architecture and CAUSAL_MODELS.get(config.model_type) == architecture:
         config.architectures = [f"{config.model_type.upper()}ForCausalLM"]
+
+
+def _sharded_apart(module: Any) -> list[str]:
+    """Return the classes of layers that are sharded by themselves: those that share no weight with the rest."""
+    # Upstream: verl 0.9.1 shards every class of _no_split_modules apart, embeddings tied to the head among them
+    # (RoBERTa's), which FSDP2 refuses, and needs one (Electra has none). To go when verl leaves modules with shared
+    # weights to their parent and finds layers by itself.
+    uses = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
+
+    def shares(layer: Any) -> bool:
+        own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
+        return any(uses[weight] > count for weight, count in own.items())
+
+    layers = getattr(module.config.get_text_config(), "num_hidden_layers", None)
+    lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == layers]
+    names = getattr(module, "_no_split_modules", None) or {type(layer).__name__ for part in lists for layer in part}
+    sharing = {type(layer).__name__ for layer in module.modules() if type(layer).__name__ in names and shares(layer)}
+    return [name for name in names if name not in sharing]
