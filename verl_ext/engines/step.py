@@ -261,18 +261,27 @@ def _adapt_config(config: Any) -> None:
 
 
 def _sharded_apart(module: Any) -> list[str]:
-    """Return the classes of layers that are sharded by themselves: those that share no weight with the rest."""
-    # Upstream: verl 0.9.1 shards every class of _no_split_modules apart, embeddings tied to the head among them
-    # (RoBERTa's), which FSDP2 refuses, and needs one (Electra has none). To go when verl leaves modules with shared
-    # weights to their parent and finds layers by itself.
+    """Return the classes of layers that FSDP2 can shard by themselves."""
+    # Upstream: verl 0.9.1 shards every class of _no_split_modules, and embeddings that are not tied, outer ones before
+    # those inside them, and embeddings tied to the head apart from it (RoBERTa's). FSDP2 refuses both. Without such
+    # classes (Electra) it stops. To go when verl shards from the inside out and leaves shared weights to the parent.
+    names = set(getattr(module, "_no_split_modules", None) or _layers(module))
     uses = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
+    tied = getattr(module.config, "tie_word_embeddings", False)
 
-    def shares(layer: Any) -> bool:
+    def stands_alone(layer: Any) -> bool:
+        inner = [part for part in layer.modules() if part is not layer]
+        if any(type(part).__name__ in names or (isinstance(part, torch.nn.Embedding) and not tied) for part in inner):
+            return False
         own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
-        return any(uses[weight] > count for weight, count in own.items())
+        return all(uses[weight] == count for weight, count in own.items())
 
-    layers = getattr(module.config.get_text_config(), "num_hidden_layers", None)
-    lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == layers]
-    names = getattr(module, "_no_split_modules", None) or {type(layer).__name__ for part in lists for layer in part}
-    sharing = {type(layer).__name__ for layer in module.modules() if type(layer).__name__ in names and shares(layer)}
-    return [name for name in names if name not in sharing]
+    found = [layer for layer in module.modules() if type(layer).__name__ in names]
+    return sorted({*names} - {type(layer).__name__ for layer in found if not stands_alone(layer)})
+
+
+def _layers(module: Any) -> set[str]:
+    """Return the classes of a model's layers: the members of its outermost lists."""
+    lists = {path: part for path, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)}
+    outer = [part for path, part in lists.items() if not path.startswith(tuple(f"{other}." for other in lists))]
+    return {type(layer).__name__ for part in outer for layer in part}
