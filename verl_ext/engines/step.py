@@ -6,11 +6,10 @@ comment that begins with "Upstream:" says what verl does, in which version, and 
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
@@ -34,6 +34,7 @@ from verl_ext.engines.activations import ActivationOptions, apply_activation_opt
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.schedule import OF_VERL, rate_factor
+from verl_ext.engines.sharding import keep_decays_precise, sharded_apart
 from verl_ext.flops import train_flops
 from verl_ext.layers import mixers_of
 from verl_ext.layers.towers import auto_class
@@ -112,15 +113,21 @@ class StepEngine(FSDPEngineWithLMHead):
         # Upstream: verl 0.9.1 wraps modules whose class derives from ABC by assigning __class__ (`fully_shard_module`).
         # Python rejects that for PEFT's layers, so a head with adapters could not be wrapped. FSDP2 itself takes such
         # classes; to go when verl calls fully_shard for them.
-        verls: Any = fsdp_utils
-        before, verls.fully_shard_module = verls.fully_shard_module, None
-        module._no_split_modules = _sharded_apart(module)
+        # It also casts all of a layer's parameters alike; to go when it takes a precision by parameter.
+        verls, impl, apply = cast(Any, fsdp_utils), cast(Any, transformer_impl), transformer_impl.apply_fsdp2
+
+        def apply_fsdp2(module: Any, fsdp_kwargs: dict[str, Any], config: Any) -> None:
+            keep_decays_precise(module, fsdp_kwargs)
+            apply(module, fsdp_kwargs, config)
+
+        before, verls.fully_shard_module, impl.apply_fsdp2 = verls.fully_shard_module, None, apply_fsdp2
+        module._no_split_modules = sharded_apart(module)
         states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(module))
         self.train_flops = train_flops(module, self.model_config.hf_config, states)
         try:
             return super()._build_fsdp_module(module)
         finally:
-            verls.fully_shard_module = before
+            verls.fully_shard_module, impl.apply_fsdp2 = before, apply
 
     def _build_optimizer(self, module: Any) -> Any:
         """Build verl's optimizer in the implementation that suits this run's device and torch."""
@@ -258,30 +265,3 @@ def _adapt_config(config: Any) -> None:
     is_causal = auto_class(config) is AutoModelForCausalLM
     if is_causal and "ForCausalLM" not in architecture and CAUSAL_MODELS.get(config.model_type) == architecture:
         config.architectures = [f"{config.model_type.upper()}ForCausalLM"]
-
-
-def _sharded_apart(module: Any) -> list[str]:
-    """Return the classes of layers that FSDP2 can shard by themselves."""
-    # Upstream: verl 0.9.1 shards every class of _no_split_modules, and embeddings that are not tied, outer ones before
-    # those inside them, and embeddings tied to the head apart from it (RoBERTa's). FSDP2 refuses both. Without such
-    # classes (Electra) it stops. To go when verl shards from the inside out and leaves shared weights to the parent.
-    names = set(getattr(module, "_no_split_modules", None) or _layers(module))
-    uses = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
-    tied = getattr(module.config, "tie_word_embeddings", False)
-
-    def stands_alone(layer: Any) -> bool:
-        inner = [part for part in layer.modules() if part is not layer]
-        if any(type(part).__name__ in names or (isinstance(part, torch.nn.Embedding) and not tied) for part in inner):
-            return False
-        own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
-        return all(uses[weight] == count for weight, count in own.items())
-
-    found = [layer for layer in module.modules() if type(layer).__name__ in names]
-    return sorted({*names} - {type(layer).__name__ for layer in found if not stands_alone(layer)})
-
-
-def _layers(module: Any) -> set[str]:
-    """Return the classes of a model's layers: the members of its outermost lists."""
-    lists = {path: part for path, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)}
-    outer = [part for path, part in lists.items() if not path.startswith(tuple(f"{other}." for other in lists))]
-    return {type(layer).__name__ for part in outer for layer in part}
