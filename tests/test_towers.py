@@ -5,7 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.checked import checked
@@ -218,6 +224,21 @@ def test_a_run_leaves_the_tower_as_it_is_to_the_last_bit(run, runs, folders, tmp
             kept = {name for name, _ in before.named_parameters() if "language_model.layers.0." in name}
             assert changed == trained
             assert trained == {n for n, _ in before.named_parameters() if not _is_outside(n, outside)} - kept
+
+
+@pytest.mark.slow
+def test_an_export_has_the_processor_of_its_source_where_verl_loads_none(tiny_model, data, tmp_path):
+    source, tokens, run = (tmp_path / name for name in ("source", "tokenizer", "run"))
+    _packed_and_plain("llava")[1].save_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, extra_special_tokens={"image_token": "<|unk|>"})
+    LlavaProcessor(CLIPImageProcessorPil(), tokenizer, patch_size=4).save_pretrained(source)
+    tokenizer.save_pretrained(tokens)
+    given = [f"data.train_dir={data}", f"model.path={source}", f"model.tokenizer_path={tokens}"]
+    run_ranks(_train_all, 1, [[*given, f"trainer.default_local_dir={run}"]])
+    assert export([f"checkpoint={run}", f"output_dir={tmp_path / 'out'}"]) == 0
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    assert isinstance(processor, LlavaProcessor)
+    assert processor.to_dict() == AutoProcessor.from_pretrained(source).to_dict()
 
 
 @pytest.fixture(scope="module")
