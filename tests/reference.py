@@ -12,7 +12,13 @@ from math import sqrt
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,8 @@ def documents_of_answers(*lengths: int) -> list[Document]:
 def load_eager(path: str, **options: bool) -> PreTrainedModel:
     """The model in fp32 with transformers' own eager attention."""
     given = {"dtype": torch.float32, "attn_implementation": "eager", **options}
-    return AutoModelForCausalLM.from_pretrained(path, **given).eval()
+    has_images = type(AutoConfig.from_pretrained(path)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path, **given).eval()
 
 
 def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tensor]:
