@@ -32,7 +32,6 @@ def _seen(folder):
             parameter, name = getattr(layer, own), next(n for n, x in layers.items() if x is layer) + f".{own}"
             if name not in seen and torch.is_grad_enabled():  # the first forward; a recomputed one sees the same
                 seen[name] = {"forward": parameter.detach().clone(), "master": masters[name], "local": []}
-            if parameter.requires_grad and torch.is_grad_enabled():
                 parameter.register_hook(seen[name]["local"].append)
 
     for layer in layers.values():

@@ -99,7 +99,7 @@ class StepEngine(FSDPEngineWithLMHead):
         # give that token no gradient, though documents may end with it, and RoBERTa's kin count positions from it.
         # To go when verl sets it for generation alone.
         model, config = self.model_config, self.model_config.hf_config
-        padding, overrides = config.pad_token_id, model.override_config
+        padding, overrides = getattr(config, "pad_token_id", None), model.override_config
         if "pad_token_id" not in overrides.get("model_config", overrides):
             own = AutoConfig.from_pretrained(model.local_hf_config_path, trust_remote_code=model.trust_remote_code)
             config.pad_token_id = getattr(own, "pad_token_id", None)
