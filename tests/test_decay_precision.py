@@ -6,9 +6,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from tests.checked import checked
 from tests.ranks import run_ranks
 from tests.reference import documents_of_answers, pack_row
 from tests.small_models import packed_and_plain
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.config import compose
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
@@ -71,3 +75,12 @@ def test_decays_and_their_gradients_are_not_rounded_to_bf16(folders):
             assert not torch.equal(of["master"], of["master"].bfloat16().float()), f"{family}: {name} can tell nothing"
             assert not torch.equal(of["local"], of["local"].bfloat16().float()), f"{family}: {name} is rounded"
             torch.testing.assert_close(of["gradient"], of["local"], rtol=1e-6, atol=0)
+
+
+def test_fsdp1_says_that_it_rounds_them(folders, tmp_path):
+    data = write_tokenized(tmp_path, random_documents(np.random.default_rng(0), [40, 30], VOCABULARY, 1))
+    given = [f"data.train_dir={data}", f"model.path={folders['nemotron_h']}", "parallel=cpu"]
+    said = "engine.strategy=fsdp rounds A_log and dt_bias of a NemotronHConfig to bf16; fsdp2 does not"
+    for strategy, is_said in (("fsdp", True), ("fsdp2", False)):
+        notices = checked(compose([*given, _BF16, f"engine.strategy={strategy}"]), 1).notices
+        assert (said in notices) is is_said

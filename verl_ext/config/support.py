@@ -19,7 +19,7 @@ from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
-from verl_ext.layers import MIXERS, mixers_of, unknown_mixers
+from verl_ext.layers import MIXERS, SCANS, mixers_of, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.towers import auto_class, freeze, outside_text
@@ -306,6 +306,9 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         )
     if model.module is not None and not config.model_options.lora_rank:
         yield from _frozen_notice(model, config.model_options.freeze)
+    scans = model.module is not None and any(mixer.time in SCANS for _, mixer in mixers_of(model.module))
+    if scans and config.engine.strategy == "fsdp" and config.param_dtype != "fp32":
+        yield f"engine.strategy=fsdp rounds A_log and dt_bias of a {model.name} to {config.param_dtype}; fsdp2 does not"
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
         yield (

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from verl_ext.layers import mixers_of
-
-_SCANS = ("delta", "state_space")
+from verl_ext.layers import SCANS, mixers_of
 
 
 def keep_decays_precise(module: nn.Module, fsdp_kwargs: dict[str, Any]) -> None:
@@ -27,7 +25,7 @@ def keep_decays_precise(module: nn.Module, fsdp_kwargs: dict[str, Any]) -> None:
     if policy.param_dtype == torch.float32:
         return
     precise = MixedPrecisionPolicy(torch.float32, policy.reduce_dtype, cast_forward_inputs=False)
-    for layer in [layer for layer, mixer in mixers_of(module) if mixer.time in _SCANS]:
+    for layer in [layer for layer, mixer in mixers_of(module) if mixer.time in SCANS]:
         called = [part for part in layer.children() if [*part.parameters()] and not isinstance(part, nn.Conv1d)]
         fully_shard(called, **fsdp_kwargs)
         fully_shard(layer, **{**fsdp_kwargs, "mp_policy": precise, "reshard_after_forward": False})

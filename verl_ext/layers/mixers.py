@@ -39,6 +39,7 @@ _MIXER_NAMES = re.compile(
     r"(Mixer|MambaLayer|Mamba|ShortConv(olution)?|GatedDeltaNet|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
     r"|RecurrentBlock|RetentionLayer|SSM)$"
 )
+SCANS = ("delta", "state_space")  # the times of layers with a recurrence whose functions this project computes
 _swapped = threading.RLock()  # names of a modeling module are those of the process
 
 
