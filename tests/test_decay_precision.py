@@ -79,8 +79,8 @@ def test_decays_and_their_gradients_are_not_rounded_to_bf16(folders):
 
 def test_fsdp1_says_that_it_rounds_them(folders, tmp_path):
     data = write_tokenized(tmp_path, random_documents(np.random.default_rng(0), [40, 30], VOCABULARY, 1))
-    given = [f"data.train_dir={data}", f"model.path={folders['nemotron_h']}", "parallel=cpu"]
+    given = [f"data.train_dir={data}", f"model.path={folders['nemotron_h']}", "trainer.device=cuda"]
     said = "engine.strategy=fsdp rounds A_log and dt_bias of a NemotronHConfig to bf16; fsdp2 does not"
     for strategy, is_said in (("fsdp", True), ("fsdp2", False)):
-        notices = checked(compose([*given, _BF16, f"engine.strategy={strategy}"]), 1).notices
+        notices = checked(compose([*given, _BF16, f"engine.strategy={strategy}"]), 1, "cuda", (9, 0)).notices
         assert (said in notices) is is_said
