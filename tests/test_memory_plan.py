@@ -6,8 +6,10 @@ import os
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.ranks import run_ranks
+from tests.small_models import packed_and_plain
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
@@ -62,6 +64,16 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate(tmp_path):
         job_of(model, 2, 512, 1, f"{CHECKPOINTING}=false", "loss.head=plain", "parallel=ulysses2"),
         job_of(model, 2, 256, 2, f"{CHECKPOINTING}=true", "engine.use_no_sync_for_gradient_accumulation=true"),
     ]
+    _assert_predicted(jobs)
+
+
+def test_a_prediction_counts_a_frozen_tower(tmp_path, tiny_model):
+    packed_and_plain("gemma3")[1].save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    _assert_predicted([job_of(tmp_path, 2, 96, 1), job_of(tmp_path, 2, 96, 2, f"{CHECKPOINTING}=false")])
+
+
+def _assert_predicted(jobs):
     with Predictor() as predictor:
         predictions = [predictor.predict(job) for job in jobs]
     real = run_ranks(tracked, 2, jobs)[0]
