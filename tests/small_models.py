@@ -1,10 +1,12 @@
 """Small random models of transformers' types, with configs as released checkpoints have them where defaults do not."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -116,6 +118,14 @@ def packed_and_plain(kind: str) -> tuple[nn.Module, nn.Module]:
     plain = cls._from_config(shrunk(config, **sizes), attn_implementation="eager")
     plain.to(next(packed.parameters()).dtype).load_state_dict(packed.state_dict())
     return packed, plain.eval()
+
+
+def write_small_models(kinds: Iterable[str], folder: Path, tokenizer: Path) -> dict[str, str]:
+    """Save a small model of each type, beside a copy of the tokenizer of a folder; return their folders."""
+    for kind in kinds:
+        packed_and_plain(kind)[1].save_pretrained(folder / kind)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / kind)
+    return {kind: str(folder / kind) for kind in kinds}
 
 
 def in_float64(*models: nn.Module) -> None:

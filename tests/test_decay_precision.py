@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from tests.checked import checked
 from tests.ranks import run_ranks
 from tests.reference import documents_of_answers, pack_row
-from tests.small_models import packed_and_plain
+from tests.small_models import write_small_models
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
@@ -52,13 +51,7 @@ def _seen(folder):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
     """Folders of a small model of each family, by name."""
-    written = {}
-    for name in FAMILIES:
-        folder = tmp_path_factory.mktemp(name)
-        packed_and_plain(name)[1].save_pretrained(folder)
-        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-        written[name] = str(folder)
-    return written
+    return write_small_models(FAMILIES, tmp_path_factory.mktemp("models"), tiny_model)
 
 
 def _all_seen(folders):
@@ -77,10 +70,11 @@ def test_decays_and_their_gradients_are_not_rounded_to_bf16(folders):
             torch.testing.assert_close(of["gradient"], of["local"], rtol=1e-6, atol=0)
 
 
-def test_fsdp1_says_that_it_rounds_them(folders, tmp_path):
+def test_notices_say_that_fsdp1_rounds_them_and_which_kernels_are_missing(folders, tmp_path):
     data = write_tokenized(tmp_path, random_documents(np.random.default_rng(0), [40, 30], VOCABULARY, 1))
     given = [f"data.train_dir={data}", f"model.path={folders['nemotron_h']}", "trainer.device=cuda"]
     said = "engine.strategy=fsdp rounds A_log and dt_bias of a NemotronHConfig to bf16; fsdp2 does not"
     for strategy, is_said in (("fsdp", True), ("fsdp2", False)):
         notices = checked(compose([*given, _BF16, f"engine.strategy={strategy}"]), 1, "cuda", (9, 0)).notices
         assert (said in notices) is is_said
+        assert any("flash-linear-attention are not installed" in notice for notice in notices)

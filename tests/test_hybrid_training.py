@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from tests.ranks import run_ranks
 from tests.reference import Reference, documents_of_answers, load_eager, pack_row
-from tests.small_models import packed_and_plain
+from tests.small_models import write_small_models
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
 from verl_ext.trainer.batch import StepCollator
@@ -36,14 +35,7 @@ def engine_steps(folders, ulysses, groups, overrides=()):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
     """Folders of a small model of each family, by name."""
-    written = {}
-    for name in FAMILIES:
-        folder = tmp_path_factory.mktemp(name)
-        _, plain = packed_and_plain(name)
-        plain.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-        written[name] = str(folder)
-    return written
+    return write_small_models(FAMILIES, tmp_path_factory.mktemp("models"), tiny_model)
 
 
 @pytest.mark.slow

@@ -6,10 +6,9 @@ import os
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests.ranks import run_ranks
-from tests.small_models import packed_and_plain
+from tests.small_models import write_small_models
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
@@ -68,9 +67,8 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate(tmp_path):
 
 
 def test_a_prediction_counts_a_frozen_tower(tmp_path, tiny_model):
-    packed_and_plain("gemma3")[1].save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    _assert_predicted([job_of(tmp_path, 2, 96, 1), job_of(tmp_path, 2, 96, 2, f"{CHECKPOINTING}=false")])
+    model = write_small_models(["gemma3"], tmp_path, tiny_model)["gemma3"]
+    _assert_predicted([job_of(model, 2, 96, 1), job_of(model, 2, 96, 2, f"{CHECKPOINTING}=false")])
 
 
 def _assert_predicted(jobs):

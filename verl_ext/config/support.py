@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -303,6 +304,9 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
     if model.module is not None and not config.model_options.lora_rank:
         yield from _frozen_notice(model, config.model_options.freeze)
     scans = model.module is not None and any(mixer.time in SCANS for _, mixer in mixers_of(model.module))
+    if scans and config.trainer.device == "cuda" and find_spec("fla") is None:
+        kernels = "the kernels of flash-linear-attention are not installed (pip install '.[hybrid]')"
+        yield f"a {model.name}'s recurrences run torch's code, document by document, which is slow: {kernels}"
     if scans and config.engine.strategy == "fsdp" and config.param_dtype != "fp32":
         yield f"engine.strategy=fsdp rounds A_log and dt_bias of a {model.name} to {config.param_dtype}; fsdp2 does not"
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
