@@ -10,8 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 
 @dataclass(frozen=True)
@@ -46,16 +53,35 @@ class Expected:
     entropy: dict[int | None, float]
     gradients: dict[str, torch.Tensor]
 
+    def gradient_errors(self, found: Mapping[str, torch.Tensor], floor: float = 1e-4) -> dict[str, float]:
+        """Of each gradient: the norm of its difference, relative to its own norm or `floor` of the largest one."""
+        least = floor * max(float(gradient.norm()) for gradient in self.gradients.values())
+        return {
+            name: float((found[name].double() - gradient).norm()) / max(float(gradient.norm()), least)
+            for name, gradient in self.gradients.items()
+        }
+
     @property
     def grad_norm(self) -> float:
         """The 2-norm over all parameters."""
         return sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients.values()))
 
 
+def documents_of_answers(*lengths: int) -> list[Document]:
+    """Documents of tokens below 128, padding among them, about half of which are targets."""
+    rng = np.random.default_rng(3)
+    documents = []
+    for length in lengths:
+        mask = [0, *rng.integers(0, 2, length - 2).tolist(), 1]
+        documents.append(Document(rng.integers(0, 128, length).tolist(), mask, [0] * length, [1.0] * length))
+    return documents
+
+
 def load_eager(path: str, **options: bool) -> PreTrainedModel:
     """The model in fp32 with transformers' own eager attention."""
     given = {"dtype": torch.float32, "attn_implementation": "eager", **options}
-    return AutoModelForCausalLM.from_pretrained(path, **given).eval()
+    has_images = type(AutoConfig.from_pretrained(path)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path, **given).eval()
 
 
 def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tensor]:

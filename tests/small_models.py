@@ -1,10 +1,12 @@
 """Small random models of transformers' types, with configs as released checkpoints have them where defaults do not."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -20,6 +22,13 @@ from verl_ext.values import first_line
 # Every model type that transformers has for text, with images or without.
 KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 _HYBRID = ["linear_attention", "full_attention"] * 2
+_LLAMA_TEXT = {"pad_token_id": 2, "text_config": {"model_type": "llama", "pad_token_id": 2}}
+_SECTIONS = {  # pairs of a head's numbers that turn by time, height and width, and their share of the head
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"), ([8, 12, 12], 0.5)),
+    **dict.fromkeys(("paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), ([16, 24, 24], 1.0)),
+    "qwen3_omni_moe_thinker": ([24, 20, 20], 1.0),
+    "ernie4_5_vl_moe": ([22, 22, 20], 1.0),
+}
 # Encoders, and decoders of pairs, whose classes are causal with is_decoder alone.
 _ENCODERS = (
     *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert"),
@@ -29,12 +38,16 @@ _ENCODERS = (
 )
 # What released checkpoints have and default configs lack, or what a trial must have to show a leak.
 VALUES: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
     "bamba": {"attn_layer_indices": [1, 3], "num_hidden_layers": 4},
+    "dbrx": {"attn_config": {"rope_theta": 500_000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 11], "num_hidden_layers": 12}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    **dict.fromkeys(("idefics3", "smolvlm"), _LLAMA_TEXT),
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         "use_mamba_kernels": False,
@@ -55,6 +68,11 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
     **{kind: {"is_decoder": True} for kind in _ENCODERS},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    **{
+        kind: {"text_config": {"rope_parameters": {"mrope_section": sections, "partial_rotary_factor": part}}}
+        for kind, (sections, part) in _SECTIONS.items()
+    },
 }
 # On a CPU transformers' own forward of these is wrong for documents longer than a chunk, and clamps by time_step_min.
 SIZES: dict[str, dict[str, Any]] = {
@@ -100,6 +118,14 @@ def packed_and_plain(kind: str) -> tuple[nn.Module, nn.Module]:
     plain = cls._from_config(shrunk(config, **sizes), attn_implementation="eager")
     plain.to(next(packed.parameters()).dtype).load_state_dict(packed.state_dict())
     return packed, plain.eval()
+
+
+def write_small_models(kinds: Iterable[str], folder: Path, tokenizer: Path) -> dict[str, str]:
+    """Save a small model of each type, beside a copy of the tokenizer of a folder; return their folders."""
+    for kind in kinds:
+        packed_and_plain(kind)[1].save_pretrained(folder / kind)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / kind)
+    return {kind: str(folder / kind) for kind in kinds}
 
 
 def in_float64(*models: nn.Module) -> None:

@@ -8,12 +8,21 @@ import torch
 from omegaconf import OmegaConf
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import BertGenerationConfig, DbrxConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    BertGenerationConfig,
+    DbrxConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    RobertaConfig,
+)
 
 from tests.checked import checked
 from verl_ext.config import compose
 from verl_ext.config.check import check_categories
-from verl_ext.config.support import attention_dropout, check_positions, model_positions
+from verl_ext.config.positions import check_positions, model_positions
+from verl_ext.config.support import attention_dropout
 from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions
 
@@ -316,6 +325,7 @@ def test_positions_include_the_rope_scaling_however_the_model_writes_it():
     llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
     llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert model_positions(LlamaConfig(max_position_embeddings=131072, rope_parameters=llama3)) == 131072
+    assert model_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512  # 0 and 1 are of padding
 
 
 def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):

@@ -17,11 +17,17 @@ from verl_ext.layers.dealing import dealt
 
 SEAMS = ("qwen3_5_text", "nemotron_h", "lfm2", "olmo_hybrid")
 SCORES = ("gpt_oss", "gemma2", "llama4_text")  # sinks, a soft cap, chunks
+LEARNED = ("bart", "pegasus", "roberta", "bigbird_pegasus")  # positions that transformers counts otherwise
+POSITIONS = (
+    *("blenderbot", "blenderbot-small", "camembert", "data2vec-text", "marian", "mbart", "plbart"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 FAMILIES = (
     *SEAMS,
     *("qwen3_next", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "mamba2", "lfm2_moe"),
     *("minimax", "jamba", "zamba", "mamba", "falcon_mamba"),
     *SCORES,
+    *LEARNED,
 )
 
 
@@ -31,7 +37,7 @@ def _errors(families, ulysses, context):
 
 
 def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone():
-    (errors,) = run_ranks(_errors, 1, (*SEAMS, "jamba", *SCORES), 1, 1)
+    (errors,) = run_ranks(_errors, 1, (*SEAMS, "jamba", *SCORES, *LEARNED), 1, 1)
     assert max(errors.values()) < 1e-11, errors
 
 
@@ -112,7 +118,7 @@ def test_a_layer_that_the_table_lacks_is_named():
 
 def test_every_row_of_the_table_is_a_layer_of_a_family_here():
     seen = set()
-    for family in FAMILIES:
+    for family in (*FAMILIES, *POSITIONS):
         model, _ = packed_and_plain(family)
         assert unknown_mixers(model) == []
         seen |= {type(layer).__name__ for layer, _ in mixers_of(model)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.small_models import write_small_models
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config import compose
@@ -64,6 +65,15 @@ def test_a_prediction_on_fake_tensors_is_what_real_ranks_allocate(tmp_path):
         job_of(model, 2, 512, 1, f"{CHECKPOINTING}=false", "loss.head=plain", "parallel=ulysses2"),
         job_of(model, 2, 256, 2, f"{CHECKPOINTING}=true", "engine.use_no_sync_for_gradient_accumulation=true"),
     ]
+    _assert_predicted(jobs)
+
+
+def test_a_prediction_counts_a_frozen_tower(tmp_path, tiny_model):
+    model = write_small_models(["gemma3"], tmp_path, tiny_model)["gemma3"]
+    _assert_predicted([job_of(model, 2, 96, 1), job_of(model, 2, 96, 2, f"{CHECKPOINTING}=false")])
+
+
+def _assert_predicted(jobs):
     with Predictor() as predictor:
         predictions = [predictor.predict(job) for job in jobs]
     real = run_ranks(tracked, 2, jobs)[0]

@@ -58,10 +58,11 @@ def test_an_encoder_is_refused_from_its_config(cls):
         assert problems == [f"model.path: {cls.__name__} must have causal attention; got is_decoder=false"]
 
 
-def test_an_encoder_made_causal_is_supported_where_its_positions_begin_at_0():
+def test_an_encoder_made_causal_is_supported_where_its_positions_are_known():
     assert support_problems(transformers.BertConfig(num_hidden_layers=1, is_decoder=True)) == []
-    assert support_problems(transformers.RobertaConfig(num_hidden_layers=1, is_decoder=True)) == [
-        "model.path: RobertaConfig must count positions from 0, as packs do; RobertaForCausalLM counts from "
+    assert support_problems(transformers.RobertaConfig(num_hidden_layers=1, is_decoder=True)) == []
+    assert support_problems(transformers.ProphetNetConfig(is_decoder=True)) == [
+        "model.path: ProphetNetConfig must count positions from 0, as packs do; ProphetNetForCausalLM counts from "
         "pad_token_id + 1"
     ]
 

@@ -16,12 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2M
 from tests.checked import checked, support_problems
 from tests.ranks import run_ranks
 from tests.reference import Reference, load_eager, pack_row
+from tests.small_models import model_class, model_config
 from tests.test_parity import CATEGORIES, DOCUMENTS, GROUPS, MAX_TOKENS
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
 from verl_ext.config import compose
+from verl_ext.config.model import override
 from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
+from verl_ext.layers.shrink import shrunk
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +38,7 @@ MODELS = {
         {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
     ),
 }
+OF_IMAGES = "qwen3_vl_moe"  # trained on text
 CASES = list(itertools.product(("packed", "padded", "labelled"), (1, 4)))
 FEW_CASES = [("packed", 4), ("padded", 4), ("labelled", 1)]  # each packing, each accumulation
 _LEAN = ("engine.use_no_sync_for_gradient_accumulation=true", "model.enable_gradient_checkpointing=false")
@@ -48,10 +52,16 @@ LAYOUTS = {  # ranks, of which so many are a Ulysses group: cases, overrides
 @pytest.fixture(scope="module")
 def moe_models(tmp_path_factory):
     """Folders of all models, by name."""
-    return {
-        name: str(write_tiny_model(tmp_path_factory.mktemp("moe"), 0, config_class, **MOE, **fields))
+    folders = {
+        name: write_tiny_model(tmp_path_factory.mktemp("moe"), 0, config_class, **MOE, **fields)
         for name, (config_class, fields) in MODELS.items()
     }
+    folders[OF_IMAGES] = write_tiny_model(tmp_path_factory.mktemp("moe"), 0)  # its tokenizer
+    config = model_config(OF_IMAGES)
+    override(config, {key: MOE[key] for key in ("output_router_logits", "router_aux_loss_coef")})
+    torch.manual_seed(0)
+    model_class(OF_IMAGES)._from_config(shrunk(config)).save_pretrained(folders[OF_IMAGES])
+    return {name: str(folder) for name, folder in folders.items()}
 
 
 def _train(models: dict[str, str], layout: tuple[int, int]) -> dict:
@@ -88,7 +98,9 @@ def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]],
             engine.optimizer_zero_grad()
             micro_batches = list(batch.micro_batches(ceil(len(mine) / accumulation)))
             engine.accumulate(micro_batches, StepLoss(float(normaliser), ranks, None))
-            gradients = {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()}
+            gradients = {
+                name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.requires_grad
+            }
         value = engine.router_loss.value.item()
         answers[packing, accumulation] = value, gradients if dist.get_rank() == 0 else {}
     return answers
@@ -97,6 +109,8 @@ def _train_one(model: str, sequence_parallel: int, cases: list[tuple[str, int]],
 def _reference(model: str, packing: str) -> tuple[float, dict[str, torch.Tensor]]:
     """The router loss of the tokens that are read, and the gradients of loss and router loss together."""
     plain = load_eager(model)
+    for parameter in (p for name, p in plain.named_parameters() if ".visual." in name):
+        parameter.requires_grad_(False)
     packs = [[DOCUMENTS[i] for i in group] for group in GROUPS[packing]]
     step = Reference(plain, DOCUMENTS).step(packs, "token", {})
     texts = []
@@ -123,7 +137,7 @@ def references(moe_models):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_and_gradients_are_those_of_all_real_tokens_in_plain_transformers(moe_models, references, layout):
     answers = run_ranks(_train, layout[0], moe_models, layout)
-    for name, (packing, accumulation) in itertools.product(MODELS, LAYOUTS[layout][0]):
+    for name, (packing, accumulation) in itertools.product((*MODELS, OF_IMAGES), LAYOUTS[layout][0]):
         value, gradients = references(name, packing)
         for rank in answers:
             assert rank[name][packing, accumulation][0] == pytest.approx(value, rel=1e-5)
@@ -234,6 +248,25 @@ def test_every_family_has_the_router_loss_that_transformers_computes(family):
     sums = losses.sums(logits, torch.ones(17, dtype=torch.bool))
     with torch.no_grad():
         expected = model(input_ids=ids, output_router_logits=True).aux_loss
+    assert float(router_loss(sums, sums.probabilities)) == pytest.approx(float(expected), rel=1e-5)
+
+
+HYBRIDS = ("gpt_oss", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", OF_IMAGES, "ernie4_5_vl_moe")
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_omni_moe_thinker"])
+def test_models_of_images_and_hybrids_have_it_too(family):
+    config = model_config(family)
+    override(config, {"output_router_logits": True, "router_aux_loss_coef": 0.5})
+    assert support_problems(config) == []
+    torch.manual_seed(0)
+    model = model_class(family)._from_config(shrunk(config)).eval()
+    ids = torch.randint(3, 64, (1, 17))
+    losses = RouterLoss(model, model.config.get_text_config())
+    with torch.no_grad(), losses.recording() as logits:
+        model(input_ids=ids, output_router_logits=False)
+        expected = model(input_ids=ids, output_router_logits=True).aux_loss
+    sums = losses.sums(logits[: len(logits) // 2], torch.ones(17, dtype=torch.bool))  # of the first forward
     assert float(router_loss(sums, sums.probabilities)) == pytest.approx(float(expected), rel=1e-5)
 
 

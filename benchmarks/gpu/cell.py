@@ -23,12 +23,12 @@ from verl_ext.trainer.distributed import process_group
 def prepare(spec: dict[str, Any]) -> dict[str, Any]:
     """Write the model: random weights in bf16, half as many key/value heads as query heads, tied embeddings."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     shape, folder = spec["shape"], Path(spec["folder"]) / spec["shape"]
     torch.manual_seed(0)
     config = setting.config_of(shape)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
     return {}

@@ -26,10 +26,26 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("throughput", "longest", "shares")
 IMPLEMENTATIONS = ("kernel", "head", "optimizer")
 CONTESTANTS = ("ours", "ours_liger", "ours_fa3", "verl", "trl")
-SHAPES: dict[str, dict[str, int]] = {  # Qwen3's; tied embeddings, heads of 128
+_TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+_SMALL: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
+_QWEN3_5 = {"model_type": "qwen3_5_text", "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6}
+_NEMOTRON_H = {"model_type": "nemotron_h", "layers_block_type": [*["mamba", "mlp"] * 5, "attention", "mlp"] * 3}
+_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4}
+SHAPES: dict[str, dict[str, Any]] = {  # Qwen3's unless it says another type; tied embeddings, heads of 128
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "qwen3_5": {**_SMALL, **_QWEN3_5, "num_hidden_layers": 24},
+    "nemotron_h": {**_SMALL, **_NEMOTRON_H},
+    "gpt_oss": {**_SMALL, **_GPT_OSS, "intermediate_size": 1024, "num_hidden_layers": 16},
+    "tiny": {**_TINY, "num_hidden_layers": 2},
+    "tiny_qwen3_5": {
+        **_TINY,
+        **_QWEN3_5,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    },
+    "tiny_nemotron_h": {**_TINY, **_NEMOTRON_H, "layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
+    "tiny_gpt_oss": {**_TINY, **_GPT_OSS, "num_hidden_layers": 2},
 }
 NOTES = """\
 Same random weights, documents, AdamW, bf16 compute over fp32 weights and gradient checkpointing for everybody; a
@@ -65,7 +81,8 @@ def arguments() -> argparse.Namespace:
     if not options.trl:
         options.contestants = [name for name in options.contestants if name != "trl"]
     if options.quick:
-        options.shapes, options.packs, options.step_tokens = ["tiny"], [512], 1024
+        options.packs, options.step_tokens = [512], 1024
+        options.shapes = [shape for shape in options.shapes if shape.startswith("tiny")] or ["tiny"]
         options.steps, options.first_length = 2, 256
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA GPU; --quick runs tiny shapes on a CPU")

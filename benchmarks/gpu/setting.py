@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.run import SHAPES
 from benchmarks.lengths import Document, long_tailed_lengths, make_documents
 from verl_ext.flops import peak_flops, train_flops
+from verl_ext.layers import mixers_of
 
 VOCABULARY = 151_936
 POSITIONS = 2**23
@@ -25,7 +26,7 @@ POSITIONS = 2**23
 
 def vocabulary(shape: str) -> int:
     """Of a shape's model."""
-    return 1024 if shape == "tiny" else VOCABULARY
+    return 1024 if shape.startswith("tiny") else VOCABULARY
 
 
 def steps_of_documents(shape: str, pack: int, step_tokens: int, steps: int) -> list[list[Document]]:
@@ -51,16 +52,17 @@ def _model_flops(shape: str) -> Any:
     """Return the FLOPs of a shape's model by a document's tokens."""
     config = config_of(shape)
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
-    found = train_flops(model, config)
+        model = AutoModelForCausalLM.from_config(config)
+    states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(model))
+    found = train_flops(model, config, states)
     assert found is not None
     return found
 
 
-def config_of(shape: str) -> Qwen3Config:
+def config_of(shape: str) -> Any:
     """Return a shape's config: half as many key/value heads as query heads, tied embeddings."""
-    return Qwen3Config(
-        **SHAPES[shape],
+    return AutoConfig.for_model(
+        **{"model_type": "qwen3", **SHAPES[shape]},
         num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
         head_dim=head_size(shape),
         vocab_size=vocabulary(shape),
@@ -71,7 +73,7 @@ def config_of(shape: str) -> Qwen3Config:
 
 def head_size(shape: str) -> int:
     """Of a shape's attention heads."""
-    return 16 if shape == "tiny" else 128
+    return 16 if shape.startswith("tiny") else 128
 
 
 def mfu(floating: float, seconds: float) -> float | None:

@@ -6,12 +6,11 @@ fp32 is compared with plain Hugging Face on the same GPU, document by document; 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests.gpu.test_step import BF16, assert_close, deviation
 from tests.packed_engine import build_worker, train_step
 from tests.reference import Reference, load_eager, pack_row
-from tests.small_models import packed_and_plain
+from tests.small_models import write_small_models
 from tests.test_hybrid_training import DOCUMENTS, PACKS
 from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
@@ -24,11 +23,7 @@ FAMILIES = ("qwen3_5_text", "nemotron_h", "gpt_oss")
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory, tiny_model):
     """A folder of a small model of a family."""
-    written = tmp_path_factory.mktemp(request.param)
-    _, plain = packed_and_plain(request.param)
-    plain.save_pretrained(written)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(written)
-    return str(written)
+    return write_small_models([request.param], tmp_path_factory.mktemp("models"), tiny_model)[request.param]
 
 
 def step(folder, overrides=(), backend="auto"):

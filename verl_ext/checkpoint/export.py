@@ -57,12 +57,22 @@ class Export:
             GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
         if (processor := engine.checkpoint_manager.processing_class) is not None:
             processor.save_pretrained(folder)
+        _copy_processor(Path(engine.model_config.local_path), folder)
         if hasattr(config, "auto_map"):
             module = engine.module.get_base_model() if engine._is_lora else engine.module
             custom_object_save(module, folder, config=config)
         if self.weights is not None:
             disable_progress_bar()  # A thread's bar beside the one of training would wait for the lock of both.
             _write_weights(self.plain, self.weights, folder)
+
+
+def _copy_processor(model: Path, folder: Path) -> None:
+    """Copy the files of a model's processor that an export lacks: verl may load none, and texts alone need none."""
+    has_template = any(folder.glob("chat_template*"))
+    for pattern in ("*processor_config.json", *(() if has_template else ("chat_template*",))):
+        for file in model.glob(pattern):
+            if file.is_file() and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
 
 
 def _gathered_weights(engine: Any) -> dict[str, torch.Tensor]:

@@ -278,7 +278,8 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
 
 
 def _set(hf_config: Any, key: str, value: Any) -> None:
-    if not hasattr(hf_config, key) and not getattr(hf_config, "auto_map", None):
+    routers = key == "output_router_logits" and hasattr(hf_config, "router_aux_loss_coef")  # Qwen3-VL's lacks the first
+    if not hasattr(hf_config, key) and not routers and not getattr(hf_config, "auto_map", None):
         nearest = nearest_name(key, ["rope_theta", *(name for name in hf_config.to_dict() if not name.startswith("_"))])
         hint = f"; nearest: {_OVERRIDE}.{nearest}" if nearest else ""
         raise ValueError(f"unknown key {_OVERRIDE}.{key} of {type(hf_config).__name__}{hint}")

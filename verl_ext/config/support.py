@@ -1,4 +1,4 @@
-"""The architecture of a model: whether it allows packs, sequence parallelism, kernels and positions.
+"""The architecture of a model: whether it allows packs, sequence parallelism and kernels.
 
 Read from its config.json and classes, before weights are loaded.
 """
@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from verl_ext.engines.head import supported_head
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
-from verl_ext.layers import mixers_of, unknown_mixers
+from verl_ext.layers import MIXERS, SCANS, mixers_of, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.probe import isolation_problem, trial_model
 from verl_ext.layers.towers import auto_class, freeze, outside_text
@@ -141,10 +142,15 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
 def _encoder_problems(model: Architecture) -> list[str]:
     """Read from its modules why an encoder's architecture (BERT's and its kin) cannot be trained on packs."""
     name, modules = f"model.path: {model.name}", dict(model.module.named_modules())
-    if any(getattr(module, "is_causal", None) is False for module in modules.values()):
+    # Decoders of pairs attend to an encoder's states where they are given some, which texts alone never are.
+    known = {path for path, module in modules.items() if type(module).__name__ in MIXERS}
+    others = {path for path in modules.keys() - known if not path.endswith(".encoder_attn")}
+    if any(getattr(modules[path], "is_causal", None) is False for path in others):
         return [f"{name} must have causal attention; got is_decoder={str(model.hf_config.is_decoder).lower()}"]
-    embeddings = [module for path, module in modules.items() if path.endswith(".position_embeddings")]
-    if any(getattr(embedding, "padding_idx", None) is not None for embedding in embeddings):
+    counted = {
+        path for path in others if path.endswith(".position_embeddings") and path.rpartition(".")[0] not in known
+    }
+    if any(getattr(modules[path], "padding_idx", None) is not None for path in counted):
         return [f"{name} must count positions from 0, as packs do; {model.cls.__name__} counts from pad_token_id + 1"]
     return []
 
@@ -202,15 +208,18 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield f"{SP} must be at most {most}; got {ulysses}; {CP} lets more ranks share a pack"
     if config.model_options.tile_tokens is not None and model.module is not None and not any(tileable(model.module)):
         yield untileable(f"a {model.name}", config.model_options.tile_tokens)
+    checkpointing = config.model_options.enable_gradient_checkpointing
+    if checkpointing and not getattr(model.cls, "supports_gradient_checkpointing", True):
+        yield f"model.enable_gradient_checkpointing must be false for a {model.name}, which has none; got true"
     if problem := experts_problem(model.module, config.model_options.experts):
         yield f"{problem}; got {config.model_options.experts}"
     yield from _freeze_problems(config, model)
     yield from lora_problems(config, model)
     if config.plan.gpu_memory is not None and model.module is not None:
-        states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time != "attention"}
-        states |= set(outside_text(model.module))  # a plan was never compared with a run that has a tower
-        if states:
-            why = f"the memory of {', '.join(sorted(states))} is not predicted"
+        stateless = ("attention", "positions")
+        states = {type(layer).__name__ for layer, mixer in mixers_of(model.module) if mixer.time not in stateless}
+        if states:  # a plan would count torch's code, whose memory is another
+            why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
             yield f"plan.gpu_memory must be null for a {model.name}: {why}; got {config.plan.gpu_memory}"
 
 
@@ -294,6 +303,12 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         )
     if model.module is not None and not config.model_options.lora_rank:
         yield from _frozen_notice(model, config.model_options.freeze)
+    scans = model.module is not None and any(mixer.time in SCANS for _, mixer in mixers_of(model.module))
+    if scans and config.trainer.device == "cuda" and find_spec("fla") is None:
+        kernels = "the kernels of flash-linear-attention are not installed (pip install '.[hybrid]')"
+        yield f"a {model.name}'s recurrences run torch's code, document by document, which is slow: {kernels}"
+    if scans and config.engine.strategy == "fsdp" and config.param_dtype != "fp32":
+        yield f"engine.strategy=fsdp rounds A_log and dt_bias of a {model.name} to {config.param_dtype}; fsdp2 does not"
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     if heads and (zero := HeadPadding.from_heads(*heads, ulysses).zero_heads):
         yield (
@@ -352,40 +367,6 @@ def chosen_backend(config: "RunConfig", model: Architecture) -> tuple[str, str |
     dropout, device = attention_dropout(model.hf_config), config.trainer.device
     size, asked = model.head_size, config.attention.backend
     return choose_backend(asked, device, limit, dropout, capability, size, model.softcap), limit
-
-
-def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
-    """Raise ValueError if a document reaches positions that the model does not have.
-
-    Positions restart with every document, so a pack may be longer than the model's positions; a document, of at most
-    min(longest_document, max_tokens) tokens, may not.
-    """
-    positions = model_positions(hf_config)
-    longest = min(longest_document, max_tokens)
-    if positions is not None and longest > positions:
-        raise ValueError(
-            f"data.max_tokens must be at most the model's {positions} positions while a document is longer than those; "
-            f"got {max_tokens} and a longest document of {longest} tokens: lower it with data.over_length=drop, "
-            "truncate or split, or extend the model by model.override_config"
-        )
-
-
-def model_positions(hf_config: Any) -> int | None:
-    """Return the positions that a model was made for, its RoPE scaling included; None if its config names none.
-
-    Some configs (Llama 3) give max_position_embeddings with the scaling included, others (YaRN for Qwen) without: the
-    larger reading is taken.
-    """
-    text = hf_config.get_text_config()
-    positions = base = getattr(text, "max_position_embeddings", None)
-    if not positions:
-        return None
-    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
-    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one for each layer type
-    for rope in ropes:
-        if isinstance(rope, dict) and rope.get("factor"):
-            positions = max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or base)))
-    return int(positions)
 
 
 def attention_dropout(hf_config: Any) -> float:

@@ -43,7 +43,7 @@ def asks_for_router_loss(hf_config: Any) -> bool:
 
 def has_router_loss(model_class: type | None, hf_config: Any) -> bool:
     """Tell whether :class:`RouterLoss` supports models of this class and config."""
-    needs = ("output_router_logits", "router_aux_loss_coef", "num_experts_per_tok")
+    needs = ("router_aux_loss_coef", "num_experts_per_tok")
     return _router_of(model_class) is not None and all(hasattr(hf_config, name) for name in needs)
 
 

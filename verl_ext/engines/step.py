@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
@@ -33,6 +34,7 @@ from verl_ext.engines.activations import ActivationOptions, apply_activation_opt
 from verl_ext.engines.optimizer import take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.schedule import OF_VERL, rate_factor
+from verl_ext.engines.sharding import keep_decays_precise, sharded_apart
 from verl_ext.flops import train_flops
 from verl_ext.layers import mixers_of
 from verl_ext.layers.towers import auto_class
@@ -92,8 +94,17 @@ class StepEngine(FSDPEngineWithLMHead):
             )
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module with the activation options of the model node."""
-        module = super()._build_module()
+        """Build verl's module with the activation options of the model node and the checkpoint's padding token."""
+        # Upstream: verl 0.9.1 gives the config the tokenizer's pad_token_id before it builds the module. Embeddings
+        # give that token no gradient, though documents may end with it, and RoBERTa's kin count positions from it.
+        # To go when verl sets it for generation alone.
+        model, config = self.model_config, self.model_config.hf_config
+        padding, overrides = getattr(config, "pad_token_id", None), model.override_config
+        if "pad_token_id" not in overrides.get("model_config", overrides):
+            own = AutoConfig.from_pretrained(model.local_hf_config_path, trust_remote_code=model.trust_remote_code)
+            config.pad_token_id = getattr(own, "pad_token_id", None)
+        module: Any = super()._build_module()
+        config.pad_token_id = module.config.pad_token_id = padding
         apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
         return module
 
@@ -102,14 +113,21 @@ class StepEngine(FSDPEngineWithLMHead):
         # Upstream: verl 0.9.1 wraps modules whose class derives from ABC by assigning __class__ (`fully_shard_module`).
         # Python rejects that for PEFT's layers, so a head with adapters could not be wrapped. FSDP2 itself takes such
         # classes; to go when verl calls fully_shard for them.
-        verls: Any = fsdp_utils
-        before, verls.fully_shard_module = verls.fully_shard_module, None
+        # It also casts all of a layer's parameters alike; to go when it takes a precision by parameter.
+        verls, impl, apply = cast(Any, fsdp_utils), cast(Any, transformer_impl), transformer_impl.apply_fsdp2
+
+        def apply_fsdp2(module: Any, fsdp_kwargs: dict[str, Any], config: Any) -> None:
+            keep_decays_precise(module, fsdp_kwargs)
+            apply(module, fsdp_kwargs, config)
+
+        before, verls.fully_shard_module, impl.apply_fsdp2 = verls.fully_shard_module, None, apply_fsdp2
+        module._no_split_modules = sharded_apart(module)
         states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(module))
         self.train_flops = train_flops(module, self.model_config.hf_config, states)
         try:
             return super()._build_fsdp_module(module)
         finally:
-            verls.fully_shard_module = before
+            verls.fully_shard_module, impl.apply_fsdp2 = before, apply
 
     def _build_optimizer(self, module: Any) -> Any:
         """Build verl's optimizer in the implementation that suits this run's device and torch."""

@@ -10,6 +10,7 @@ these are replaced, and only while a pack runs; everything else of a layer stays
 | `convolution` | `causal_conv1d_fn`, or the forward of a convolution | a halo |
 | `documents` | nothing: the layer runs once for each document | whole documents are dealt to ranks |
 | `attention` | places that transformers counts from the first token of a batch | as in all attention |
+| `positions` | the same of embeddings; what a class says of its masks | nothing |
 
 A layer class that is not in the table and is no attention is refused (:func:`unknown_mixers`).
 """
@@ -18,6 +19,7 @@ import contextlib
 import functools
 import math
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ _MIXER_NAMES = re.compile(
     r"(Mixer|MambaLayer|Mamba|ShortConv(olution)?|GatedDeltaNet|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
     r"|RecurrentBlock|RetentionLayer|SSM)$"
 )
+SCANS = ("delta", "state_space")  # the times of layers with a recurrence whose functions this project computes
 _swapped = threading.RLock()  # names of a modeling module are those of the process
 
 
@@ -182,6 +185,37 @@ def _install_llama4(layer: Any, pack: RunningPack) -> None:
     layer.forward = forward
 
 
+def _install_positions(layer: Any, pack: RunningPack) -> None:
+    """Give a decoder's embeddings of positions those of documents; transformers counts a batch's tokens."""
+    alone, last = layer.forward, layer.num_embeddings - getattr(layer, "offset", 0) - 1
+
+    @functools.wraps(alone)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if pack.layout is not None:  # a pack's padding alone can be longer than the positions
+            kwargs["position_ids"] = pack.positions().clamp(max=last)
+        return alone(*args, **kwargs)
+
+    layer.forward = forward
+
+
+def _install_padded_positions(layer: Any, pack: RunningPack) -> None:
+    """Count positions from the one after the padding's, as RoBERTa's kin do when they are given none."""
+    alone = layer.forward
+
+    @functools.wraps(alone)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if pack.layout is not None:
+            kwargs["position_ids"] = kwargs["position_ids"] + layer.padding_idx + 1
+        return alone(*args, **kwargs)
+
+    layer.forward = forward
+
+
+def _install_causality(layer: Any, pack: RunningPack) -> None:
+    """Say that a decoder's attention is causal, as its masks make it."""
+    layer.is_causal = True
+
+
 def _in_packs(pack: RunningPack, packed: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
     """Choose a function for packs while one runs, and transformers' own otherwise, as in generation."""
 
@@ -264,7 +298,28 @@ MIXERS: dict[str, Mixer] = {
         state=("num_attention_heads", "head_dim", "head_dim"),
     ),
     "ZambaMambaMixer": _DOCUMENTS,
+    "BigBirdPegasusDecoderAttention": Mixer("positions", _install_causality),
+    **{
+        f"{name}PositionalEmbedding": Mixer("positions", _install_positions)
+        for name in (
+            *("BartLearned", "BigBirdPegasusLearned", "BlenderbotLearned", "BlenderbotSmallLearned", "MBartLearned"),
+            *("MarianSinusoidal", "PLBartLearned", "PegasusSinusoidal"),
+        )
+    },
+    **{
+        f"{name}Embeddings": Mixer("positions", _install_padded_positions)
+        for name in (
+            *("Camembert", "Data2VecText", "Roberta", "RobertaPreLayerNorm", "XLMRoberta"),
+            *("XLMRobertaXL", "Xmod"),
+        )
+    },
 }
+
+
+def positions_of_padding(cls: type, hf_config: Any) -> int:
+    """Return the first positions that a class of RoBERTa's kin leaves to padding tokens; 0 for others."""
+    padded = {name for name, mixer in MIXERS.items() if mixer.install is _install_padded_positions}
+    return 0 if padded.isdisjoint(vars(sys.modules[cls.__module__])) else hf_config.pad_token_id + 1
 
 
 def install(model: nn.Module, pack: RunningPack) -> None:

@@ -12,7 +12,9 @@ _SIZES: dict[str, Any] = {
         64,
     ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(
+        ("num_key_value_heads", "n_head_kv", "num_kv_heads", "num_global_key_value_heads", "kv_n_heads"), 2
+    ),
     **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim"), 16),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "ffn_hidden_size", "dim_ff"), 96),
     **dict.fromkeys(("intermediate_size_mlp",), 96),
@@ -24,7 +26,9 @@ _SIZES: dict[str, Any] = {
         32,
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token"), 2
+    ),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts", "zero_expert_num"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
@@ -49,11 +53,13 @@ _TOWER_SIZES: dict[str, Any] = {  # of vision and audio towers, which text does 
     **{"num_position_embeddings": 16, "position_embedding_size": 16, "deepstack_visual_indexes": [0]},
     **{"fullatt_block_indexes": [0], "window_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2},
     **{"projector_dim": 64, "global_head_dim": 16, "default_output_length": 4, "pooling_kernel_size": 2},
-    **{"num_soft_tokens": 4, "layer_types": None},
+    **{"num_soft_tokens": 4, "layer_types": None, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2},
+    **{"encoder_ffn_dim": 48, "output_dim": 64, "downsample_hidden_size": 16},
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _KINDS = ("layer_types", "layers_block_type", "block_types", "no_rope_layers")
 _INDICES = ("hybrid_layer_ids", "moe_layers", "attn_layer_indices", "full_attn_idxs", "mlp_only_layers")
+_OF_LAYERS = ("attn_config", "ffn_config")  # DBRX's
 _MOST_LAYERS = 12
 
 
@@ -68,14 +74,17 @@ def shrunk(config: Any, **sizes: Any) -> Any:
     values = copy.deepcopy(config.to_dict())
     parts = {name: getattr(config, name, None) for name in values if name.endswith("_config")}
     parts = {name: part for name, part in parts.items() if hasattr(part, "to_dict")}
-    if parts:
-        text = config.get_text_config()
-        small = {
-            name: (shrunk(part, **sizes.pop(name, {})) if part is text else _small_tower(part)).to_dict()
-            for name, part in parts.items()
-        }
-        return type(config).from_dict({**values, **small, **_small_ids(values), **sizes})
+    text = config.get_text_config()
+    inner = {
+        name: (shrunk(part, **sizes.pop(name, {})) if part is text else _small_tower(part)).to_dict()
+        for name, part in parts.items()
+        if name not in _OF_LAYERS
+    }
+    if text is not config:
+        return type(config).from_dict({**values, **inner, **_small_ids(values), **sizes})
+    values |= inner | {name: _small_layer(part) for name, part in parts.items() if name in _OF_LAYERS}
     small = {name: size for name, size in _SIZES.items() if values.get(name) is not None}
+    small |= {name: [size] * len(values[name]) for name, size in small.items() if isinstance(values[name], list)}
     layers = _layers_of_each_kind(values)
     for name in _LAYERS:
         if name in values:
@@ -93,6 +102,15 @@ def shrunk(config: Any, **sizes: Any) -> Any:
     ropes = [name for name in ("rope_parameters", "rope_scaling") if isinstance(values.get(name), dict)]
     small |= {name: _unscaled(values[name], small.get("head_dim", 16)) for name in ropes}
     return _rebuilt(config, {**values, **small, **_small_ids(values), **sizes})
+
+
+def _small_layer(config: Any) -> Any:
+    """Return a small copy of a config of a part of each layer, which takes none but its own names."""
+    small = copy.deepcopy(config)
+    for name, size in _SIZES.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, size)
+    return small
 
 
 def _small_tower(config: Any) -> Any:
@@ -139,4 +157,6 @@ def _unscaled(rope: dict[str, Any], head_size: int) -> dict[str, Any]:
     if "mrope_section" in rope:  # pairs of time, height and width; texts have the same position in all three
         pairs = int(head_size * (part or 1)) // 2
         small["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+        if rope["mrope_section"][0] == rope["mrope_section"][1]:  # Ernie's, of height, width and time
+            small["mrope_section"].reverse()
     return small

@@ -23,10 +23,10 @@ from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
 from verl_ext.config.check import check_categories, check_run
+from verl_ext.config.positions import check_positions, model_positions
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import AFTER_EACH_EPOCH, Machine, RunConfig, TrainerOptions
 from verl_ext.config.schema import check_keys
-from verl_ext.config.support import check_positions, model_positions
 from verl_ext.data import PackDataset, check_vocabulary
 from verl_ext.data.content import CONTENT, DataFiles
 from verl_ext.data.dataset import DIGEST, DataOptions, RunLength

@@ -1,0 +1,80 @@
+"""Rates of decay reach a recurrence in fp32 under bf16 mixed precision, and so do their gradients the optimizer."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checked import checked
+from tests.ranks import run_ranks
+from tests.reference import documents_of_answers, pack_row
+from tests.small_models import write_small_models
+from tests.tiny_model import VOCABULARY
+from tests.tokenized_data import random_documents, write_tokenized
+from verl_ext.config import compose
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.batch import StepCollator
+
+FAMILIES = ("qwen3_5_text", "nemotron_h", "olmo_hybrid")
+DOCUMENTS = documents_of_answers(21, 2, 13, 30, 9, 17)
+PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
+_BF16 = "engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}"
+
+
+def _seen(folder):
+    """By parameter: its master, what the forward reads, the mean of the ranks' gradients and the optimizer's."""
+    from tests.packed_engine import build_worker, train_step
+
+    engine = build_worker(folder, overrides=[_BF16]).engine
+    layers = {name: layer for name, layer in engine.module.named_modules() if hasattr(layer, "A_log")}
+    seen, masters = {}, {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
+
+    def record(layer, *_):
+        for own in ("A_log", "dt_bias"):
+            parameter, name = getattr(layer, own), next(n for n, x in layers.items() if x is layer) + f".{own}"
+            if name not in seen and torch.is_grad_enabled():  # the first forward; a recomputed one sees the same
+                seen[name] = {"forward": parameter.detach().clone(), "master": masters[name], "local": []}
+                parameter.register_hook(seen[name]["local"].append)
+
+    for layer in layers.values():
+        layer.register_forward_pre_hook(record)
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    step = train_step(engine, [pack_row(pack) for pack in PACKS], collate, 1, "fused")
+    for name, of in seen.items():
+        summed = sum(of["local"]).float()
+        dist.all_reduce(summed)
+        of |= {"local": summed / dist.get_world_size(), "gradient": step.gradients.get(name)}
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_model):
+    """Folders of a small model of each family, by name."""
+    return write_small_models(FAMILIES, tmp_path_factory.mktemp("models"), tiny_model)
+
+
+def _all_seen(folders):
+    return {name: _seen(folder) for name, folder in folders.items()}
+
+
+@pytest.mark.slow
+def test_decays_and_their_gradients_are_not_rounded_to_bf16(folders):
+    for family, seen in run_ranks(_all_seen, 2, folders)[0].items():
+        assert seen, family
+        for name, of in seen.items():
+            assert of["forward"].dtype == torch.float32, f"{family}: {name}"
+            assert torch.equal(of["forward"], of["master"]), f"{family}: {name}"
+            assert not torch.equal(of["master"], of["master"].bfloat16().float()), f"{family}: {name} can tell nothing"
+            assert not torch.equal(of["local"], of["local"].bfloat16().float()), f"{family}: {name} is rounded"
+            torch.testing.assert_close(of["gradient"], of["local"], rtol=1e-6, atol=0)
+
+
+def test_notices_say_that_fsdp1_rounds_them_and_which_kernels_are_missing(folders, tmp_path):
+    data = write_tokenized(tmp_path, random_documents(np.random.default_rng(0), [40, 30], VOCABULARY, 1))
+    given = [f"data.train_dir={data}", f"model.path={folders['nemotron_h']}", "trainer.device=cuda"]
+    said = "engine.strategy=fsdp rounds A_log and dt_bias of a NemotronHConfig to bf16; fsdp2 does not"
+    for strategy, is_said in (("fsdp", True), ("fsdp2", False)):
+        notices = checked(compose([*given, _BF16, f"engine.strategy={strategy}"]), 1, "cuda", (9, 0)).notices
+        assert (said in notices) is is_said
+        assert any("flash-linear-attention are not installed" in notice for notice in notices)

@@ -1,0 +1,64 @@
+"""Every model type that is trained takes a step in the engine, sharded over two ranks, as plain transformers does."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from tests.ranks import run_ranks
+from tests.reference import Reference, documents_of_answers, pack_row
+from tests.small_models import model_class, packed_and_plain
+from tests.test_model_types import named, parts
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.batch import StepCollator
+
+# In fp32, where other formulas than transformers' round otherwise; test_model_types.py compares in fp64. Biases of keys
+# have no gradient but for rounding.
+TOLERANCE = 2e-3
+DOCUMENTS = documents_of_answers(21, 2, 13, 30, 9, 17)
+PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
+
+
+def _off(kind, folder, tokenizer):
+    """The largest relative error of the loss and of a gradient of a step; 0 but on rank 0."""
+    from tests.packed_engine import build_worker, train_step
+
+    if dist.get_rank() == 0:
+        packed_and_plain(kind)[1].save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    dist.barrier()
+    checkpointing = str(model_class(kind).supports_gradient_checkpointing).lower()
+    engine = build_worker(folder, overrides=[f"model.enable_gradient_checkpointing={checkpointing}"]).engine
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    step = train_step(engine, [pack_row(pack) for pack in PACKS], collate, 1, "fused")
+    if dist.get_rank() > 0:
+        return 0.0
+    given = {"dtype": torch.float32, "attn_implementation": "eager"}
+    plain = model_class(kind).from_pretrained(folder, **given).eval()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name in step.gradients)  # no text reaches the others: test_model_types.py
+    expected = Reference(plain, DOCUMENTS).step(PACKS, "token", {})
+    errors = expected.gradient_errors(step.gradients)
+    return max(abs(step.report["train/loss"] / expected.loss - 1), *errors.values())
+
+
+def _all_off(kinds, tiny_model, folder):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, bos_token="<|unk|>")
+    found = {}
+    for kind in kinds:
+        try:
+            found[kind] = _off(kind, Path(folder) / kind, tokenizer)
+        except Exception as error:
+            found[kind] = f"{type(error).__name__}: {error}"
+    return {kind: off for kind, off in found.items() if isinstance(off, str) or not off < TOLERANCE}
+
+
+@pytest.mark.slow
+def test_a_sharded_step_of_every_type_equals_plain_transformers(tiny_model, tmp_path):
+    for kinds in parts(named("Trained"), 30):
+        for wrong in run_ranks(_all_off, 2, kinds, str(tiny_model), str(tmp_path)):
+            assert wrong == {}

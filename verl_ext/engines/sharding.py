@@ -1,0 +1,58 @@
+"""The parts of a model that FSDP shards by themselves, and those of them that stay in fp32."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from verl_ext.layers import SCANS, mixers_of
+
+
+def keep_decays_precise(module: nn.Module, fsdp_kwargs: dict[str, Any]) -> None:
+    """Shard the layers with a recurrence so that their rates of decay reach it in fp32.
+
+    A_log and dt_bias are summed and exponentiated over all tokens of a document: in bf16 a rate is off by up to 0.4 %.
+    A layer's own parameters, and its convolution's, which it reads and does not call, are a group in fp32 that stays
+    whole between forward and backward; its projections and norm are another as all others are.
+
+    Args:
+        module: the model before it is sharded.
+        fsdp_kwargs: verl's arguments of fully_shard.
+    """
+    policy: MixedPrecisionPolicy = fsdp_kwargs["mp_policy"]
+    if policy.param_dtype == torch.float32:
+        return
+    precise = MixedPrecisionPolicy(torch.float32, policy.reduce_dtype, cast_forward_inputs=False)
+    for layer in [layer for layer, mixer in mixers_of(module) if mixer.time in SCANS]:
+        called = [part for part in layer.children() if [*part.parameters()] and not isinstance(part, nn.Conv1d)]
+        fully_shard(called, **fsdp_kwargs)
+        fully_shard(layer, **{**fsdp_kwargs, "mp_policy": precise, "reshard_after_forward": False})
+
+
+def sharded_apart(module: Any) -> list[str]:
+    """Return the classes of layers that FSDP2 can shard by themselves."""
+    # Upstream: verl 0.9.1 shards every class of _no_split_modules, and embeddings that are not tied, outer ones before
+    # those inside them, and embeddings tied to the head apart from it (RoBERTa's). FSDP2 refuses both. Without such
+    # classes (Electra) it stops. To go when verl shards from the inside out and leaves shared weights to the parent.
+    names = set(getattr(module, "_no_split_modules", None) or _layers(module))
+    uses = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
+    tied = getattr(module.config, "tie_word_embeddings", False)
+
+    def stands_alone(layer: Any) -> bool:
+        inner = [part for part in layer.modules() if part is not layer]
+        if any(type(part).__name__ in names or (isinstance(part, nn.Embedding) and not tied) for part in inner):
+            return False
+        own = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
+        return all(uses[weight] == count for weight, count in own.items())
+
+    found = [layer for layer in module.modules() if type(layer).__name__ in names]
+    return sorted({*names} - {type(layer).__name__ for layer in found if not stands_alone(layer)})
+
+
+def _layers(module: Any) -> set[str]:
+    """Return the classes of a model's layers: the members of its outermost lists."""
+    lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    outer = [part for path, part in lists.items() if not path.startswith(tuple(f"{other}." for other in lists))]
+    return {type(layer).__name__ for part in outer for layer in part}
