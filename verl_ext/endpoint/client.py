@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -31,6 +31,8 @@ from verl_ext.endpoint.answer import (
     Unparsable,
     Usage,
     answer_from_completion,
+    answer_from_embedding,
+    embedding_of,
 )
 from verl_ext.endpoint.store import Store
 from verl_ext.files import fingerprint
@@ -189,7 +191,35 @@ class Client:
         request |= {name: value for name, value in sent.items() if value is not None}
         if options.extra_body:
             request["extra_body"] = dict(options.extra_body)
-        key = fingerprint([record, stage, attempt, request])
+        seconds = len("".join(message["content"] for message in messages)) / CHARACTERS_PER_SECOND
+        seconds += (sampling.max_tokens or 0) / TOKENS_PER_SECOND
+        completions = self._api.chat.completions.with_raw_response
+
+        async def send() -> Answer:
+            answer = await self._request(completions.create, request, seconds, answer_from_completion)
+            return replace(answer, seed=seed)
+
+        return await self._once(fingerprint([record, stage, attempt, request]), record, stage, send)
+
+    async def embed(self, record: str, text: str) -> Answer:
+        """Return the embedding of a text, float32[dimensions] in `Answer.parsed`, from the store if it has it.
+
+        Raises as :meth:`ask` does.
+        """
+        request: dict[str, Any] = {"model": self.options.model, "input": text, "encoding_format": "float"}
+        if self.options.extra_body:
+            request["extra_body"] = dict(self.options.extra_body)
+        create = self._api.embeddings.with_raw_response.create
+
+        async def send() -> Answer:
+            return await self._request(create, request, len(text) / CHARACTERS_PER_SECOND, answer_from_embedding)
+
+        answer = await self._once(fingerprint([record, "embed", request]), record, "embed", send)
+        self.outcomes.setdefault("embed", Counter())[answer.outcome] += 1
+        return embedded(answer)
+
+    async def _once(self, key: str, record: str, stage: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Return the answer of the store to a question, or that of `send` unless another process asks it now."""
         while True:
             async with self._slots:
                 if stored := self.store.find(key):
@@ -197,8 +227,7 @@ class Client:
                     return stored
                 if self.store.claim(key):
                     try:
-                        answer = await self._request(request, sampling)
-                        answer = replace(answer, seed=seed)
+                        answer = await send()
                         if answer.outcome in KEPT:
                             self.store.add(key, record, stage, answer)
                         else:
@@ -210,20 +239,23 @@ class Client:
                     return answer
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _request(self, request: Mapping[str, Any], sampling: SamplingOptions) -> Answer:
-        """Return the answer of the server to a request that it may have to be sent several times."""
+    async def _request(
+        self, create: Callable[..., Any], request: Mapping[str, Any], seconds: float, read: Callable[[Any], Answer]
+    ) -> Answer:
+        """Return what `read` makes of the server's reply to a request that it may have to be sent several times.
+
+        seconds: what its prompt and answer add to the time-out.
+        """
         from openai import APIConnectionError, APIStatusError
 
-        characters = sum(len(message["content"]) for message in request["messages"])
-        timeout = self.options.timeout + characters / CHARACTERS_PER_SECOND
-        timeout += (sampling.max_tokens or 0) / TOKENS_PER_SECOND
+        timeout = self.options.timeout + seconds
         self.requests += 1
         reason = ""
         for _ in range(BODIES_TRIED):
             try:
-                reply = await self._api.chat.completions.with_raw_response.create(**request, timeout=timeout)
+                reply = await create(**request, timeout=timeout)
                 self.retries += reply.retries_taken
-                return answer_from_completion(json.loads(reply.text))
+                return read(json.loads(reply.text))
             except APIStatusError as error:
                 return self._answer_from_status(error.status_code, self._message(error))
             except APIConnectionError as error:
@@ -251,7 +283,7 @@ class Client:
     def _count(self, answer: Answer) -> None:
         """Count a reply, and end the run if one after the other has failed."""
         self.usage += answer.usage
-        if answer.outcome in (DONE, UNPARSABLE) and not answer.usage.completion_tokens:
+        if answer.outcome in (DONE, UNPARSABLE) and answer.usage == Usage():
             self.without_usage += 1
         self._failures = self._failures + 1 if answer.outcome == FAILED else 0
         if self._failures >= self.options.max_failures:
@@ -299,6 +331,11 @@ class Client:
         key = os.environ.get(self.options.key_variable)
         text = text.replace(key, "***") if key else text
         return redacted_text(one_line(text[:500]))
+
+
+def embedded(answer: Answer) -> Answer:
+    """Return an answer of :func:`answer_from_embedding` with its embedding in `parsed`."""
+    return replace(answer, parsed=embedding_of(answer.text)) if answer.is_done else answer
 
 
 def _cause(error: BaseException) -> str:
