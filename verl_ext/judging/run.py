@@ -10,9 +10,10 @@ from typing import Any
 
 from verl_ext.endpoint.answer import CUT, DONE, Answer
 from verl_ext.endpoint.client import Client, SamplingOptions
+from verl_ext.endpoint.spending import Price, QuestionProgress
 from verl_ext.judging.figures import Figure, figures
 from verl_ext.judging.task import Case, Scores, Task
-from verl_ext.progress import Row, aligned, progress_bar
+from verl_ext.progress import Row, aligned
 
 ANSWERS, PREDICTIONS = "answers.jsonl", "pred.jsonl"
 TRIES = 5  # requests to the judge for a verdict that can be read, as LongWriter and LongAlign make
@@ -45,7 +46,13 @@ class Judged:
 
 
 async def judge_model(
-    name: str, task: Task, cases: Sequence[Case], model: Any, sampling: SamplingOptions, judge: Client | None
+    name: str,
+    task: Task,
+    cases: Sequence[Case],
+    model: Any,
+    sampling: SamplingOptions,
+    judge: Client | None,
+    asked: Sequence[tuple[Client, Price | None]] = (),
 ) -> list[Judged]:
     """Ask a model every case, and the judge about every answer.
 
@@ -56,8 +63,9 @@ async def judge_model(
         model: a Client, LocalModel or Predictions.
         sampling: how the model draws its answers.
         judge: None if nobody is asked for verdicts.
+        asked: the servers among both with their prices, for the progress bar.
     """
-    with progress_bar(f"judge {name}", len(cases), unit=" case") as bar:
+    with QuestionProgress(asked, len(cases), f"judge {name}") as bar:
 
         async def judged(case: Case) -> Judged:
             message = {"role": "user", "content": case.prompt}
@@ -74,7 +82,7 @@ async def judge_model(
                     verdicts = list(await asyncio.gather(*asked))
                 parsed = [verdict.parsed if verdict.is_done else None for verdict in verdicts]
                 scores = task.scores(case, answer.raw, parsed)
-            bar.update(1)
+            bar.item_done()
             return Judged(case, answer, verdicts, scores)
 
         tasks = [asyncio.create_task(judged(case)) for case in cases]
