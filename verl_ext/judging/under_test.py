@@ -80,11 +80,14 @@ class LocalModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from verl_ext.checkpoint.export import export_checkpoint
+        from verl_ext.checkpoint.layout import EXPORT, saved_folders
 
         folder = self.path
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last one it is then
+            folder = [self.path, *saved_folders(self.path)][-1] / EXPORT
+        if not any(folder.glob("*.safetensors")) and folder != self.path:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
-            export_checkpoint(str(folder), str(exported), False, None, "saved", 5.0)
+            export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
             folder = exported
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
