@@ -44,7 +44,8 @@ def main() -> None:
     write_lines(given.output / "chats.jsonl", chats)
     cases = [
         {"prompt": f"Write {form} of {length} words about the {subject} of our town.", "type": form, "length": length}
-        for subject, form, length in zip(UNSEEN, FORMS[:4], (100, 200, 300, 400), strict=True)
+        for subject, form in zip(UNSEEN, FORMS, strict=False)
+        for length in (100, 200, 400)
     ]
     write_lines(given.output / "cases.jsonl", cases)
 

@@ -85,7 +85,8 @@ def answer_from_completion(body: Any) -> Answer:
     """
     try:
         choice = body["choices"][0]
-        message, finish = choice["message"], choice.get("finish_reason")
+        message = choice["message"] if "message" in choice else {"content": choice["text"]}  # of /completions
+        finish = choice.get("finish_reason")
         content = message.get("content") or ""
         refusal = message.get("refusal")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""

@@ -34,7 +34,7 @@ from verl_ext.endpoint.answer import (
     answer_from_embedding,
     embedding_of,
 )
-from verl_ext.endpoint.store import Store
+from verl_ext.endpoint.store import NoStore, Store
 from verl_ext.files import fingerprint
 from verl_ext.redaction import redacted_text
 from verl_ext.values import DataError, Options, UsageError, first_line, nearest_name, one_line, option
@@ -117,14 +117,14 @@ class Client:
     retries, from_store: how many questions were sent, sent again, and answered by the store.
     """
 
-    def __init__(self, options: EndpointOptions, store: Store) -> None:
+    def __init__(self, options: EndpointOptions, store: Store | NoStore) -> None:
         self.options, self.store = options, store
         self.outcomes: dict[str, Counter[str]] = {}
         self.usage = Usage()
         self.requests = self.retries = self.from_store = 0
         self.without_usage = 0  # answers of which the server counted no tokens
         self._failures = 0  # one after the other
-        self._nearest: str | None = None  # to the name of the model, of those that the server lists
+        self.models: list[str] | None = None  # that the server lists; None: it has no list
         self._slots = asyncio.Semaphore(options.concurrency)
 
     async def __aenter__(self) -> "Client":
@@ -151,6 +151,7 @@ class Client:
         sampling: SamplingOptions,
         parse: Callable[[str], Any] | None = None,
         tries: int = 1,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Answer:
         """Return the model's answer to `messages`, from the store if it has it.
 
@@ -164,9 +165,17 @@ class Client:
             sampling: how the answer is drawn.
             parse: makes `Answer.parsed` of the text; `Unparsable` makes the outcome `unparsable`.
             tries: how often an unparsable answer is asked for in all, each time with another seed.
+            tools: the functions that the model may call.
         """
+        request: dict[str, Any] = {"model": self.options.model, "messages": [dict(message) for message in messages]}
+        if tools:
+            request["tools"] = [dict(tool) for tool in tools]
+        if self.options.extra_body:
+            request["extra_body"] = dict(self.options.extra_body)
+        characters = sum(len(str(message.get("content"))) for message in messages)
+        create = self._api.chat.completions.with_raw_response.create
         for attempt in range(tries):
-            answer = await self._find_or_request(record, stage, attempt, messages, sampling)
+            answer = await self._drawn(record, stage, attempt, create, request, characters, sampling)
             if answer.is_done and parse is not None:
                 try:
                     answer = replace(answer, parsed=parse(answer.text))
@@ -177,26 +186,36 @@ class Client:
         self.outcomes.setdefault(stage.partition("/")[0], Counter())[answer.outcome] += 1
         return answer
 
-    async def _find_or_request(
-        self, record: str, stage: str, attempt: int, messages: Messages, sampling: SamplingOptions
+    async def complete(self, record: str, stage: str, tokens: Sequence[int], sampling: SamplingOptions) -> Answer:
+        """Return how the model continues tokens, from the store if it has it. Raises as :meth:`ask` does."""
+        prompt: dict[str, Any] = {"model": self.options.model, "prompt": list(tokens)}
+        create = self._api.completions.with_raw_response.create
+        answer = await self._drawn(record, stage, 0, create, prompt, 4 * len(tokens), sampling)
+        self.outcomes.setdefault(stage, Counter())[answer.outcome] += 1
+        return answer
+
+    async def _drawn(
+        self,
+        record: str,
+        stage: str,
+        attempt: int,
+        create: Callable[..., Any],
+        asked: Mapping[str, Any],
+        characters: int,
+        sampling: SamplingOptions,
     ) -> Answer:
-        options = self.options
-        request: dict[str, Any] = {"model": options.model, "messages": [dict(message) for message in messages]}
+        """Return the answer to what is asked, of so many characters, with the fields of its sampling."""
         seed = None
         if sampling.seed is not None:
             drawn = blake2b(f"{sampling.seed}\0{record}\0{stage}\0{attempt}".encode(), digest_size=4).digest()
             seed = int.from_bytes(drawn, "little") >> 1  # servers take 31 bits
         sent = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
-        sent[options.max_tokens_field] = sampling.max_tokens
-        request |= {name: value for name, value in sent.items() if value is not None}
-        if options.extra_body:
-            request["extra_body"] = dict(options.extra_body)
-        seconds = len("".join(message["content"] for message in messages)) / CHARACTERS_PER_SECOND
-        seconds += (sampling.max_tokens or 0) / TOKENS_PER_SECOND
-        completions = self._api.chat.completions.with_raw_response
+        sent[self.options.max_tokens_field] = sampling.max_tokens
+        request = {**asked, **{name: value for name, value in sent.items() if value is not None}}
+        seconds = characters / CHARACTERS_PER_SECOND + (sampling.max_tokens or 0) / TOKENS_PER_SECOND
 
         async def send() -> Answer:
-            answer = await self._request(completions.create, request, seconds, answer_from_completion)
+            answer = await self._request(create, request, seconds, answer_from_completion)
             return replace(answer, seed=seed)
 
         return await self._once(fingerprint([record, stage, attempt, request]), record, stage, send)
@@ -273,8 +292,8 @@ class Client:
         if status in (401, 403):
             raise UsageError(self._key_problem(line))
         if status == 404:
-            nearest = f" (nearest: {self._nearest})" if self._nearest else ""
-            got = f"got {options.model}{nearest} at {options.base_url}: {line}"
+            near = nearest_name(str(options.model), [name for name in self.models or () if name != options.model])
+            got = f"got {options.model}{f' (nearest: {near})' if near else ''} at {options.base_url}: {line}"
             raise UsageError(f"{options.prefix}.model must be a model of the server, base_url its /v1; {got}")
         if status == 413 or (status in (400, 422) and _TOO_LONG.search(message) and not _BAD_FIELD.search(message)):
             return Answer(TOO_LONG, reason=line)
@@ -311,7 +330,7 @@ class Client:
             raise DataError(f"{needed}; got {options.base_url}: {_cause(error)}") from error
         except (ValueError, LookupError, TypeError):
             return
-        self._nearest = nearest_name(str(options.model), names) if options.model not in names else None
+        self.models = names
 
     def _key_problem(self, line: str) -> str:
         variable = self.options.key_variable

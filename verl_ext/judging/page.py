@@ -16,7 +16,7 @@ from verl_ext.show.page import Chart, write_page
 from verl_ext.values import one_line
 
 PROMPT_ENDS = 600  # characters of a prompt's start and end that a case shows
-_FIT = {"width": "container", "height": 220, "autosize": {"type": "fit", "contains": "padding"}}
+_FIT: dict[str, Any] = {"width": "container", "height": 220, "autosize": {"type": "fit", "contains": "padding"}}
 
 Found = Mapping[str, Mapping[str, Mapping[str, Figure]]]
 JudgedModels = Mapping[str, Sequence[Judged]]
@@ -65,7 +65,7 @@ def _point(group: str, model: str, figure: Figure) -> dict[str, Any]:
 def _intervals(title: str, values: Sequence[Mapping[str, Any]], across: str) -> Chart:
     """Return means as points with their intervals; by group, the models stand beside each other."""
     y = {"type": "quantitative", "axis": {"title": None}}
-    offset = {} if across == "model" else {"xOffset": {"field": "model"}}
+    offset: dict[str, Any] = {} if across == "model" else {"xOffset": {"field": "model"}}
     shown = [{"field": name} for name in ("model", "group", "mean", "low", "high", "cases")]
     spec = {
         "title": title,
@@ -95,7 +95,7 @@ def _against(fact: str, score: str, judged: JudgedModels) -> Chart:
         if row.scores.get(score)
     ]
     title = f"{score} written over {score} asked for"
-    scale = {"type": "log"}  # a text of no words has no place on it; it is in the table
+    scale = {"type": "log", "nice": False}  # a text of no words has no place on it; it is in the table
     x = {"field": "asked", "type": "quantitative", "scale": scale, "axis": {"title": "asked for", "format": "~s"}}
     y = {"type": "quantitative", "scale": scale, "axis": {"title": "written", "format": "~s"}}
     color = {"field": "model", "type": "nominal", "sort": None, "legend": {"orient": "bottom", "title": None}}

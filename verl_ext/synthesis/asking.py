@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from verl_ext.synthesis.records import Made, Making
 
 AHEAD = 4  # items begun at a time, as a multiple of the requests
 
-Make = Callable[[Item, Client, Mapping[str, Prompts], Making], Coroutine[Any, Any, Made]]
+Make = Callable[[Item, Client, dict[str, Prompts], Making], Coroutine[Any, Any, Made]]
 ResultT = TypeVar("ResultT")
 
 

@@ -66,17 +66,17 @@ def groups_of(
     tokens = np.array([document.tokens for document in documents])
     vectors = np.stack([document.vector for document in documents])
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    free = np.ones(len(documents), bool)
+    free, left = np.ones(len(documents), bool), int(tokens.sum())
     ranges = list(zip(intervals.names, intervals.edges, intervals.edges[1:], strict=False))
     for start, document in enumerate(documents):
-        possible = [r for r in ranges if free[start] and document.tokens < r[2] and tokens[free].sum() > r[1]]
+        possible = [each for each in ranges if free[start] and document.tokens < each[2] and left > each[1]]
         if not possible:
             continue
         similarities = vectors @ vectors[start]
         nearest = np.argsort(-similarities, kind="stable")
         nearest = nearest[free[nearest] & (nearest != start)].tolist()
         place = drawn(seed, document.name, "target") / 2**64
-        for name, low, high in sorted(possible, key=lambda r: (filled[r[0]], -r[1])):
+        for name, low, high in sorted(possible, key=lambda each: (filled[each[0]], -each[1])):
             target, total, chosen = low * (high / low) ** place, document.tokens, [start]
             for number in nearest:
                 if len(chosen) > 1 and total >= target:
@@ -87,6 +87,7 @@ def groups_of(
             if total > low and len(chosen) > 1:
                 free[chosen] = False
                 filled[name] += total
+                left -= total
                 yield Group(name, chosen, [float(similarities[number]) for number in chosen])
                 break
 
