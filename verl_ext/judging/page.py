@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from verl_ext.judging.figures import Figure
-from verl_ext.judging.run import Judged, table
+from verl_ext.judging.run import Judged, shown, table
 from verl_ext.judging.task import Task
 from verl_ext.show.audit_tables import plain_table
 from verl_ext.show.page import Chart, write_page
@@ -66,7 +66,7 @@ def _intervals(title: str, values: Sequence[Mapping[str, Any]], across: str) -> 
     """Return means as points with their intervals; by group, the models stand beside each other."""
     y = {"type": "quantitative", "axis": {"title": None}}
     offset: dict[str, Any] = {} if across == "model" else {"xOffset": {"field": "model"}}
-    shown = [{"field": name} for name in ("model", "group", "mean", "low", "high", "cases")]
+    tooltip = [{"field": name} for name in ("model", "group", "mean", "low", "high", "cases")]
     spec = {
         "title": title,
         **_FIT,
@@ -79,7 +79,7 @@ def _intervals(title: str, values: Sequence[Mapping[str, Any]], across: str) -> 
             {"mark": "rule", "encoding": {"y": {"field": "low", **y}, "y2": {"field": "high"}}},
             {
                 "mark": {"type": "point", "filled": True, "size": 60},
-                "encoding": {"y": {"field": "mean", **y}, "tooltip": shown},
+                "encoding": {"y": {"field": "mean", **y}, "tooltip": tooltip},
             },
         ],
     }
@@ -99,7 +99,7 @@ def _against(fact: str, score: str, judged: JudgedModels) -> Chart:
     x = {"field": "asked", "type": "quantitative", "scale": scale, "axis": {"title": "asked for", "format": "~s"}}
     y = {"type": "quantitative", "scale": scale, "axis": {"title": "written", "format": "~s"}}
     color = {"field": "model", "type": "nominal", "sort": None, "legend": {"orient": "bottom", "title": None}}
-    shown = [{"field": name} for name in ("model", "case", "asked", "is")]
+    tooltip = [{"field": name} for name in ("model", "case", "asked", "is")]
     median = {"field": "is", "aggregate": "median", **y}
     layers = [
         {
@@ -109,7 +109,7 @@ def _against(fact: str, score: str, judged: JudgedModels) -> Chart:
         {"mark": {"type": "line", "strokeWidth": 1.5}, "encoding": {"x": x, "y": median, "color": color}},
         {
             "mark": {"type": "point", "filled": True, "opacity": 0.6},
-            "encoding": {"x": x, "y": {"field": "is", **y}, "color": color, "tooltip": shown},
+            "encoding": {"x": x, "y": {"field": "is", **y}, "color": color, "tooltip": tooltip},
         },
     ]
     return {"title": title, "spec": {"title": f"{title}; lines: medians", **_FIT, "layer": layers}, "values": values}
@@ -125,12 +125,12 @@ def _heat_map(task: Task, across: str, down: str, score: str, model: str, rows: 
     axes = {name: {"field": name, "type": "ordinal", "sort": None} for name in ("across", "down")}
     colour = {"field": "score", "aggregate": "mean", "type": "quantitative"}
     scale = {"scale": {"domain": [0, 1], "scheme": "redyellowgreen"}, "legend": {"title": None}}
-    shown = [*({"field": name, "type": "ordinal"} for name in axes), colour, {"aggregate": "count"}]
+    tooltip = [*({"field": name, "type": "ordinal"} for name in axes), colour, {"aggregate": "count"}]
     encoding = {
         "x": {**axes["across"], "axis": {"title": across, "labelAngle": 0}},
         "y": {**axes["down"], "axis": {"title": down}},
         "color": {**colour, **scale},
-        "tooltip": shown,
+        "tooltip": tooltip,
     }
     title = f"{model}: {score}"
     return {"title": title, "spec": {"title": title, **_FIT, "mark": "rect", "encoding": encoding}, "values": values}
@@ -144,14 +144,8 @@ def _group_tables(task: Task, found: Found) -> Iterator[RenderableType]:
             rows = plain_table(score, *map(one_line, found))
             for group in groups:
                 figures = (of.get(group, {}).get(score) for of in found.values())
-                rows.add_row(Text(one_line(group)), *(_shown(figure) for figure in figures))
+                rows.add_row(Text(one_line(group)), *(shown(figure) for figure in figures))
             yield rows
-
-
-def _shown(figure: Figure | None) -> str:
-    if figure is None:
-        return "–"
-    return f"{figure.mean:.2f}" + ("" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]")
 
 
 def _case_table(judged: JudgedModels) -> RenderableType:

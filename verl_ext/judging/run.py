@@ -135,7 +135,7 @@ def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> s
     of_all = {name: by_group["all"] for name, by_group in found.items()}
     scores = list(dict.fromkeys(score for of_model in of_all.values() for score in of_model))
     rows: list[Row] = [
-        {"score": score, **{model: _shown(of_model.get(score)) for model, of_model in of_all.items()}}
+        {"score": score, **{model: shown(of_model.get(score)) for model, of_model in of_all.items()}}
         for score in scores
     ]
     for outcome in sorted({row.outcome for of_model in judged.values() for row in of_model}):
@@ -144,7 +144,8 @@ def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> s
     return aligned(rows, left={"score"})
 
 
-def _shown(figure: Figure | None) -> str:
+def shown(figure: Figure | None) -> str:
+    """Return a mean with its interval, a dash without one."""
     if figure is None:
         return "–"
     interval = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
