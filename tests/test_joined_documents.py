@@ -124,10 +124,10 @@ def encoder(tmp_path, tiny_model):
         "num_attention_heads": 2,
         "intermediate_size": 64,
     }
-    BertModel(BertConfig(**config, max_position_embeddings=128, initializer_range=1.0)).save_pretrained(
+    BertModel(BertConfig(**config, max_position_embeddings=32, initializer_range=1.0)).save_pretrained(
         tmp_path / "encoder"
     )
-    AutoTokenizer.from_pretrained(tiny_model, model_max_length=128).save_pretrained(tmp_path / "encoder")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "encoder")
     return tmp_path / "encoder"
 
 
@@ -161,6 +161,10 @@ def test_an_encoder_in_a_folder_pools_as_its_files_or_the_option_say(
     found = [each["similarity"] for each in record["provenance"]["documents"]]
     np.testing.assert_allclose(found, expected, atol=1e-3)
     assert found == sorted(found, reverse=True)
+
+
+def test_no_more_is_embedded_than_an_encoder_has_positions(tmp_path, documents, tiny_model, encoder):
+    assert run(tmp_path, documents, tiny_model, f"encoder.path={encoder}", "records=30") == 0  # of up to 60 words
 
 
 @pytest.mark.parametrize(

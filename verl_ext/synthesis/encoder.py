@@ -90,7 +90,8 @@ class LocalEncoder:
 
         if self._model is None:
             self._load()
-        inputs = self._tokenizer(text, return_tensors="pt", truncation=True).to(self._model.device)
+        given = self._tokenizer(text, return_tensors="pt", truncation=True, max_length=self._most)
+        inputs = given.to(self._model.device)
         with torch.inference_mode():
             states = self._model(**inputs).last_hidden_state[0].float()
         pooled = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[self.pooling]
@@ -106,6 +107,8 @@ class LocalEncoder:
         except (OSError, ValueError) as error:
             needed = "encoder.path must hold a model that transformers loads"
             raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
+        positions = getattr(model.config, "max_position_embeddings", 1 << 20) - 2  # RoBERTa's begin with 2
+        self._most = min(self._tokenizer.model_max_length, positions)
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
