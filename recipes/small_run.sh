@@ -29,3 +29,23 @@ show_run() {
     verl-ext show "$run/checkpoints"
     verl-ext show "$run/checkpoints" "html=$run/run.html"
 }
+
+# open_server: the server of BASE_URL and MODEL, or recipes/scripted_model.py until the recipe ends. Sets server_url and
+# server_model.
+open_server() {
+    if [[ -n "${BASE_URL:-}" ]]; then
+        server_url=$BASE_URL
+        server_model=${MODEL:?MODEL must name a model of BASE_URL}
+        return
+    fi
+    rm -f "$run/port"
+    python "$(dirname "${BASH_SOURCE[0]}")/scripted_model.py" "$run/port" &
+    # shellcheck disable=SC2064  # the process of now
+    trap "kill $! 2>/dev/null || true" EXIT
+    while [[ ! -e "$run/port" ]]; do
+        kill -0 $! 2>/dev/null || { echo "recipes/scripted_model.py ended before it listened" >&2; exit 1; }
+        sleep 0.1
+    done
+    server_url=http://127.0.0.1:$(<"$run/port")/v1
+    server_model=scripted
+}

@@ -27,9 +27,9 @@ def answer_server(answer: Callable[[dict[str, Any]], str], models: Sequence[str]
                 self._send(404, {"error": {"message": "no such model"}})
             elif self.path == "/v1/chat/completions":
                 message = {"role": "assistant", "content": answer(body)}
-                self._send(200, {"choices": [{"index": 0, "message": message}]})
+                self._send(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
             else:
-                self._send(200, {"choices": [{"index": 0, "text": answer(body)}]})
+                self._send(200, {"choices": [{"index": 0, "text": answer(body), "finish_reason": "stop"}]})
 
         def _send(self, code: int, body: dict[str, Any]) -> None:
             text = json.dumps(body).encode()

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.answer_server import answer_server
+from tests.chat_server import chat_server
 from tests.tokenized_data import write_tokenized
 from verl_ext.answers import AnswerOptions, Prompts
 from verl_ext.answers.scores import number_of, scorer
@@ -166,6 +167,27 @@ def test_a_server_is_sent_chats_or_tokens(tokenizer, tmp_path):
     assert asked[3:] == [("/v1/completions", {**given, "prompt": [5, 6]})]
 
 
+def test_a_server_is_sent_the_templates_arguments_and_tools_and_its_reasoning_is_no_answer(tokenizer, tmp_path):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    record = {"messages": CHAT[:2], "tools": tools}
+    with answer_server(lambda body: "<think>w9</think>w3", ("small",)) as (url, asked):
+        options = AnswerOptions(prompts="a", base_url=url, apply_chat_template_kwargs={"enable_thinking": False})
+        chats = AnswerOptions(prompts=_file(tmp_path / "a.jsonl", record))
+        assert Server(options).answers(Prompts.read(chats, tokenizer).items) == ["w3"]
+    ((_, body),) = asked
+    assert (body["tools"], body["chat_template_kwargs"]) == (tools, {"enable_thinking": False})
+
+
+def test_an_error_of_a_server_is_no_answer(tokenizer, tmp_path):
+    chats = Prompts.read(AnswerOptions(prompts=_file(tmp_path / "a.jsonl", {"messages": CHAT})), tokenizer)
+
+    def refuse(body):
+        return 400, {"error": {"message": "maximum context length is 8 tokens"}}
+
+    with chat_server(refuse) as server, pytest.raises(ServerFailed, match="maximum context length is 8 tokens"):
+        Server(AnswerOptions(prompts="a", base_url=server.url)).answers(chats.items)
+
+
 def test_a_server_must_answer_and_have_the_model():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nothing listens there
@@ -177,5 +199,5 @@ def test_a_server_must_answer_and_have_the_model():
             Server(AnswerOptions(prompts="a", base_url=url, model="smal"))
         with pytest.raises(ServerFailed, match=r"eval\.model is required: .* serves small, large; got null"):
             Server(AnswerOptions(prompts="a", base_url=url))
-        with pytest.raises(ServerFailed, match=r"/nowhere refuses GET models; got 404"):
+        with pytest.raises(ServerFailed, match=r"/nowhere must list its models at /models"):
             Server(AnswerOptions(prompts="a", base_url=f"{url}/nowhere"))

@@ -153,7 +153,7 @@ def test_a_server_answers_in_the_models_place_and_its_failure_is_a_warning(optio
     found = metrics(tmp_path / "run")
     assert found[0, "val/answer/odd"] == 1.0
     assert (STEPS, "val/answer") not in found
-    assert f"warning: step {STEPS} has no val/answer: eval.base_url={url}" in heard
+    assert f"warning: step {STEPS} has no val/answer: eval.model must be a model of the server" in heard
     assert any("w1 w2 w3" in text and "w0" in text for text in _texts(tmp_path / "tensorboard"))
 
 

@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import stopped_at, train
+from verl_ext.__main__ import main as judge_main
 from verl_ext.commands.export import main
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,7 @@ def runs(tiny_model, tmp_path_factory):
     common = (f"data.train_dir={data}", f"model.path={tiny_model}", "trainer.total_training_steps=1")
     contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     overrides = [[*common, *own, contents, f"trainer.default_local_dir={folder / name}"] for name, own in RUNS.items()]
+    overrides.append([*common, f"trainer.default_local_dir={folder / 'shards'}"])  # of the plain run, without an export
     run_ranks(train_all, 2, overrides)
     return folder
 
@@ -93,3 +95,19 @@ def test_what_is_damaged_or_without_its_base_is_refused_in_one_line(runs, tmp_pa
     assert error.count("\n") == 1
     assert "its state/__1_0.distcp has" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_checkpoints_with_and_without_an_export_and_a_run_are_judged_as_the_exported_folder_is(runs, tmp_path, capsys):
+    exported = runs / "plain" / "global_step_1" / "huggingface"
+    models = {"folder": exported, "checkpoint": exported.parent, "shards": runs / "shards" / "global_step_1"}
+    models["run"] = runs / "shards"
+    (tmp_path / "hay.txt").write_text("w1 w2 w3 w4. " * 40)
+    given = ["judge", "task=needle", f"cases={tmp_path / 'hay.txt'}", f"model.path={exported}", "max_tokens=6"]
+    given += ["needle.lengths=[40]", "needle.depths=[0,50]", f"output_dir={tmp_path / 'judged'}"]
+    assert judge_main([*given, *(f"models.{name}={path}" for name, path in models.items())]) == 0, capsys.readouterr()
+    said = []
+    for name in models:
+        rows = map(json.loads, (tmp_path / "judged" / name / "answers.jsonl").read_text().splitlines())
+        said.append([(row["case"], row["answer"], row["outcome"]) for row in rows])
+    assert all(answers == said[0] for answers in said)
+    assert all(answer for _, answer, _ in said[0])

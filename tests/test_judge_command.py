@@ -1,9 +1,11 @@
 """`verl-ext judge`, from cases to results.json, with a server and a judge that answer over HTTP."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
+import vl_convert
 
 from tests.chat_server import chat_server, completion
 from verl_ext.__main__ import main
@@ -64,6 +66,64 @@ def test_an_endpoint_is_judged_and_a_second_run_asks_nobody(tmp_path, cases, cap
     assert [row["response_length"] for row in published] == [100, 100]
     answers = [json.loads(line) for line in (tmp_path / "out" / "m" / "answers.jsonl").read_text().splitlines()]
     assert json.loads(answers[0]["judge"][0]["verdict"])["Analysis"] == "fine"
+
+
+def _charts(folder):
+    """Return the figures of a page by title, each drawn by vega-lite without a browser."""
+    data = json.loads(re.search(r'id="data">(.*?)</script>', (folder / "page.html").read_text())[1])
+    for chart in data["charts"]:
+        svg = vl_convert.vegalite_to_svg({**chart["spec"], "width": 300, "data": {"values": chart["values"]}})
+        assert "<path" in svg
+    return {chart["title"]: chart["values"] for chart in data["charts"]}
+
+
+def test_the_page_has_figures_with_intervals_side_by_side_and_the_judges_raw_texts(tmp_path, cases):
+    script = "<script>alert(1)</script>"
+    for name, count in (("short", 50), ("exact", 100)):
+        rows = [{**case, "response": f"{script} " + "word " * count} for case in CASES]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with chat_server(lambda request: f"{script} {_good_judge(request)}") as server:
+        given = [f"predictions={{short:{tmp_path}/short.jsonl,exact:{tmp_path}/exact.jsonl}}", f"cases={cases}"]
+        given += [f"judge.base_url={server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}"]
+        assert main(["judge", "task=longbench_write", *given]) == 0
+    charts = _charts(tmp_path / "out")
+    assert list(charts) == ["S_l", "S_l by length", "S_l by type", "S_q", "S_q by length", "S_q by type"]
+    figures = {name: of["figures"]["all"]["S_l"] for name, of in _result(tmp_path / "out")["models"].items()}
+    assert {row.pop("model"): row for row in charts["S_l"]} == {n: {"group": "", **f} for n, f in figures.items()}
+    page = (tmp_path / "out" / "page.html").read_text()
+    assert "<script>alert" not in page
+    assert page.count("verdict 1, done") == 4
+    assert page.count("&#34;Analysis&#34;: &#34;fine&#34;") == 4
+    assert "<summary>case 2</summary>" in page
+
+
+def test_the_ruler_is_drawn_as_words_written_over_words_asked_for(tmp_path, cases):
+    rows = [{**case, "response": "word " * case["length"]} for case in CASES]
+    (tmp_path / "pred.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = [f"predictions.a={tmp_path}/pred.jsonl", f"cases={cases}", f"output_dir={tmp_path / 'out'}"]
+    assert main(["judge", "task=longwrite_ruler", *given]) == 0
+    points = _charts(tmp_path / "out")["words written over words asked for"]
+    assert [(point["asked"], point["is"]) for point in points] == [(100, 100), (200, 200)]
+
+
+def test_what_is_spent_is_printed_for_each_server_by_its_prices(tmp_path, cases, capsys):
+    (tmp_path / "prices.yaml").write_text("m: {input: 1000, output: 10000}\ngpt: {input: 0, output: 100000}\n")
+    with chat_server(lambda request: "word " * 100) as server, chat_server(_good_judge) as judge_server:
+        arguments = [
+            "judge", "task=longbench_write", f"cases={cases}", f"endpoint.base_url={server.url}", "endpoint.model=m",
+            f"judge.base_url={judge_server.url}", "judge.model=gpt", f"output_dir={tmp_path / 'out'}",
+            f"endpoint.prices={tmp_path}/prices.yaml", f"judge.prices={tmp_path}/prices.yaml",
+        ]  # fmt: skip
+        assert main(arguments) == 0
+        printed = capsys.readouterr()
+        assert re.search(r"^m: 2 requests.* 20 prompt tokens .* cost 0\.12$", printed.out, re.MULTILINE)
+        assert re.search(r"^judge gpt: 2 requests.* 10 written, cost 1\.00$", printed.out, re.MULTILINE)
+        assert re.search(r"2/2, .* requests/s, 60\.00 tokens, cost 1\.12, ", printed.err)
+        (tmp_path / "prices.yaml").write_text("m: {input: 1, output: 1}\ngpt: {inptu: 0, output: 100000}\n")
+        assert main([*arguments, "overwrite=true"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "judge.prices.gpt" in line
+    assert "inptu" in line
 
 
 def test_predictions_of_other_programs_are_judged_side_by_side(tmp_path, cases, capsys):
@@ -166,6 +226,10 @@ def test_a_needle_is_asked_for_at_every_length_and_depth(tmp_path, tiny_model):
     figures = _result(tmp_path / "out")["models"]["m"]["figures"]
     assert {name: of["found"]["mean"] for name, of in figures.items() if name.startswith("cell")} == {
         "cell 100 at 0%": 1, "cell 100 at 100%": 0, "cell 900 at 0%": 1, "cell 900 at 100%": 0
+    }  # fmt: skip
+    cells = _charts(tmp_path / "out")["m: found"]
+    assert {(cell["across"], cell["down"]): cell["score"] for cell in cells} == {
+        ("100", "0%"): 1, ("100", "100%"): 0, ("900", "0%"): 1, ("900", "100%"): 0
     }  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def test_babilongs_scores_are_a_figure_of_the_page(tmp_path):
     page = tmp_path / "page.html"
     assert show(babilong_run(tmp_path / "run"), f"html={page}")[0] == 0
     data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
-    values = data["charts"][-1]["spec"]["data"]["values"]
+    values = data["charts"][-1]["values"]
     assert [(cell["task"], cell["length"], cell["value"]) for cell in values[:3]] == [
         ("qa1", length, 0.1) for length in ("0k", "4k", "32k")
     ]

@@ -1,90 +1,81 @@
-"""Answers of an OpenAI-compatible server (vLLM, SGLang, `transformers serve`) in place of the model in training.
+"""Answers of an OpenAI-compatible server (vLLM, SGLang, `transformers serve`) in place of the model in training."""
 
-httpx is what the `openai` package itself runs on; two requests need no more.
-"""
-
-import os
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import httpx
+import asyncio
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from verl_ext.answers.options import AnswerOptions
 from verl_ext.answers.prompts import Prompt
-from verl_ext.values import choice_problem, first_line
+from verl_ext.endpoint.answer import FAILED, TOO_LONG, Answer
+from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
+from verl_ext.endpoint.store import NoStore
+from verl_ext.values import DataError, UsageError, choice_problem
 
 _SECONDS = 600.0  # for an answer
-_KEY_VARIABLE = "OPENAI_API_KEY"
+_RETRIES = 2  # few: the ranks of a run wait
 
 
 class ServerFailed(ValueError):
     """A server that cannot be reached, or whose answer cannot be used, in one line."""
 
 
+@dataclass(frozen=True)
+class _Endpoint(EndpointOptions):
+    """The server as `eval` names it."""
+
+    prefix: ClassVar[str] = "eval"
+
+
 class Server:
-    """A server of `eval.base_url`, and the model that answers there."""
+    """A server of `eval.base_url`, and the model that answers there. Its answers are asked for again each time."""
 
     def __init__(self, options: AnswerOptions) -> None:
-        """Connect, and find the model. Raises ServerFailed."""
-        self._options = options
-        key = os.environ.get(_KEY_VARIABLE)
-        self._client = httpx.Client(
-            base_url=str(options.base_url).rstrip("/") + "/",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(_SECONDS, connect=10.0),
-            transport=httpx.HTTPTransport(retries=2),
+        """Find the model. Raises ServerFailed."""
+        kwargs = options.apply_chat_template_kwargs
+        self._endpoint = _Endpoint(
+            base_url=options.base_url,
+            model=options.model,
+            concurrency=options.batch_size,
+            retries=_RETRIES,
+            timeout=_SECONDS,
+            extra_body={"chat_template_kwargs": kwargs} if kwargs else {},
         )
+        self._sampling = SamplingOptions(options.temperature, options.top_p, options.max_new_tokens, seed=None)
         try:
-            served = [str(model["id"]) for model in self._json("GET", "models")["data"]]
-        except (LookupError, TypeError) as error:
-            raise ServerFailed(
-                f"eval.base_url={options.base_url} must list its models at /models; it does not"
-            ) from error
+            served = asyncio.run(self._models())
+        except (UsageError, DataError) as error:
+            raise ServerFailed(str(error)) from error
+        if served is None:
+            raise ServerFailed(f"eval.base_url={options.base_url} must list its models at /models; it does not")
         if options.model is None and len(served) != 1:
             names = ", ".join(served) or "none"
             raise ServerFailed(f"eval.model is required: {options.base_url} serves {names}; got null")
         if options.model is not None and (problem := choice_problem("eval.model", options.model, served)):
             raise ServerFailed(f"{problem} at {options.base_url}")
-        self.model = options.model or served[0]
+        self._endpoint = replace(self._endpoint, model=options.model or served[0])
+
+    async def _models(self) -> list[str] | None:
+        async with Client(self._endpoint, NoStore()) as client:
+            return client.models
 
     def answers(self, prompts: list[Prompt]) -> list[str]:
         """Return the text of the answer to each prompt, all asked at once. Raises ServerFailed."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(self._answer, prompts))
+        try:
+            answers = asyncio.run(self._asked(prompts))
+        except (UsageError, DataError) as error:
+            raise ServerFailed(str(error)) from error
+        for answer in answers:
+            if answer.outcome in (FAILED, TOO_LONG):
+                raise ServerFailed(f"eval.base_url={self._endpoint.base_url} gave no answer; got {answer.reason}")
+        return [answer.raw for answer in answers]  # one that is cut or refused is scored as it is
 
-    def _answer(self, prompt: Prompt) -> str:
-        options = self._options
-        asked: dict[str, Any] = {"model": self.model, "max_tokens": options.max_new_tokens}
-        asked |= {"temperature": options.temperature, "top_p": options.top_p}
-        if prompt.messages is None:
-            answer = self._json("POST", "completions", {**asked, "prompt": list(prompt.ids)})
-        else:
-            asked |= {"messages": prompt.messages}
-            if prompt.tools:
-                asked["tools"] = prompt.tools
-            if options.apply_chat_template_kwargs:
-                asked["chat_template_kwargs"] = options.apply_chat_template_kwargs
-            answer = self._json("POST", "chat/completions", asked)
-        try:
-            choice = answer["choices"][0]
-            return str((choice["text"] if prompt.messages is None else choice["message"]["content"]) or "")
-        except (LookupError, TypeError) as error:
-            raise ServerFailed(f"eval.base_url={options.base_url} gave no answer; got {str(answer)[:200]}") from error
+    async def _asked(self, prompts: list[Prompt]) -> list[Answer]:
+        async with Client(self._endpoint, NoStore()) as client:
 
-    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        try:
-            response = self._client.request(method, path, json=body)
-        except httpx.HTTPError as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise ServerFailed(
-                f"eval.base_url must be a server that answers; got {self._options.base_url} ({reason})"
-            ) from error
-        if response.is_error:
-            got = f"{response.status_code} {response.text[:200]!r}"
-            raise ServerFailed(f"eval.base_url={self._options.base_url} refuses {method} {path}; got {got}")
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ServerFailed(
-                f"eval.base_url={self._options.base_url} must answer in JSON; got {response.text[:80]!r}"
-            ) from error
+            async def asked(number: int, prompt: Prompt) -> Answer:
+                if prompt.messages is None:
+                    return await client.complete(str(number), "answer", prompt.ids, self._sampling)
+                tools = prompt.tools or ()
+                return await client.ask(str(number), "answer", prompt.messages, self._sampling, tools=tools)
+
+            return list(await asyncio.gather(*(asked(*each) for each in enumerate(prompts))))

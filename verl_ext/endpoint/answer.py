@@ -4,9 +4,13 @@ An error never becomes text. `Answer.text` can be read of a finished answer only
 is `Answer.raw`.
 """
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 # The outcomes of a question, and those that are kept in the store: the server has answered, and may have to be paid.
 DONE, REFUSED, CUT, UNPARSABLE, TOO_LONG, FAILED = OUTCOMES = (
@@ -81,7 +85,8 @@ def answer_from_completion(body: Any) -> Answer:
     """
     try:
         choice = body["choices"][0]
-        message, finish = choice["message"], choice.get("finish_reason")
+        message = choice["message"] if "message" in choice else {"content": choice["text"]}  # of /completions
+        finish = choice.get("finish_reason")
         content = message.get("content") or ""
         refusal = message.get("refusal")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
@@ -107,6 +112,24 @@ def answer_from_completion(body: Any) -> Answer:
         outcome, reason = UNPARSABLE, "the answer has half a surrogate pair, which is no character"
     model, fingerprint = (str(body.get(name) or "") for name in ("model", "system_fingerprint"))
     return Answer(outcome, content.strip(), reasoning, reason, usage, model, fingerprint)
+
+
+def answer_from_embedding(body: Any) -> Answer:
+    """Return the answer that holds an embedding, as base64 of little-endian float32. Raises ValueError for none."""
+    try:
+        found = np.asarray(body["data"][0]["embedding"], "<f4")
+        usage = _usage(body.get("usage") or {})
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError("the reply has no embedding") from error
+    if found.ndim != 1 or not found.size or not np.isfinite(found).all():
+        raise ValueError(f"the reply's embedding must be a list of finite numbers; its shape is {found.shape}")
+    model = str(body.get("model") or "")
+    return Answer(DONE, base64.b64encode(found.tobytes()).decode(), usage=usage, model=model)
+
+
+def embedding_of(text: str) -> NDArray[np.float32]:
+    """Return the embedding, float32[dimensions], that :func:`answer_from_embedding` made a text of."""
+    return np.frombuffer(base64.b64decode(text), "<f4")
 
 
 def _usage(found: Mapping[str, Any]) -> Usage:

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -31,8 +31,10 @@ from verl_ext.endpoint.answer import (
     Unparsable,
     Usage,
     answer_from_completion,
+    answer_from_embedding,
+    embedding_of,
 )
-from verl_ext.endpoint.store import Store
+from verl_ext.endpoint.store import NoStore, Store
 from verl_ext.files import fingerprint
 from verl_ext.redaction import redacted_text
 from verl_ext.values import DataError, Options, UsageError, first_line, nearest_name, one_line, option
@@ -115,14 +117,14 @@ class Client:
     retries, from_store: how many questions were sent, sent again, and answered by the store.
     """
 
-    def __init__(self, options: EndpointOptions, store: Store) -> None:
+    def __init__(self, options: EndpointOptions, store: Store | NoStore) -> None:
         self.options, self.store = options, store
         self.outcomes: dict[str, Counter[str]] = {}
         self.usage = Usage()
         self.requests = self.retries = self.from_store = 0
         self.without_usage = 0  # answers of which the server counted no tokens
         self._failures = 0  # one after the other
-        self._nearest: str | None = None  # to the name of the model, of those that the server lists
+        self.models: list[str] | None = None  # that the server lists; None: it has no list
         self._slots = asyncio.Semaphore(options.concurrency)
 
     async def __aenter__(self) -> "Client":
@@ -149,6 +151,7 @@ class Client:
         sampling: SamplingOptions,
         parse: Callable[[str], Any] | None = None,
         tries: int = 1,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Answer:
         """Return the model's answer to `messages`, from the store if it has it.
 
@@ -162,9 +165,17 @@ class Client:
             sampling: how the answer is drawn.
             parse: makes `Answer.parsed` of the text; `Unparsable` makes the outcome `unparsable`.
             tries: how often an unparsable answer is asked for in all, each time with another seed.
+            tools: the functions that the model may call.
         """
+        request: dict[str, Any] = {"model": self.options.model, "messages": [dict(message) for message in messages]}
+        if tools:
+            request["tools"] = [dict(tool) for tool in tools]
+        if self.options.extra_body:
+            request["extra_body"] = dict(self.options.extra_body)
+        characters = sum(len(str(message.get("content"))) for message in messages)
+        create = self._api.chat.completions.with_raw_response.create
         for attempt in range(tries):
-            answer = await self._find_or_request(record, stage, attempt, messages, sampling)
+            answer = await self._drawn(record, stage, attempt, create, request, characters, sampling)
             if answer.is_done and parse is not None:
                 try:
                     answer = replace(answer, parsed=parse(answer.text))
@@ -175,21 +186,59 @@ class Client:
         self.outcomes.setdefault(stage.partition("/")[0], Counter())[answer.outcome] += 1
         return answer
 
-    async def _find_or_request(
-        self, record: str, stage: str, attempt: int, messages: Messages, sampling: SamplingOptions
+    async def complete(self, record: str, stage: str, tokens: Sequence[int], sampling: SamplingOptions) -> Answer:
+        """Return how the model continues tokens, from the store if it has it. Raises as :meth:`ask` does."""
+        prompt: dict[str, Any] = {"model": self.options.model, "prompt": list(tokens)}
+        create = self._api.completions.with_raw_response.create
+        answer = await self._drawn(record, stage, 0, create, prompt, 4 * len(tokens), sampling)
+        self.outcomes.setdefault(stage, Counter())[answer.outcome] += 1
+        return answer
+
+    async def _drawn(
+        self,
+        record: str,
+        stage: str,
+        attempt: int,
+        create: Callable[..., Any],
+        asked: Mapping[str, Any],
+        characters: int,
+        sampling: SamplingOptions,
     ) -> Answer:
-        options = self.options
-        request: dict[str, Any] = {"model": options.model, "messages": [dict(message) for message in messages]}
+        """Return the answer to what is asked, of so many characters, with the fields of its sampling."""
         seed = None
         if sampling.seed is not None:
             drawn = blake2b(f"{sampling.seed}\0{record}\0{stage}\0{attempt}".encode(), digest_size=4).digest()
             seed = int.from_bytes(drawn, "little") >> 1  # servers take 31 bits
         sent = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
-        sent[options.max_tokens_field] = sampling.max_tokens
-        request |= {name: value for name, value in sent.items() if value is not None}
-        if options.extra_body:
-            request["extra_body"] = dict(options.extra_body)
-        key = fingerprint([record, stage, attempt, request])
+        sent[self.options.max_tokens_field] = sampling.max_tokens
+        request = {**asked, **{name: value for name, value in sent.items() if value is not None}}
+        seconds = characters / CHARACTERS_PER_SECOND + (sampling.max_tokens or 0) / TOKENS_PER_SECOND
+
+        async def send() -> Answer:
+            answer = await self._request(create, request, seconds, answer_from_completion)
+            return replace(answer, seed=seed)
+
+        return await self._once(fingerprint([record, stage, attempt, request]), record, stage, send)
+
+    async def embed(self, record: str, text: str) -> Answer:
+        """Return the embedding of a text, float32[dimensions] in `Answer.parsed`, from the store if it has it.
+
+        Raises as :meth:`ask` does.
+        """
+        request: dict[str, Any] = {"model": self.options.model, "input": text, "encoding_format": "float"}
+        if self.options.extra_body:
+            request["extra_body"] = dict(self.options.extra_body)
+        create = self._api.embeddings.with_raw_response.create
+
+        async def send() -> Answer:
+            return await self._request(create, request, len(text) / CHARACTERS_PER_SECOND, answer_from_embedding)
+
+        answer = await self._once(fingerprint([record, "embed", request]), record, "embed", send)
+        self.outcomes.setdefault("embed", Counter())[answer.outcome] += 1
+        return embedded(answer)
+
+    async def _once(self, key: str, record: str, stage: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Return the answer of the store to a question, or that of `send` unless another process asks it now."""
         while True:
             async with self._slots:
                 if stored := self.store.find(key):
@@ -197,8 +246,7 @@ class Client:
                     return stored
                 if self.store.claim(key):
                     try:
-                        answer = await self._request(request, sampling)
-                        answer = replace(answer, seed=seed)
+                        answer = await send()
                         if answer.outcome in KEPT:
                             self.store.add(key, record, stage, answer)
                         else:
@@ -210,20 +258,23 @@ class Client:
                     return answer
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _request(self, request: Mapping[str, Any], sampling: SamplingOptions) -> Answer:
-        """Return the answer of the server to a request that it may have to be sent several times."""
+    async def _request(
+        self, create: Callable[..., Any], request: Mapping[str, Any], seconds: float, read: Callable[[Any], Answer]
+    ) -> Answer:
+        """Return what `read` makes of the server's reply to a request that it may have to be sent several times.
+
+        seconds: what its prompt and answer add to the time-out.
+        """
         from openai import APIConnectionError, APIStatusError
 
-        characters = sum(len(message["content"]) for message in request["messages"])
-        timeout = self.options.timeout + characters / CHARACTERS_PER_SECOND
-        timeout += (sampling.max_tokens or 0) / TOKENS_PER_SECOND
+        timeout = self.options.timeout + seconds
         self.requests += 1
         reason = ""
         for _ in range(BODIES_TRIED):
             try:
-                reply = await self._api.chat.completions.with_raw_response.create(**request, timeout=timeout)
+                reply = await create(**request, timeout=timeout)
                 self.retries += reply.retries_taken
-                return answer_from_completion(json.loads(reply.text))
+                return read(json.loads(reply.text))
             except APIStatusError as error:
                 return self._answer_from_status(error.status_code, self._message(error))
             except APIConnectionError as error:
@@ -241,8 +292,8 @@ class Client:
         if status in (401, 403):
             raise UsageError(self._key_problem(line))
         if status == 404:
-            nearest = f" (nearest: {self._nearest})" if self._nearest else ""
-            got = f"got {options.model}{nearest} at {options.base_url}: {line}"
+            near = nearest_name(str(options.model), [name for name in self.models or () if name != options.model])
+            got = f"got {options.model}{f' (nearest: {near})' if near else ''} at {options.base_url}: {line}"
             raise UsageError(f"{options.prefix}.model must be a model of the server, base_url its /v1; {got}")
         if status == 413 or (status in (400, 422) and _TOO_LONG.search(message) and not _BAD_FIELD.search(message)):
             return Answer(TOO_LONG, reason=line)
@@ -251,7 +302,7 @@ class Client:
     def _count(self, answer: Answer) -> None:
         """Count a reply, and end the run if one after the other has failed."""
         self.usage += answer.usage
-        if answer.outcome in (DONE, UNPARSABLE) and not answer.usage.completion_tokens:
+        if answer.outcome in (DONE, UNPARSABLE) and answer.usage == Usage():
             self.without_usage += 1
         self._failures = self._failures + 1 if answer.outcome == FAILED else 0
         if self._failures >= self.options.max_failures:
@@ -279,7 +330,7 @@ class Client:
             raise DataError(f"{needed}; got {options.base_url}: {_cause(error)}") from error
         except (ValueError, LookupError, TypeError):
             return
-        self._nearest = nearest_name(str(options.model), names) if options.model not in names else None
+        self.models = names
 
     def _key_problem(self, line: str) -> str:
         variable = self.options.key_variable
@@ -299,6 +350,11 @@ class Client:
         key = os.environ.get(self.options.key_variable)
         text = text.replace(key, "***") if key else text
         return redacted_text(one_line(text[:500]))
+
+
+def embedded(answer: Answer) -> Answer:
+    """Return an answer of :func:`answer_from_embedding` with its embedding in `parsed`."""
+    return replace(answer, parsed=embedding_of(answer.text)) if answer.is_done else answer
 
 
 def _cause(error: BaseException) -> str:

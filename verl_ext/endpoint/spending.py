@@ -1,7 +1,7 @@
 """The cost of requests by the user's prices, and a progress bar over questions."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +58,14 @@ def read_price(options: EndpointOptions) -> Price | None:
 
 
 class QuestionProgress:
-    """A line over items: requests/s, tokens, the cost if prices are known, the time left."""
+    """A line over items: requests/s, tokens, the cost if prices are known, the time left.
 
-    def __init__(self, client: Client, total: int, price: Price | None, description: str) -> None:
-        self._client, self._price, self._started = client, price, time.monotonic()
+    asked: the clients that are asked about the items, each with its price; none if a model of this process answers.
+    """
+
+    def __init__(self, asked: Sequence[tuple[Client, Price | None]], total: int, description: str) -> None:
+        self._asked, self._started = asked, time.monotonic()
+        self._before = sum(client.requests for client, _ in asked)
         self.bar = progress_bar(description, total, bar_format="{desc}: starting")
 
     def __enter__(self) -> "QuestionProgress":
@@ -72,18 +76,23 @@ class QuestionProgress:
 
     def item_done(self) -> None:
         """Count one item."""
-        rate = four_digits(self._client.requests / max(time.monotonic() - self._started, 1e-9))
-        prompt, _, written = self._client.usage.as_tuple()
-        cost = f", cost {self._price.of(self._client.usage):.2f}" if self._price else ""
-        line = f"{rate} requests/s, {four_digits(prompt + written)} tokens{cost}"  # short: a log has 80 columns
-        self.bar.bar_format = f"{{desc}}: {{n_fmt}}/{{total_fmt}}, {line}, {{remaining}} left"
+        line = ""  # short: a log has 80 columns
+        if self._asked:
+            requests = sum(client.requests for client, _ in self._asked) - self._before
+            tokens = sum(client.usage.prompt_tokens + client.usage.completion_tokens for client, _ in self._asked)
+            rate = four_digits(requests / max(time.monotonic() - self._started, 1e-9))
+            line = f" {rate} requests/s, {four_digits(tokens)} tokens,"
+        priced = [price.of(client.usage) for client, price in self._asked if price]
+        cost = f" cost {sum(priced):.2f}," if priced else ""
+        self.bar.bar_format = f"{{desc}}: {{n_fmt}}/{{total_fmt}},{line}{cost} {{remaining}} left"
         self.bar.update(1)
 
 
 def spent(client: Client, price: Price | None) -> str:
-    """Return the tokens of a client's requests in a line, and what they cost."""
+    """Return a client's requests and their tokens in a line, and what they cost."""
     prompt, cached, written = client.usage.as_tuple()
-    line = f"{prompt:,} prompt tokens ({cached:,} cached), {written:,} written"
+    line = f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store; "
+    line += f"{prompt:,} prompt tokens ({cached:,} cached), {written:,} written"
     if price is not None:
         line += f", cost {price.of(client.usage):.2f}"
     return line + (f", {client.without_usage:,} answers not counted" if client.without_usage else "")

@@ -32,6 +32,29 @@ _TABLES = (
 )
 
 
+class NoStore:
+    """A store that keeps nothing: every question is asked."""
+
+    path = "no store"
+
+    def __len__(self) -> int:
+        return 0
+
+    def find(self, key: str) -> Answer | None:
+        """Return nothing."""
+        return None
+
+    def claim(self, key: str) -> bool:
+        """Return that this process is to ask."""
+        return True
+
+    def release(self, key: str) -> None:
+        """Do nothing."""
+
+    def add(self, key: str, record: str, stage: str, answer: Answer) -> None:
+        """Keep nothing."""
+
+
 class Store:
     """The answers in one file, made if it is missing; processes of one machine can share it.
 

@@ -41,6 +41,7 @@ class LongBenchChat(Task):
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
     prompt: ClassVar[str | None] = "chat.txt"
     needs_judge: ClassVar[bool] = True
+    headlines: ClassVar[tuple[str, ...]] = ("rating",)
 
     def cases(self) -> Iterator[Case]:
         """Yield the cases, with their shots. Raises DataError if these are not three for each case."""

@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.endpoint.client import Client, EndpointOptions
+from verl_ext.endpoint.spending import read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import OutputFolder, write_json
 from verl_ext.judging.chat import ChatOptions, LongBenchChat
+from verl_ext.judging.page import write_judged
 from verl_ext.judging.recall import BABILong, Needle, NeedleOptions
 from verl_ext.judging.run import Judged, figures_of, judge_model, results, table, write_model
 from verl_ext.judging.task import Case, Task
@@ -22,7 +24,7 @@ from verl_ext.judging.writing import LongBenchWrite, LongWriteRuler
 from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.values import REQUIRED, DataError, option
 
-RESULTS = "results.json"
+RESULTS, PAGE = "results.json", "page.html"
 TASKS: dict[str, type[Task]] = {
     "longbench_write": LongBenchWrite,
     "longwrite_ruler": LongWriteRuler,
@@ -41,7 +43,7 @@ class JudgeEndpoint(EndpointOptions):
 
 @dataclass(frozen=True)
 class JudgeOptions(OutputOptions):
-    """Answers to a benchmark's cases, scored: OUTPUT_DIR/results.json, and for each model its answers and scores.
+    """Answers to a benchmark's cases, scored: results.json, page.html, and for each model its answers and scores.
 
     A model under test is behind `endpoint`, in a folder (`models`) or answered elsewhere (`predictions`). Finished
     answers and verdicts stay in `store`: a run that stops goes on, and nothing is paid for twice.
@@ -101,21 +103,25 @@ class JudgeOptions(OutputOptions):
 def judge(options: JudgeOptions) -> str:
     """Ask, judge and write; return the table of all cases. Raises UsageError and DataError, of one line each."""
     kind = TASKS[options.task]
+    for endpoint in (options.endpoint, options.judge):  # a mistake in the prices ends the run before anyone is asked
+        if endpoint.base_url:
+            read_price(endpoint)
     counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
     own = {"needle": options.needle, "longbench_chat": options.chat}.get(options.task)
     tokenizer = load_tokenizer(options.model) if counts_tokens else None
     task = kind(options.cases, own, tokenizer, options.judge_prompt)
     cases = list(islice(task.cases(), options.limit))
     with Store(options.store or f"{options.output_dir}.store", "store") as store:
-        judged = asyncio.run(_judged(options, task, cases, store))
+        judged, costs = asyncio.run(_judged(options, task, cases, store))
     found = figures_of(judged, task)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         for name, rows in judged.items():
             write_model(folder.path / name.replace("/", "_"), task, rows)
         facts = {"task": options.task, "cases": len(cases), "judge": options.judge.model}
         write_json(folder.path / RESULTS, {**facts, "models": results(judged, found)})
+        write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, found)
         folder.publish()
-    text = f"{table(judged, found)}\n\nwritten to {options.output_dir}"
+    text = "\n".join([table(judged, found), "", *costs, f"written to {options.output_dir}"])
     for name, rows in judged.items():
         missing = [row for row in rows if not row.scores or None in row.scores.values()]
         if len(missing) > options.max_failed * len(rows):
@@ -131,8 +137,8 @@ def judge(options: JudgeOptions) -> str:
 
 async def _judged(
     options: JudgeOptions, task: Task, cases: Sequence[Case], store: Store
-) -> Mapping[str, Sequence[Judged]]:
-    """Return what became of every case, by model."""
+) -> tuple[Mapping[str, Sequence[Judged]], list[str]]:
+    """Return what became of every case, by model, and a line for each server on what was spent there."""
     given: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = replace(task.sampling, seed=options.seed, **{k: v for k, v in given.items() if v is not None})
     models: dict[str, Any] = {}
@@ -142,14 +148,18 @@ async def _judged(
         models[name] = LocalModel(path, store, f"models.{name}")
     if options.endpoint.base_url:
         models[str(options.endpoint.model)] = Client(options.endpoint, store)
-    judged = {}
+    judged, costs = {}, []
     async with AsyncExitStack() as stack:
         asks_judge = options.judge.base_url and task.prompt is not None
         judge = await stack.enter_async_context(Client(options.judge, store)) if asks_judge else None
+        judge_asked = [(judge, read_price(options.judge))] if judge else []
         for name, model in models.items():
+            asked = [(model, read_price(options.endpoint))] if isinstance(model, Client) else []
             async with model:
-                judged[name] = await judge_model(name, task, cases, model, sampling, judge)
-    return judged
+                judged[name] = await judge_model(name, task, cases, model, sampling, judge, [*asked, *judge_asked])
+            costs += [f"{name}: {spent(*each)}" for each in asked]
+        costs += [f"judge {options.judge.model}: {spent(*each)}" for each in judge_asked]
+    return judged, costs
 
 
 main = command("judge", JudgeOptions, judge, example="task=longbench_write cases=FILE models.NAME=DIR output_dir=DIR")

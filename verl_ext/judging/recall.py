@@ -55,6 +55,8 @@ class Needle(Task):
 
     options: NeedleOptions
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
+    headlines: ClassVar[tuple[str, ...]] = ("found",)
+    heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
 
     def cases(self) -> Iterator[Case]:
         """Yield a case for each length and depth. Raises DataError if the texts are shorter than a length."""
@@ -101,6 +103,8 @@ class BABILong(Task):
     """BABILong's questions over long texts, scored by the published rule and a corrected one."""
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
+    headlines: ClassVar[tuple[str, ...]] = ("right",)
+    heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "task", "right")
     instruction: ClassVar[str] = (
         "Somewhere in the text below are facts about people, places and things. Answer the question about them in as "
         "few words as possible: the word or the name that is asked for."

@@ -10,9 +10,10 @@ from typing import Any
 
 from verl_ext.endpoint.answer import CUT, DONE, Answer
 from verl_ext.endpoint.client import Client, SamplingOptions
+from verl_ext.endpoint.spending import Price, QuestionProgress
 from verl_ext.judging.figures import Figure, figures
 from verl_ext.judging.task import Case, Scores, Task
-from verl_ext.progress import Row, aligned, progress_bar
+from verl_ext.progress import Row, aligned
 
 ANSWERS, PREDICTIONS = "answers.jsonl", "pred.jsonl"
 TRIES = 5  # requests to the judge for a verdict that can be read, as LongWriter and LongAlign make
@@ -45,7 +46,13 @@ class Judged:
 
 
 async def judge_model(
-    name: str, task: Task, cases: Sequence[Case], model: Any, sampling: SamplingOptions, judge: Client | None
+    name: str,
+    task: Task,
+    cases: Sequence[Case],
+    model: Any,
+    sampling: SamplingOptions,
+    judge: Client | None,
+    asked: Sequence[tuple[Client, Price | None]] = (),
 ) -> list[Judged]:
     """Ask a model every case, and the judge about every answer.
 
@@ -56,8 +63,9 @@ async def judge_model(
         model: a Client, LocalModel or Predictions.
         sampling: how the model draws its answers.
         judge: None if nobody is asked for verdicts.
+        asked: the servers among both with their prices, for the progress bar.
     """
-    with progress_bar(f"judge {name}", len(cases), unit=" case") as bar:
+    with QuestionProgress(asked, len(cases), f"judge {name}") as bar:
 
         async def judged(case: Case) -> Judged:
             message = {"role": "user", "content": case.prompt}
@@ -74,7 +82,7 @@ async def judge_model(
                     verdicts = list(await asyncio.gather(*asked))
                 parsed = [verdict.parsed if verdict.is_done else None for verdict in verdicts]
                 scores = task.scores(case, answer.raw, parsed)
-            bar.update(1)
+            bar.item_done()
             return Judged(case, answer, verdicts, scores)
 
         tasks = [asyncio.create_task(judged(case)) for case in cases]
@@ -127,7 +135,7 @@ def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> s
     of_all = {name: by_group["all"] for name, by_group in found.items()}
     scores = list(dict.fromkeys(score for of_model in of_all.values() for score in of_model))
     rows: list[Row] = [
-        {"score": score, **{model: _shown(of_model.get(score)) for model, of_model in of_all.items()}}
+        {"score": score, **{model: shown(of_model.get(score)) for model, of_model in of_all.items()}}
         for score in scores
     ]
     for outcome in sorted({row.outcome for of_model in judged.values() for row in of_model}):
@@ -136,7 +144,8 @@ def table(judged: Mapping[str, Sequence[Judged]], found: Mapping[str, Any]) -> s
     return aligned(rows, left={"score"})
 
 
-def _shown(figure: Figure | None) -> str:
+def shown(figure: Figure | None) -> str:
+    """Return a mean with its interval, a dash without one."""
     if figure is None:
         return "–"
     interval = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"

@@ -44,12 +44,18 @@ class Task:
         judge_sampling: how the judge draws its verdicts, as published.
         prompt: the file of the judge's prompt in our words, None if a rule scores answers.
         needs_judge: whether there are no scores without a judge.
+        headlines: the scores that a page draws by group, of those that there are.
+        heat_map: the two kinds of groups and the score of a heat map, (columns, rows, score); None for none.
+        against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
     """
 
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=1024)
     prompt: ClassVar[str | None] = None
     needs_judge: ClassVar[bool] = False
+    headlines: ClassVar[tuple[str, ...]] = ()
+    heat_map: ClassVar[tuple[str, str, str] | None] = None
+    against: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, path: str, options: Any = None, tokenizer: Any = None, judge_prompt: str | None = None) -> None:
         """Keep what the cases are made from.

@@ -20,6 +20,7 @@ from verl_ext.values import DataError, UsageError, first_line
 
 # The outcomes in an answers.jsonl of cases that have no answer, whose text is empty or no answer.
 _WITHOUT_ANSWER = tuple(outcome for outcome in OUTCOMES if outcome not in (DONE, CUT))
+_MOST_TOKENS = 4096  # of an answer whose sampling names no limit
 
 
 class LocalModel:
@@ -56,28 +57,21 @@ class LocalModel:
         return answer
 
     def _generated(self, record: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        import torch
+        from verl_ext.answers.generation import Sampling, generate
 
         if self._model is None:
             self._load()
         chat: Any = list(messages)
         text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        inputs = self._tokenizer(text, add_special_tokens=False, return_tensors="pt").to(self._model.device)
+        prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         seed = int.from_bytes(blake2b(f"{sampling.seed}\0{record}".encode(), digest_size=4).digest(), "little")
-        drawn: dict[str, Any] = {"do_sample": bool(sampling.temperature), "max_new_tokens": sampling.max_tokens}
-        if sampling.temperature:
-            drawn |= {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0, "top_k": 0}
-        with torch.random.fork_rng(), torch.inference_mode():
-            torch.manual_seed(seed)
-            output = self._model.generate(**inputs, **drawn)
-        prompt_tokens = inputs["input_ids"].size(1)
-        ids = output[0, prompt_tokens:]
+        most = sampling.max_tokens or _MOST_TOKENS
+        drawn = Sampling(most, self._stops, sampling.temperature or 0.0, sampling.top_p or 1.0, seed)
+        (ids,) = generate(self._model, [prompt], drawn, self._model.device)
         said = str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
-        ends = self._model.generation_config.eos_token_id
-        ended = len(ids) > 0 and int(ids[-1]) in (ends if isinstance(ends, list) else [ends])
-        outcome = UNPARSABLE if not said else DONE if ended else CUT
+        outcome = UNPARSABLE if not said else DONE if len(ids) < most else CUT  # the token that ends it is left out
         reason = {CUT: "max_tokens ended the answer", UNPARSABLE: "the answer is empty"}.get(outcome, "")
-        usage = Usage(prompt_tokens, 0, len(ids))
+        usage = Usage(len(prompt), 0, len(ids))
         return Answer(outcome, said, reason=reason, usage=usage, model=str(self.path), seed=seed)
 
     def _load(self) -> None:
@@ -86,11 +80,14 @@ class LocalModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from verl_ext.checkpoint.export import export_checkpoint
+        from verl_ext.checkpoint.layout import EXPORT, saved_folders
 
         folder = self.path
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file():  # a checkpoint, or a run, whose last one it is then
+            folder = [self.path, *saved_folders(self.path)][-1] / EXPORT
+        if not any(folder.glob("*.safetensors")) and folder != self.path:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
-            export_checkpoint(str(folder), str(exported), False, None, "saved", 5.0)
+            export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
             folder = exported
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -100,6 +97,9 @@ class LocalModel:
             raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
         if self._tokenizer.chat_template is None:
             raise UsageError(f"{self._key} must have a chat template, by which it is asked; {self.path} has none")
+        ends = model.generation_config.eos_token_id
+        ends = [*(ends if isinstance(ends, list) else [ends]), self._tokenizer.eos_token_id]
+        self._stops = tuple(dict.fromkeys(end for end in ends if end is not None))
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -47,6 +47,7 @@ class LongBenchWrite(Task):
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=32768)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
     prompt: ClassVar[str | None] = "writing.txt"
+    headlines: ClassVar[tuple[str, ...]] = ("S_l", "S_q")
 
     def cases(self) -> Iterator[Case]:
         """Yield a case for each line. The required length is its field: 13 published prompts do not name it."""
@@ -89,6 +90,8 @@ class LongWriteRuler(LongBenchWrite):
     """The same requests at growing lengths. No scorer was published: these scores, of lengths alone, are ours."""
 
     prompt: ClassVar[str | None] = None
+    headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
+    against: ClassVar[tuple[str, str] | None] = ("length", "words")
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
         """Return nothing: no judge is asked."""

@@ -125,7 +125,7 @@ def _shade(value: float) -> str:
 
 
 def heat_chart(run: ShownRun) -> Mapping[str, Any] | None:
-    """Return the heat map as a vega-lite figure with its values; None without BABILong's scores."""
+    """Return the heat map as a figure of a page, with its values; None without BABILong's scores."""
     cells = heat_map(run)
     if len(cells) < 2:
         return None
@@ -135,9 +135,8 @@ def heat_chart(run: ShownRun) -> Mapping[str, Any] | None:
     share = {"field": "value", "type": "quantitative"}
     scale = {"domain": [0, 1], "scheme": "blues"}
     ink = {"condition": {"test": "datum.value > 0.55", "value": "white"}, "value": "black"}
-    return {
+    spec = {
         "title": f"{run.name}: right answers by task and length",
-        "data": {"values": [cell._asdict() for cell in cells]},
         "width": "container",
         "height": {"step": 28},
         "encoding": base,
@@ -146,3 +145,4 @@ def heat_chart(run: ShownRun) -> Mapping[str, Any] | None:
             {"mark": "text", "encoding": {"text": {**share, "format": ".0%"}, "color": ink}},
         ],
     }
+    return {"title": spec["title"], "spec": spec, "values": [cell._asdict() for cell in cells]}

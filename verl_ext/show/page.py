@@ -33,13 +33,17 @@ def write_page(
     parts: Iterable[RenderableType],
     documents: Iterable[Text] = (),
     runs: Sequence[ShownRun] = (),
+    charts: Sequence[Chart] = (),
+    folded: Mapping[str, str] | None = None,
 ) -> None:
     """Write a page of tables, documents (with their lines wrapped), and runs with their figures.
+
+    charts: further figures, {title, spec, values}. folded: {heading: text that a click opens}.
 
     Raises:
         DataError: there are figures to draw and vl-convert is not installed.
     """
-    charts = charts_of(runs)
+    charts = [*charts_of(runs), *charts]
     console = Console(file=io.StringIO(), record=True, width=COLUMNS, highlight=False)
     tables = "".join(f'<pre class="part">{_html(console, part)}</pre>' for part in parts)
     written = "".join(f'<pre class="document">{_html(console, text, wrap=False)}</pre>' for text in documents)
@@ -47,7 +51,7 @@ def write_page(
         "charts": charts,
         "runs": [{"name": run.name, "curves": {n: vars(c) for n, c in run.curves.items()}} for run in runs],
     }
-    details: dict[str, str] = {}
+    details: dict[str, str] = dict(folded or {})
     for run in runs:
         for name, facts in {"run.json": run.facts, "data_report.json": run.data}.items():
             if facts:
@@ -89,8 +93,7 @@ def charts_of(runs: Sequence[ShownRun]) -> list[Chart]:
                     curves.append({"run": number, "metric": metric, "series": series, "kind": metric.split("/")[0]})
         if curves:
             charts.append({"title": title, "curves": curves, "spec": _spec(title, curves)})
-    heat = filter(None, map(heat_chart, runs))
-    return charts + [{"title": each["title"], "curves": [], "spec": each} for each in heat]
+    return [*charts, *filter(None, map(heat_chart, runs))]
 
 
 def _series(runs: Sequence[ShownRun], run: ShownRun, kind: str, metrics: int) -> str:

@@ -1,30 +1,29 @@
 """The command `verl-ext synthesize`: choose documents or instructions, ask about them, write records."""
 
 import asyncio
-import json
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
 from verl_ext.commands.command_line import OutputOptions, as_list, command, is_names
 from verl_ext.endpoint.answer import DONE, OUTCOMES
-from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
-from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
-from verl_ext.endpoint.store import Store
+from verl_ext.endpoint.client import EndpointOptions, SamplingOptions
+from verl_ext.endpoint.spending import read_price
 from verl_ext.files import OutputFolder
 from verl_ext.progress import aligned
 from verl_ext.redaction import redacted
 from verl_ext.synthesis import agentwrite, glm_long, longalign
+from verl_ext.synthesis.asking import Work, Written, write_records
 from verl_ext.synthesis.corpus import Corpus, Intervals
-from verl_ext.synthesis.items import Item
+from verl_ext.synthesis.encoder import EncoderOptions
+from verl_ext.synthesis.joined import write_joined
 from verl_ext.synthesis.overlap import NearDuplicates, Passages
-from verl_ext.synthesis.prompts import Prompts, load_prompts
-from verl_ext.synthesis.records import Made, Making
+from verl_ext.synthesis.prompts import load_prompts
+from verl_ext.synthesis.records import Making
 from verl_ext.synthesis.token_lengths import TokenLengths
 from verl_ext.text.json_records import BadRecord, read_record
 from verl_ext.text.readers import TextFile, read_chunks
@@ -33,26 +32,24 @@ from verl_ext.text.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.values import DataError, option
 
 REPORT = "report.yaml"  # no name that `tokenize` takes for a file of records
-AHEAD = 4  # items begun at a time, as a multiple of the requests
-
 NOT_REPORTED = ("output_dir", "overwrite", "store")
-
-Make = Callable[[Item, Client, dict[str, Prompts], Making], Coroutine[Any, Any, Made]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """How records are made: from documents, whose lengths are chosen, or from instructions."""
+    """How records are made: of documents, whose lengths are chosen, or of instructions; asked about, or joined."""
 
-    make: Make
+    write: Callable[[Work], Coroutine[Any, Any, Written]]
     text_key: str
     of_documents: bool
+    joins: bool = False
 
 
 TASKS = {
-    "longalign": Task(longalign.make, "text", of_documents=True),
-    "glm_long": Task(glm_long.make, "text", of_documents=True),
-    "agentwrite": Task(agentwrite.make, "prompt", of_documents=False),
+    "longalign": Task(partial(write_records, longalign.make), "text", of_documents=True),
+    "glm_long": Task(partial(write_records, glm_long.make), "text", of_documents=True),
+    "glm_long_documents": Task(write_joined, "text", of_documents=True, joins=True),
+    "agentwrite": Task(partial(write_records, agentwrite.make), "prompt", of_documents=False),
 }
 
 
@@ -61,9 +58,9 @@ class SynthesizeOptions(OutputOptions):
     """Long instruction data, made by the model of an OpenAI-compatible server, for `verl-ext tokenize`.
 
     task=longalign asks five questions about a document and has one of them answered; task=glm_long questions and
-    summarizes documents longer than the model's context; task=agentwrite plans and writes a long text paragraph by
-    paragraph. Every answer is kept in `store`: a run that stops is continued by the same
-    command, and nothing is paid for twice.
+    summarizes documents longer than the model's context; task=glm_long_documents joins documents alike into long
+    ones; task=agentwrite plans and writes a long text paragraph by paragraph. Every answer is kept in `store`: a run
+    that stops is continued by the same command, and nothing is paid for twice.
     """
 
     marker: ClassVar[str] = REPORT
@@ -76,11 +73,17 @@ class SynthesizeOptions(OutputOptions):
     store: str | None = option(None, "file of answers, which runs can share; null: OUTPUT_DIR.answers.sqlite")
     prompts: str | None = option(None, "YAML file with the prompts of the task; null: ours, in English and Chinese")
     text_key: str | None = option(None, "field of a record with its text; null: text, of instructions prompt")
+    class_field: str | None = option(
+        None,
+        "glm_long_documents: field of a record with its class, within which documents are joined; null: its source",
+    )
+    encoder: EncoderOptions = option(EncoderOptions, "glm_long_documents: what embeds documents")
     records: int | None = option(
         None, "documents or instructions drawn, documents as many from each interval; null: all", least=1
     )
     intervals: list[Any] = option(
-        [8192, 16384, 32768, 65536], "longalign, glm_long: edges of the intervals of documents' lengths in tokens"
+        [8192, 16384, 32768, 65536],
+        "edges of the intervals of documents' lengths in tokens; glm_long_documents: of the joined ones' lengths",
     )
     over_length: str = option(
         "drop",
@@ -115,7 +118,11 @@ class SynthesizeOptions(OutputOptions):
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake that can be seen without a file or a server."""
-        yield from self.endpoint.endpoint_problems()
+        task = TASKS[str(self.task)]
+        if not task.joins or self.encoder.path is None:
+            yield from self.endpoint.endpoint_problems()
+        if task.joins and self.prompts is not None:
+            yield f"prompts must be null with task={self.task}, which asks no questions; got {self.prompts}"
         named = {f"sources.{name}": value for name, value in self.sources.items()}
         if self.decontaminate:
             named["decontaminate"] = self.decontaminate
@@ -123,8 +130,8 @@ class SynthesizeOptions(OutputOptions):
             if not is_names(value):
                 yield f"{key} must be a path, a glob or a list of them; got {value!r}"
         paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
-        yield from self.output_problems("a source, the store", self.store, self.prompts, *paths)
-        if TASKS[str(self.task)].of_documents:
+        yield from self.output_problems("a source, the store", self.store, self.prompts, self.encoder.path, *paths)
+        if task.of_documents:
             yield from self.model.tokenizer_problems()
         for key, least in (("intervals", 2), ("lengths", 0)):
             numbers = getattr(self, key)
@@ -142,16 +149,17 @@ class SynthesizeOptions(OutputOptions):
 def run(options: SynthesizeOptions) -> str:
     """Make the records; return the closing tables. Raises `UsageError` and `DataError`, each one line."""
     task = TASKS[str(options.task)]
-    prompts = load_prompts(options.prompts, str(options.task))
+    prompts = {} if task.joins else load_prompts(options.prompts, str(options.task))
     read_price(options.endpoint)  # here too, so that a mistake in the prices ends the run before documents are read
     files = find_source_files({name: as_list(value) for name, value in options.sources.items()})
     passages = Passages(_benchmark_texts(options.decontaminate))
-    lengths = None
+    lengths, intervals = None, Intervals(tuple(options.intervals))
     if task.of_documents:
-        lengths = Intervals(tuple(options.intervals)), TokenLengths(load_tokenizer(options.model))
+        read = Intervals((1, options.intervals[-1])) if task.joins else intervals
+        lengths = read, TokenLengths(load_tokenizer(options.model))
     skip_bad, truncate = options.on_bad_record == "skip", options.over_length == "truncate"
     key = options.text_key or task.text_key
-    corpus = Corpus(files, list(options.sources), key, skip_bad, lengths, truncate)
+    corpus = Corpus(files, list(options.sources), key, options.class_field, skip_bad, lengths, truncate)
     near = None if options.near_duplicates is None else NearDuplicates(options.near_duplicates)
     total = corpus.choose(options.records, options.seed, near, passages)
     if not total:
@@ -170,17 +178,26 @@ def run(options: SynthesizeOptions) -> str:
     )
 
     with OutputFolder(options.output_dir, options.overwrite) as folder:
-        made = _make_records(options, corpus.items(), total, prompts, making, folder.path / f"{options.task}.jsonl")
-        outcomes, without, cost = asyncio.run(made)
-        _check_outcomes(outcomes, without, options)
+        work = Work(
+            corpus,
+            total,
+            prompts,
+            making,
+            options.endpoint,
+            options.encoder,
+            intervals,
+            options.store_path,
+            folder.path / f"{options.task}.jsonl",
+        )
+        written = asyncio.run(task.write(work))
+        _check_outcomes(written.outcomes, written.without, options)
+        found = {n: {"found": corpus.available[n], "drawn": len(own)} for n, own in corpus.chosen.items()}
         report = {
             "options": redacted({name: value for name, value in asdict(options).items() if name not in NOT_REPORTED}),
-            "lengths": {
-                name: {"found": corpus.available[name], "drawn": len(own)} for name, own in corpus.chosen.items()
-            },
+            "lengths": written.lengths or found,
             "left_out": dict(corpus.left_out),
-            "outcomes": dict(outcomes),
-            "without_record": without,
+            "outcomes": dict(written.outcomes),
+            "without_record": written.without,
         }
         (folder.path / REPORT).write_text(yaml.safe_dump(report, allow_unicode=True, sort_keys=False), "utf-8")
         folder.publish()
@@ -190,67 +207,10 @@ def run(options: SynthesizeOptions) -> str:
     lines = [
         aligned(rows, ["length"]),
         f"left out: {_listed(corpus.left_out) or 'none'}",
-        f"items: {_listed(outcomes)}",
+        f"items: {_listed(written.outcomes)}",
+        *([written.cost] if written.cost else []),
     ]
-    return "\n".join([*lines, cost, f"written to {options.output_dir}"])
-
-
-async def _make_records(
-    options: SynthesizeOptions,
-    items: Iterator[Item],
-    total: int,
-    prompts: dict[str, Prompts],
-    making: Making,
-    path: Path,
-) -> tuple[Counter[str], list[dict[str, str]], str]:
-    """Write the records of the items, in their order, to a file.
-
-    Returns how many items had which outcome, those without a record with the reason, and a line with the cost.
-    """
-    task, price = TASKS[str(options.task)], read_price(options.endpoint)
-    outcomes: Counter[str] = Counter()
-    without: list[dict[str, str]] = []
-    free = asyncio.Semaphore(options.endpoint.concurrency)
-    with Store(options.store_path) as store:
-        async with Client(options.endpoint, store) as client:
-
-            async def make(item: Item) -> Made:
-                async with free:  # an item's requests follow each other, while the server has its document at hand
-                    return await task.make(item, client, prompts, making)
-
-            begun = ((item, make(item)) for item in items)
-            with open(path, "w", encoding="utf-8") as file, QuestionProgress(client, total, price, "records") as bar:
-                async with aclosing(_in_order(begun, AHEAD * options.endpoint.concurrency)) as results:
-                    async for item, made in results:
-                        outcomes[made.outcome] += 1
-                        if made.record is None:
-                            without.append({"item": item.name, "outcome": made.outcome, "reason": made.reason})
-                        else:
-                            file.write(json.dumps(made.record, ensure_ascii=False) + "\n")
-                        bar.item_done()
-            asked = f"{client.requests:,} requests, {client.retries:,} sent again, {client.from_store:,} from the store"
-            return outcomes, without, f"{asked}; {spent(client, price)}"
-
-
-async def _in_order(
-    begun: Iterator[tuple[Item, Coroutine[Any, Any, Made]]], ahead: int
-) -> AsyncGenerator[tuple[Item, Made], None]:
-    """Yield the result of each coroutine in order, while as many as `ahead` of them run."""
-    running: deque[tuple[Item, asyncio.Task[Made]]] = deque()
-    try:
-        for item, coroutine in begun:
-            running.append((item, asyncio.ensure_future(coroutine)))
-            await asyncio.sleep(0)  # requests are sent while documents are read
-            if len(running) >= ahead:
-                item, made = running.popleft()
-                yield item, await made
-        while running:
-            item, made = running.popleft()
-            yield item, await made
-    finally:
-        for _, task in running:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+    return "\n".join([*lines, f"written to {options.output_dir}"])
 
 
 def _benchmark_texts(paths: Sequence[str]) -> Iterator[str]:

@@ -42,6 +42,7 @@ class Corpus:
         files: of all sources, in order.
         sources: the names of the sources.
         text_key: the field of a record with its text.
+        class_field: that with its class; None: a document's class is its source.
         skip_bad: leave out and count records without a text, instead of ending the run.
         lengths: the intervals and what counts tokens; None: all items are one group.
         truncate: shorten longer documents to the last interval, instead of leaving them out.
@@ -52,11 +53,12 @@ class Corpus:
         files: Sequence[SourceFile],
         sources: Sequence[str],
         text_key: str,
+        class_field: str | None,
         skip_bad: bool,
         lengths: tuple[Intervals, TokenLengths] | None,
         truncate: bool,
     ) -> None:
-        self._read = (files, sources, text_key)
+        self._read = (files, sources, text_key, class_field)
         self._skip_bad, self._lengths, self._truncate = skip_bad, lengths, truncate
         self.left_out: Counter[str] = Counter()
         self.available: dict[str, int] = {}

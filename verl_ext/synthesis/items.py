@@ -18,12 +18,13 @@ from verl_ext.values import DataError
 
 @dataclass(frozen=True)
 class Item:
-    """A document or an instruction. tokens: of the whole text, 0 if they are not counted."""
+    """A document or an instruction. tokens: of the whole text, 0 if not counted. kind: its class, else its source."""
 
     name: str
     source: str
     text: str
     tokens: int = 0
+    kind: str = ""
 
 
 def drawn(seed: int, *facts: str) -> int:
@@ -33,11 +34,17 @@ def drawn(seed: int, *facts: str) -> int:
 
 
 def read_items(
-    files: Iterable[SourceFile], sources: Sequence[str], text_key: str, left_out: Counter[str], skip_bad: bool
+    files: Iterable[SourceFile],
+    sources: Sequence[str],
+    text_key: str,
+    class_field: str | None,
+    left_out: Counter[str],
+    skip_bad: bool,
 ) -> Iterator[Item]:
     """Yield the items of the files in order; `left_out` counts bad records.
 
-    Raises `DataError` for the first bad record unless `skip_bad`.
+    class_field: the field of a record with its class; None: its source is its class. Raises `DataError` for the first
+    bad record unless `skip_bad`.
     """
     times: Counter[str] = Counter()
     for file in files:
@@ -54,12 +61,15 @@ def read_items(
                     if isinstance(text, TextFile):
                         text = "".join(text.blocks())
                     if not isinstance(text, str) or not text.strip():
-                        kind = "nothing" if text is None or text == "" else type(text).__name__
-                        raise BadRecord("no_text", f"text_key={text_key} must name a field with a text; got {kind}")
+                        got = "nothing" if text is None or text == "" else type(text).__name__
+                        raise BadRecord("no_text", f"text_key={text_key} must name a field with a text; got {got}")
                     check_characters(text)
+                    kind = source if class_field is None else record.get(class_field)
+                    if not isinstance(kind, str) or not kind:
+                        raise BadRecord("no_class", f"class_field={class_field} must name a field with a text")
                 except BadRecord as error:
                     if not skip_bad:
                         raise DataError(f"{chunk.place(number)}: {error}") from error
                     left_out[error.reason] += 1
                     continue
-                yield Item(f"{name}:{number}", source, text.strip())
+                yield Item(f"{name}:{number}", source, text.strip(), kind=kind)

@@ -1,0 +1,116 @@
+"""A sentence encoder in a folder that transformers loads: E5, GTE, BGE, MiniLM, Qwen3-Embedding and their like."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from verl_ext.endpoint.answer import Answer, answer_from_embedding
+from verl_ext.endpoint.client import embedded
+from verl_ext.endpoint.store import Store
+from verl_ext.files import fingerprint
+from verl_ext.text.tokenized import file_facts
+from verl_ext.values import Options, UsageError, first_line, option
+
+# What sentence-transformers' 1_Pooling/config.json calls the ways to pool.
+_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+_MODULES = ("Transformer", "Pooling", "Normalize")  # of modules.json; a Dense layer would be left out in silence
+
+
+@dataclass(frozen=True)
+class EncoderOptions(Options):
+    """How documents are embedded."""
+
+    prefix: ClassVar[str] = "encoder"
+
+    path: str | None = option(
+        None, "glm_long_documents: folder of a sentence encoder for transformers; null: `endpoint` embeds"
+    )
+    pooling: str | None = option(
+        None,
+        "encoder.path: the mean of its tokens' states, the first's or the last's; null: as its 1_Pooling/config.json"
+        " says, mean without one",
+        choices=("mean", "cls", "last"),
+    )
+    start: str = option("", "glm_long_documents: text before each document, e.g. `passage: ` of E5")
+    max_tokens: int = option(
+        512,
+        "glm_long_documents: tokens of a document's start that are embedded, by the tokenizer of model.path",
+        least=1,
+    )
+
+
+class LocalEncoder:
+    """A sentence encoder that embeds a text at a time, on the GPU if there is one; finished ones are in the store."""
+
+    def __init__(self, options: EncoderOptions, store: Store) -> None:
+        """Read how the encoder pools. Raises `UsageError` for a folder that is no sentence encoder."""
+        self.options, self.store, self.path = options, store, Path(str(options.path))
+        if not (self.path / "config.json").is_file():
+            raise UsageError(f"encoder.path must be a folder with a config.json; got {self.path}")
+        self.pooling = options.pooling or self._pooling()
+        self._facts = [file_facts([str(self.path)]), self.pooling]
+        self._model: Any = None
+
+    def _pooling(self) -> str:
+        """Return the pooling that the files of sentence-transformers name, "mean" without them."""
+        modules, pooling = self.path / "modules.json", self.path / "1_Pooling" / "config.json"
+        try:
+            kinds = [str(each["type"]).rpartition(".")[2] for each in _json(modules)] if modules.is_file() else []
+            named = (
+                [way for key, way in _POOLINGS.items() if _json(pooling).get(key)] if pooling.is_file() else ["mean"]
+            )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(f"encoder.path must hold readable files; got {self.path}: {first_line(error)}") from error
+        if others := [kind for kind in kinds if kind not in _MODULES]:
+            raise UsageError(
+                f"encoder.path must end with its pooling; got {self.path} with a module {others[0]} after it"
+            )
+        if len(named) != 1:
+            raise UsageError(f"encoder.pooling must be given: {pooling} names none of mean, cls, last alone; got null")
+        return named[0]
+
+    async def __aenter__(self) -> "LocalEncoder":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._model = None
+
+    async def embed(self, record: str, text: str) -> Answer:
+        """Return the embedding of a text, float32[dimensions] in `Answer.parsed`, from the store if it has it."""
+        key = fingerprint([*self._facts, record, text])
+        answer = self.store.find(key)
+        if answer is None:
+            answer = answer_from_embedding({"data": [{"embedding": self._vector(text)}], "model": str(self.path)})
+            self.store.add(key, record, "embed", answer)
+        return embedded(answer)
+
+    def _vector(self, text: str) -> list[float]:
+        import torch
+
+        if self._model is None:
+            self._load()
+        given = self._tokenizer(text, return_tensors="pt", truncation=True, max_length=self._most)
+        inputs = given.to(self._model.device)
+        with torch.inference_mode():
+            states = self._model(**inputs).last_hidden_state[0].float()
+        pooled = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[self.pooling]
+        return pooled.tolist()
+
+    def _load(self) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.path)
+            model = AutoModel.from_pretrained(self.path, dtype="auto")
+        except (OSError, ValueError) as error:
+            needed = "encoder.path must hold a model that transformers loads"
+            raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
+        positions = getattr(model.config, "max_position_embeddings", 1 << 20) - 2  # RoBERTa's begin with 2
+        self._most = min(self._tokenizer.model_max_length, positions)
+        self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
