@@ -194,6 +194,7 @@ class ChatEncoder:
                 counts.border_tokens += chat.border_tokens
                 counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
                 counts.dropped_reasoning += chat.dropped_reasoning
+                counts.dropped_blocks += chat.dropped_blocks
         try:
             pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
         except DataError as error:

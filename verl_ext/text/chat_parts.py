@@ -47,6 +47,8 @@ _CLOSER = re.compile(rf"(?:{_any_of(_OPENER)})\s*")
 _THINK_TAG = re.compile(_any_of([*_OPENER.values(), *_OPENER]))
 _BLOCK = re.compile("|".join(rf"{re.escape(a)}(?:.*?){re.escape(b)}\s*" for a, b in TAGS), re.DOTALL)
 _EMPTY = re.compile("|".join(rf"\s*(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for b, a in _OPENER.items()))
+# A whole block without words, with the line ends that part it from the answer.
+EMPTY_BLOCK = re.compile("|".join(rf"{re.escape(a)}\s*{re.escape(b)}\n{{0,2}}" for b, a in _OPENER.items()))
 
 
 class Border(NamedTuple):
@@ -333,6 +335,20 @@ class Learnt:
             messages[index] = kept
             dropped += had_words and index in chat.targets
         return replace(chat, messages=messages), dropped
+
+
+def without_empty_blocks(chat: Chat) -> Chat:
+    """Take empty thinking blocks out of what assistants say. Raises `BadRecord` beside weights of characters."""
+    messages = list(chat.messages)
+    for index, message in enumerate(messages):
+        text = message.get("content")
+        if message["role"] != "assistant" or not isinstance(text, str) or not EMPTY_BLOCK.search(text):
+            continue
+        if (mask := chat.masks.get(index)) is not None and mask.stretches:
+            needed = "must have no weights of characters beside an empty thinking block, for drop_empty_reasoning"
+            raise BadRecord("template_mismatch", f"message {index + 1} {needed}")
+        messages[index] = {**message, "content": EMPTY_BLOCK.sub("", text)}
+    return replace(chat, messages=messages)
 
 
 def _with_tags(text: str, target: Target) -> tuple[list[Border], list[Span]]:

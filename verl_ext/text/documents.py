@@ -44,6 +44,7 @@ class Counts:
         target_kinds: target tokens of chats by the kind of their part of a turn.
         context_parts: parts of target turns that are no targets, by kind.
         dropped_reasoning: target turns whose reasoning was left out.
+        dropped_blocks: texts of chats that `drop_empty_reasoning` drew.
         unprinted: records by the kind of words that the chat template leaves out.
         unused_fields: records (or messages, as `messages.<field>`) with a field that nothing reads.
         dropped_media: images, audio and video left out.
@@ -64,6 +65,7 @@ class Counts:
     target_kinds: Counter[str] = field(default_factory=Counter)
     context_parts: Counter[str] = field(default_factory=Counter)
     dropped_reasoning: int = 0
+    dropped_blocks: int = 0
     unprinted: Counter[str] = field(default_factory=Counter)
     unused_fields: Counter[str] = field(default_factory=Counter)
     dropped_media: Counter[str] = field(default_factory=Counter)
@@ -125,6 +127,7 @@ class Counts:
             "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
             "border_tokens": self.border_tokens,
             "dropped_reasoning": self.dropped_reasoning,
+            "dropped_blocks": self.dropped_blocks,
             "bad_records": dict(sorted(self.bad.items())),
             **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
             "examples": dict(sorted(self.examples.items())),

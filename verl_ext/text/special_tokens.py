@@ -51,7 +51,7 @@ class ChatText:
         parts: those of its targets, in order, with their weights.
         disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold the names of special tokens.
         special_tokens: the number of these names.
-        border_tokens, dropped_reasoning: see `Counts`.
+        border_tokens, dropped_reasoning, dropped_blocks: see `Counts`.
     """
 
     rendered: RenderedChat
@@ -60,6 +60,7 @@ class ChatText:
     special_tokens: int = 0
     border_tokens: int = 0
     dropped_reasoning: int = 0
+    dropped_blocks: int = 0
 
     @property
     def text(self) -> str:
@@ -135,7 +136,7 @@ class SpecialTokens:
         Raises `BadRecord`: for `error`, if a rendered message holds the name of a special token; for `encode`, if its
         place in the rendered text cannot be found, or the tokenizer is not a fast one.
         """
-        if on_found == "keep" or not self._may_hold(strings := _strings(chat)):
+        if on_found == "keep" or not self._may_hold(strings := strings_of(chat)):
             return ChatText(chats.located(chat))
         first = next((found[0][0] for text in strings if (found := self.found(text))), None)
         if any(_STAND_INS.search(text) for text in strings):
@@ -208,7 +209,7 @@ def _stand_ins(names: Mapping[str, AddedToken], first: int) -> dict[str, str]:
     return {name: chr(first + number) * len(name) for number, name in enumerate(names)}
 
 
-def _strings(chat: Chat) -> list[str]:
+def strings_of(chat: Chat) -> list[str]:
     """Collect every string in a chat's messages and tools, keys included."""
     found: list[str] = []
     rest: list[Any] = [*chat.messages, *(chat.tools or [])]
