@@ -14,6 +14,7 @@ refused.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -271,22 +272,23 @@ class Learnt:
 
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
         """Return the parts of all targets, in order. Raises `BadRecord` if one is in doubt and not all learnt."""
-        has_tags = any(tag in rendered.text for tag in _TAGS)
+        text = rendered.text
+        may_have = "think" in text or "THINK" in text or "channel" in text or "tool_call" in text  # most have none
+        has_tags = may_have and any(tag in text for tag in _TAGS)
         parts: list[Part] = []
         for target in rendered.targets:
             mask = chat.masks.get(target.message)
-            learnt = self._by_kind(mask)
+            learnt = self._usual if mask is None else self._by_kind(mask)
             borders, empty = _with_tags(rendered.text, target) if has_tags else (target.borders, [])
             start = target.start
             for stop, kind, doubts in borders:
-                unclear = [kind for kind in doubts if not learnt.get(kind, True)]
-                if unclear:
+                if doubts and (unclear := [kind for kind in doubts if not learnt.get(kind, True)]):
                     what = unclear[0].replace("_", " ")
                     raise BadRecord(
                         "template_mismatch",
                         f"message {target.message + 1}: it cannot be found where the {what} begins and ends",
                     )
-                kind = EMPTY_REASONING if (start, stop) in empty else kind
+                kind = EMPTY_REASONING if empty and (start, stop) in empty else kind
                 weight = target.weight if learnt.get(kind, True) else 0.0
                 for end, of_stretch in target.stretches if kind != END_OF_TURN else ():
                     if start < min(end, stop):
@@ -296,6 +298,11 @@ class Learnt:
                     parts.append(Part(start, stop, kind, weight))
                 start = stop
         return parts
+
+    @cached_property
+    def _usual(self) -> dict[str, bool]:
+        """What :meth:`_by_kind` returns for turns whose records say nothing."""
+        return self._by_kind(None)
 
     def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
         """Return whether parts of a turn are learnt, by their kind; those of other kinds always are."""

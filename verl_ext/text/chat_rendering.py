@@ -149,6 +149,7 @@ class ChatRenderer:
                 part, dropped = self._learnt.without_reasoning(part, self._opens_reasoning)
             text = self._special.chat_text(chats, part, on_found)
             text.parts, text.dropped_reasoning = self._learnt.parts(text.rendered, part), dropped
+            text.learnt = [part for part in text.parts if part.weight]
             text.dropped_blocks = int(is_drawn)
             texts.append(text)
         unprinted: set[str] = set()

@@ -158,11 +158,12 @@ class Document:
 
     def tokens_by_kind(self) -> Iterator[tuple[str, int]]:
         """Yield the kind of each part and the number of its targets; context after a part is none of them."""
-        sums = np.zeros(len(self.loss_mask) + 1, np.int64)
-        np.cumsum(self.loss_mask, out=sums[1:])
-        edges = sums[[*(first for first, _ in self.parts), -1]].tolist()
-        for (_, kind), (before, after) in zip(self.parts, pairwise(edges), strict=True):
-            yield kind, after - before
+        if not self.parts:
+            return
+        mask, kinds = self.loss_mask, {first: kind for first, kind in self.parts}  # of two at one token, the later one
+        kinds.pop(len(mask), None)
+        sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
+        yield from zip(kinds.values(), sums, strict=True)
 
 
 @dataclass

@@ -49,6 +49,7 @@ class ChatText:
     Attributes:
         rendered: its text and targets.
         parts: those of its targets, in order, with their weights.
+        learnt: the parts whose weight is not 0.
         disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold the names of special tokens.
         special_tokens: the number of these names.
         border_tokens, dropped_reasoning, dropped_blocks: see `Counts`.
@@ -56,6 +57,7 @@ class ChatText:
 
     rendered: RenderedChat
     parts: list[Part] = field(default_factory=list)
+    learnt: list[Part] = field(default_factory=list)
     disguised: str | None = None
     special_tokens: int = 0
     border_tokens: int = 0
@@ -66,11 +68,6 @@ class ChatText:
     def text(self) -> str:
         """The text of the chat."""
         return self.rendered.text
-
-    @property
-    def learnt(self) -> list[Part]:
-        """The parts that are learnt."""
-        return [part for part in self.parts if part.weight]
 
     @property
     def spans(self) -> list[Span]:
