@@ -47,8 +47,6 @@ def test_a_drawn_chat_has_the_text_that_minimind_makes_of_it(folder: Path, templ
 def test_reasoning_with_words_stays_and_calls_lose_their_block(folder: Path) -> None:
     said = turn("the cat", reasoning_content="sat")
     assert Tokenized(folder, QWEN3, said, drop_empty_reasoning=1.0).text == Tokenized(folder, QWEN3, said).text
-    called = Tokenized(folder, PREFILLED_THINKING.replace("parts[-1].lstrip('\n')", "m.content"), turn("the cat"))
-    assert BLOCK in called.text
     calling = Tokenized(folder, QWEN3, turn("", tool_calls=[call(on="mat")]), drop_empty_reasoning=1.0)
     assert BLOCK not in calling.text
     assert calling.learnt == [CALLS + END]
@@ -78,7 +76,6 @@ def test_weighted_characters_beside_a_block_are_refused(folder: Path) -> None:
 def test_a_share_of_chats_is_drawn_by_their_text_alone(tmp_path: Path) -> None:
     tiny_tokenizer(QWEN3).save_pretrained(tmp_path / "model")
     records = [chat(f"the cat {i}", "sat") for i in range(600)]
-    block = tiny_tokenizer()(BLOCK, add_special_tokens=False)["input_ids"]
 
     def kept(name: str, lines: list[dict[str, Any]], share: float, workers: int) -> set[str]:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -90,7 +87,7 @@ def test_a_share_of_chats_is_drawn_by_their_text_alone(tmp_path: Path) -> None:
         ids = load_from_disk(str(tmp_path / name))["input_ids"]
         texts = {tiny_tokenizer().decode(row) for row in ids}
         with_block = {text.replace(BLOCK, "") for text in texts if BLOCK in text}
-        assert len(block) and f"of {600 - len(with_block)} chats drawn" in report.table()
+        assert f"of {600 - len(with_block)} chats drawn" in report.table()
         return with_block
 
     most = kept("most", records, 0.8, 1)

@@ -160,7 +160,7 @@ class Document:
         """Yield the kind of each part and the number of its targets; context after a part is none of them."""
         if not self.parts:
             return
-        mask, kinds = self.loss_mask, {first: kind for first, kind in self.parts}  # of two at one token, the later one
+        mask, kinds = self.loss_mask, dict(self.parts)  # of two parts that begin at one token, the later one
         kinds.pop(len(mask), None)
         sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
         yield from zip(kinds.values(), sums, strict=True)
