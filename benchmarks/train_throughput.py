@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     warm_up = max(options.documents // 4 // group, 1) * group
     sizes = [warm_up] + [options.documents] * options.repeats
     steps = contest.make_steps(sizes, options.budget, VOCABULARY, folder, options.seed)
-    total = len(steps) + 2 * options.cost_pairs
+    total = len(steps) + 4 * options.cost_pairs
     setting = Setting(folder / "model", steps[0].folder, folder, options.budget, total)
     contestants = build_contestants(options.contestants, setting, options.micro_batch_size)
     with tqdm(total=len(steps) * len(contestants), unit="step") as bar:
@@ -134,7 +134,8 @@ def _category_loss_cost(options: argparse.Namespace, contestants: dict, step: An
     ours = contestants["ours"]
     batch = ours.load(step)
     in_place = collection_cost.in_place(ours, batch, records["ours"].cpu[-1])
-    return {"in_place": in_place, "whole_steps": collection_cost.whole_steps(ours, batch, options.cost_pairs)}
+    measured = {name: getattr(collection_cost, name) for name in ("whole_steps", "head_measures")}
+    return {"in_place": in_place, **{name: cost(ours, batch, options.cost_pairs) for name, cost in measured.items()}}
 
 
 def _machine() -> dict[str, Any]:
@@ -166,6 +167,9 @@ def report(result: dict[str, Any]) -> str:
         low, high = whole["range"]
         lines += ["", f"category loss and report: {place['percent']:.2f} % of a step ({place['seconds'] * 1e3:.1f} ms)"]
         lines[-1] += f"; whole steps with against without: {whole['percent']:+.1f} % [{low:+.1f}, {high:+.1f}]"
+        low, high = cost["head_measures"]["quartiles"]
+        lines.append(f"token accuracy and entropy: {cost['head_measures']['percent']:+.1f} % of a step")
+        lines[-1] += f", quartiles [{low:+.1f}, {high:+.1f}]"
     return "\n".join(lines)
 
 

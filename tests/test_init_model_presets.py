@@ -21,6 +21,8 @@ COUNTS = {
     "small_10m": (9_425_440, 7_377_440),
     "minimind_104m": (104_030_976, 99_115_776),
     "minimind_moe_145m": (145_034_880, 140_938_880),
+    "minimind3_64m": (63_912_192, 58_996_992),
+    "minimind3_moe_198m": (198_416_640, 193_501_440),
     "qwen3_0.6b": (596_049_920, 440_467_456),
     "gpt2_124m": (124_439_808, 85_056_000),
 }
@@ -42,6 +44,21 @@ def test_minimind_is_as_wide_and_deep_as_minimind():
     assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (768, 16, 2048)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 2, 96)
     assert (config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (1e6, True)
+
+
+def test_minimind_3_is_as_its_authors_convert_it():
+    # scripts/convert_model.py of MiniMind-3 with the defaults of MiniMindConfig.
+    both = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 8, "num_attention_heads": 8}
+    both |= {"num_key_value_heads": 4, "head_dim": 96, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 2432, "norm_topk_prob": True}
+    for name, expected in {"minimind3_64m": both, "minimind3_moe_198m": {**both, **experts}}.items():
+        config = hf_config(fitted(read_fields(name), 6400, {}))
+        assert {key: getattr(config, key) for key in expected} == expected
+        assert (config.rope_parameters["rope_theta"], config.tie_word_embeddings) == (1e6, True)
+    moe = meta_model(config)
+    unused = sum(x.numel() for name, x in moe.named_parameters() if ".mlp.experts." in name) * 3 // 4
+    assert moe.num_parameters() - unused == 63_936_768  # of a token: the A64M of 198M-A64M
+    assert asks_for_router_loss(config)
 
 
 def test_gpt2_has_learned_positions_and_dropout():

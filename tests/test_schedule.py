@@ -179,6 +179,13 @@ def test_step_s_of_a_run_trains_at_the_formula_for_s_minus_1(tiny_model, tmp_pat
     assert rates == pytest.approx({step: formula(step - 1, 6) for step in range(1, 7)}, rel=1e-12)
 
 
+def test_the_recipe_of_minimind_3_has_its_own():
+    chosen = ["recipe=minimind_pretrain/minimind3", "data.train_dir=unused", "model.path=unused"]
+    config = compose(chosen)
+    assert (config.optim.lr, config.optim.min_lr_ratio, config.data.max_length) == (LR, 0.1, 340)
+    assert config.trainer.experiment_name == "minimind3_pretrain"
+
+
 def test_the_recipe_of_minimind_has_this_schedule():
     optim = compose(["recipe=minimind_pretrain", "data.train_dir=unused", "model.path=unused"]).optim
     assert optim.lr == pytest.approx(1.1 * LR)

@@ -7,6 +7,7 @@
 # FOLDER       minimind_pretrain_run unless given
 # override …   of the training run
 # MODEL=tiny   another architecture of `verl-ext init-model`; NPROC_PER_NODE as in launch/node.sh
+# RECIPE=…     minimind_pretrain unless given; minimind_pretrain/minimind3
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,5 +21,5 @@ shift $(($# < 2 ? $# : 2))
 if [[ ! -e "$run/model" ]]; then
     verl-ext init-model "model=${MODEL:-minimind_104m}" "output_dir=$run/model" "tokenizer.train_on=[$text]"
 fi
-exec "$here/../../launch/node.sh" recipe=minimind_pretrain "data.train_dir=$text" "model.path=$run/model" \
+exec "$here/../../launch/node.sh" "recipe=${RECIPE:-minimind_pretrain}" "data.train_dir=$text" "model.path=$run/model" \
     "trainer.default_local_dir=$run/checkpoints" "$@"

@@ -133,6 +133,8 @@ class Report:
             yield f"in the text and no target: {_most(context, ' parts of turns')}"
         if counts.dropped_reasoning:
             yield f"left out: the reasoning of {counts.dropped_reasoning:,} turns"
+        if counts.dropped_blocks:
+            yield f"left out: empty thinking blocks of {counts.dropped_blocks:,} chats drawn by drop_empty_reasoning"
         if counts.unprinted:
             yield f"not printed by the chat template: {_most(counts.unprinted, ' records')}"
         if counts.dropped_media:

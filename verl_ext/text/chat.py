@@ -223,10 +223,13 @@ class ChatEncoder:
             counts.add_special_tokens(encoded.special_tokens)
             if isinstance(chat := item.text, ChatText):
                 counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
-                counts.unprinted.update(chat.rendered.unprinted)
                 counts.border_tokens += chat.border_tokens
-                counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
+                if chat.rendered.unprinted:
+                    counts.unprinted.update(chat.rendered.unprinted)
+                if len(chat.learnt) < len(chat.parts):
+                    counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
                 counts.dropped_reasoning += chat.dropped_reasoning
+                counts.dropped_blocks += chat.dropped_blocks
         try:
             pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
         except DataError as error:

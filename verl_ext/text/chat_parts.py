@@ -14,6 +14,7 @@ refused.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ _CLOSER = re.compile(rf"(?:{_any_of(_OPENER)})\s*")
 _THINK_TAG = re.compile(_any_of([*_OPENER.values(), *_OPENER]))
 _BLOCK = re.compile("|".join(rf"{re.escape(a)}(?:.*?){re.escape(b)}\s*" for a, b in TAGS), re.DOTALL)
 _EMPTY = re.compile("|".join(rf"\s*(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for b, a in _OPENER.items()))
+# A whole block without words, with the line ends that part it from the answer.
+EMPTY_BLOCK = re.compile("|".join(rf"{re.escape(a)}\s*{re.escape(b)}\n{{0,2}}" for b, a in _OPENER.items()))
 
 
 class Border(NamedTuple):
@@ -269,22 +272,23 @@ class Learnt:
 
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
         """Return the parts of all targets, in order. Raises `BadRecord` if one is in doubt and not all learnt."""
-        has_tags = any(tag in rendered.text for tag in _TAGS)
+        text = rendered.text
+        may_have = "think" in text or "THINK" in text or "channel" in text or "tool_call" in text  # most have none
+        has_tags = may_have and any(tag in text for tag in _TAGS)
         parts: list[Part] = []
         for target in rendered.targets:
             mask = chat.masks.get(target.message)
-            learnt = self._by_kind(mask)
+            learnt = self._usual if mask is None else self._by_kind(mask)
             borders, empty = _with_tags(rendered.text, target) if has_tags else (target.borders, [])
             start = target.start
             for stop, kind, doubts in borders:
-                unclear = [kind for kind in doubts if not learnt.get(kind, True)]
-                if unclear:
+                if doubts and (unclear := [kind for kind in doubts if not learnt.get(kind, True)]):
                     what = unclear[0].replace("_", " ")
                     raise BadRecord(
                         "template_mismatch",
                         f"message {target.message + 1}: it cannot be found where the {what} begins and ends",
                     )
-                kind = EMPTY_REASONING if (start, stop) in empty else kind
+                kind = EMPTY_REASONING if empty and (start, stop) in empty else kind
                 weight = target.weight if learnt.get(kind, True) else 0.0
                 for end, of_stretch in target.stretches if kind != END_OF_TURN else ():
                     if start < min(end, stop):
@@ -294,6 +298,11 @@ class Learnt:
                     parts.append(Part(start, stop, kind, weight))
                 start = stop
         return parts
+
+    @cached_property
+    def _usual(self) -> dict[str, bool]:
+        """What :meth:`_by_kind` returns for turns whose records say nothing."""
+        return self._by_kind(None)
 
     def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
         """Return whether parts of a turn are learnt, by their kind; those of other kinds always are."""
@@ -333,6 +342,20 @@ class Learnt:
             messages[index] = kept
             dropped += had_words and index in chat.targets
         return replace(chat, messages=messages), dropped
+
+
+def without_empty_blocks(chat: Chat) -> Chat:
+    """Take empty thinking blocks out of what assistants say. Raises `BadRecord` beside weights of characters."""
+    messages = list(chat.messages)
+    for index, message in enumerate(messages):
+        text = message.get("content")
+        if message["role"] != "assistant" or not isinstance(text, str) or not EMPTY_BLOCK.search(text):
+            continue
+        if (mask := chat.masks.get(index)) is not None and mask.stretches:
+            needed = "must have no weights of characters beside an empty thinking block, for drop_empty_reasoning"
+            raise BadRecord("template_mismatch", f"message {index + 1} {needed}")
+        messages[index] = {**message, "content": EMPTY_BLOCK.sub("", text)}
+    return replace(chat, messages=messages)
 
 
 def _with_tags(text: str, target: Target) -> tuple[list[Border], list[Span]]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from verl_ext.files import fingerprint
 from verl_ext.packing import OVER_LENGTH_POLICIES
-from verl_ext.text.chat_parts import Learnt, is_opened
+from verl_ext.text.chat_parts import EMPTY_BLOCK, Learnt, is_opened, without_empty_blocks
 from verl_ext.text.chat_proof import ProvenChats
 from verl_ext.text.chat_template import ChatTemplate
 from verl_ext.text.json_records import BadRecord, RecordOptions
 from verl_ext.text.messages import Chat
 from verl_ext.text.records import column_problems
-from verl_ext.text.special_tokens import ChatText, SpecialTokens
+from verl_ext.text.special_tokens import ChatText, SpecialTokens, strings_of
 from verl_ext.text.tokenizer import ModelOptions, check_template, read_template
 from verl_ext.values import UsageError, first_line, option
 
@@ -52,6 +53,12 @@ class ChatOptions(RecordOptions):
         "context",
         "a thinking block without words, of the template or the record: context: no target | learn: a target",
         choices=("context", "learn"),
+    )
+    drop_empty_reasoning: float = option(
+        0.0,
+        "share of chats, drawn by their text, whose thinking blocks without words are left out; 0.8 is MiniMind-3's",
+        least=0,
+        most=1,
     )
     tool_calls: str = option(
         "learn",
@@ -112,10 +119,10 @@ class ChatRenderer:
             )
         self._special, self._options = special, options
         stops = stop_tokens(tokenizer, options.model)
-        self._chats = ProvenChats(
-            ChatTemplate(tokenizer, template, options.apply_chat_template_kwargs, options.end_of_turn, stops)
-        )
-
+        given_to_all = (tokenizer, template, options.apply_chat_template_kwargs, options.end_of_turn, stops)
+        self._chats = ProvenChats(ChatTemplate(*given_to_all))
+        if options.drop_empty_reasoning:
+            self._without_blocks = ProvenChats(ChatTemplate(*given_to_all, left_out=EMPTY_BLOCK))
         self._learnt = Learnt(
             options.reasoning == "learn", options.tool_calls == "learn", options.empty_reasoning == "learn"
         )
@@ -133,12 +140,17 @@ class ChatRenderer:
         """
         on_found = self._options.special_tokens_in_text
         texts = []
+        chats, is_drawn = self._chats, self._is_drawn(chat)
+        if is_drawn:
+            chats, chat = self._without_blocks, without_empty_blocks(chat)
         for part in self._turns(chat):
             dropped = 0
             if self._options.reasoning == "drop":
                 part, dropped = self._learnt.without_reasoning(part, self._opens_reasoning)
-            text = self._special.chat_text(self._chats, part, on_found)
+            text = self._special.chat_text(chats, part, on_found)
             text.parts, text.dropped_reasoning = self._learnt.parts(text.rendered, part), dropped
+            text.learnt = [part for part in text.parts if part.weight]
+            text.dropped_blocks = int(is_drawn)
             texts.append(text)
         unprinted: set[str] = set()
         for rendered in (text.rendered for text in texts):
@@ -162,6 +174,19 @@ class ChatRenderer:
         before = replace(chat, messages=chat.messages[:turn], targets={})
         as_printed, _ = self._chats.template.with_arguments_as_printed(before)
         return self._chats.template.render(as_printed.messages, chat.tools, generation=True)
+
+    def _is_drawn(self, chat: Chat) -> bool:
+        """Draw, by a chat's own text, whether its empty thinking blocks are left out.
+
+        A block that others than the assistant write, as in a question about thinking, would go with them: all stay.
+        """
+        if not self._options.drop_empty_reasoning:
+            return False
+        number = int(fingerprint(repr(chat.messages), digits=16), 16) / 16**16
+        if number >= self._options.drop_empty_reasoning:
+            return False
+        others = replace(chat, messages=[message for message in chat.messages if message["role"] != "assistant"])
+        return not any(EMPTY_BLOCK.search(text) for text in strings_of(others))
 
     def _turns(self, chat: Chat) -> list[Chat]:
         if self._options.turns == "each":

@@ -56,6 +56,7 @@ class ChatTemplate:
         template_kwargs: dict[str, Any],
         end_of_turn: str | None = None,
         stop_tokens: Sequence[str] = (),
+        left_out: re.Pattern[str] | None = None,
     ) -> None:
         """Try the template. Raises `UsageError` if it cannot render a user's and an assistant's turn.
 
@@ -65,11 +66,13 @@ class ChatTemplate:
             template_kwargs: its arguments.
             end_of_turn: the end of a turn in place of those that are found.
             stop_tokens: those of the model's generation config.
+            left_out: what is taken out of every text that the template renders.
         """
         from transformers.utils import chat_template_utils  # here and below: the process that writes does not need it
 
         self.tokenizer = tokenizer
         self.template = template
+        self._left_out = left_out
         self.kwargs = template_kwargs
         if "strftime_now" in self.source and "strftime_now" not in template_kwargs:
             # All renderings get the same moment, because they have to give the same text.
@@ -100,7 +103,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
         """Render a chat, with the generation prompt if asked. Raises `BadRecord` if the template refuses it."""
         with _template_errors():
-            return self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 self._as_given(messages),
                 tools=tools,
                 chat_template=self.template,
@@ -108,6 +111,7 @@ class ChatTemplate:
                 add_generation_prompt=generation,
                 **self.kwargs,
             )
+        return text if self._left_out is None else self._left_out.sub("", text)
 
     def try_render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False
@@ -145,8 +149,15 @@ class ChatTemplate:
                 add_generation_prompt=False,
                 **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
-        texts, spans = rendered
-        return texts[0], spans[0]
+        (text,), (spans,) = rendered
+        gaps = [gap.span() for gap in self._left_out.finditer(text)] if self._left_out else []
+
+        def moved(at: int) -> int:
+            return at - sum(min(stop, at) - start for start, stop in gaps if start < at)
+
+        if self._left_out is not None:
+            text = self._left_out.sub("", text)
+        return text, [(moved(start), moved(stop)) for start, stop in spans]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
         """Return the chat and its text, with arguments of tool calls as the record has them or in their other form.

@@ -44,6 +44,7 @@ class Counts:
         target_kinds: target tokens of chats by the kind of their part of a turn.
         context_parts: parts of target turns that are no targets, by kind.
         dropped_reasoning: target turns whose reasoning was left out.
+        dropped_blocks: texts of chats that `drop_empty_reasoning` drew.
         unprinted: records by the kind of words that the chat template leaves out.
         unused_fields: records (or messages, as `messages.<field>`) with a field that nothing reads.
         dropped_media: images, audio and video left out.
@@ -64,6 +65,7 @@ class Counts:
     target_kinds: Counter[str] = field(default_factory=Counter)
     context_parts: Counter[str] = field(default_factory=Counter)
     dropped_reasoning: int = 0
+    dropped_blocks: int = 0
     unprinted: Counter[str] = field(default_factory=Counter)
     unused_fields: Counter[str] = field(default_factory=Counter)
     dropped_media: Counter[str] = field(default_factory=Counter)
@@ -125,6 +127,7 @@ class Counts:
             "special_tokens_in_text": {name: self.special_tokens[name] for name in ("records", "occurrences")},
             "border_tokens": self.border_tokens,
             "dropped_reasoning": self.dropped_reasoning,
+            "dropped_blocks": self.dropped_blocks,
             "bad_records": dict(sorted(self.bad.items())),
             **{name: dict(sorted(getattr(self, name).items())) for name in ("over_length", *CHAT_COUNTS)},
             "examples": dict(sorted(self.examples.items())),
@@ -155,11 +158,12 @@ class Document:
 
     def tokens_by_kind(self) -> Iterator[tuple[str, int]]:
         """Yield the kind of each part and the number of its targets; context after a part is none of them."""
-        sums = np.zeros(len(self.loss_mask) + 1, np.int64)
-        np.cumsum(self.loss_mask, out=sums[1:])
-        edges = sums[[*(first for first, _ in self.parts), -1]].tolist()
-        for (_, kind), (before, after) in zip(self.parts, pairwise(edges), strict=True):
-            yield kind, after - before
+        if not self.parts:
+            return
+        mask, kinds = self.loss_mask, dict(self.parts)  # of two parts that begin at one token, the later one
+        kinds.pop(len(mask), None)
+        sums = np.add.reduceat(mask, list(kinds), dtype=np.int64).tolist() if kinds else []
+        yield from zip(kinds.values(), sums, strict=True)
 
 
 @dataclass

@@ -121,6 +121,10 @@ class MessageReader:
     def _turn(self, raw: Any, where: str) -> Turn:
         if not isinstance(raw, dict):
             raise BadRecord("non_string_content", f"{where} must be an object; got {type(raw).__name__}")
+        name, text = raw.get("role"), raw.get("content")
+        is_plain = len(raw) == 2 and isinstance(name, str) and isinstance(text, str)  # as most are
+        if is_plain and name in ROLES and name != "function_call":
+            return Turn({"role": ROLES[name], "content": text})
         fields = {key: value for key, value in raw.items() if value is not None}
         name = fields.pop("role", None) or fields.pop("from", None)
         if not isinstance(name, str) or name.lower() not in ROLES:

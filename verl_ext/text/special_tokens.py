@@ -49,27 +49,25 @@ class ChatText:
     Attributes:
         rendered: its text and targets.
         parts: those of its targets, in order, with their weights.
+        learnt: the parts whose weight is not 0.
         disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold the names of special tokens.
         special_tokens: the number of these names.
-        border_tokens, dropped_reasoning: see `Counts`.
+        border_tokens, dropped_reasoning, dropped_blocks: see `Counts`.
     """
 
     rendered: RenderedChat
     parts: list[Part] = field(default_factory=list)
+    learnt: list[Part] = field(default_factory=list)
     disguised: str | None = None
     special_tokens: int = 0
     border_tokens: int = 0
     dropped_reasoning: int = 0
+    dropped_blocks: int = 0
 
     @property
     def text(self) -> str:
         """The text of the chat."""
         return self.rendered.text
-
-    @property
-    def learnt(self) -> list[Part]:
-        """The parts that are learnt."""
-        return [part for part in self.parts if part.weight]
 
     @property
     def spans(self) -> list[Span]:
@@ -135,7 +133,7 @@ class SpecialTokens:
         Raises `BadRecord`: for `error`, if a rendered message holds the name of a special token; for `encode`, if its
         place in the rendered text cannot be found, or the tokenizer is not a fast one.
         """
-        if on_found == "keep" or not self._may_hold(strings := _strings(chat)):
+        if on_found == "keep" or not self._may_hold(strings := strings_of(chat)):
             return ChatText(chats.located(chat))
         first = next((found[0][0] for text in strings if (found := self.found(text))), None)
         if any(_STAND_INS.search(text) for text in strings):
@@ -208,7 +206,7 @@ def _stand_ins(names: Mapping[str, AddedToken], first: int) -> dict[str, str]:
     return {name: chr(first + number) * len(name) for number, name in enumerate(names)}
 
 
-def _strings(chat: Chat) -> list[str]:
+def strings_of(chat: Chat) -> list[str]:
     """Collect every string in a chat's messages and tools, keys included."""
     found: list[str] = []
     rest: list[Any] = [*chat.messages, *(chat.tools or [])]

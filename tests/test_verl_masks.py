@@ -1,0 +1,74 @@
+"""The masks of chats beside those of verl's own dataset for SFT, MultiTurnSFTDataset."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tests.test_chat_parts import END, QWEN3, Tokenized
+from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+
+CHATS = [
+    ["sit", "the cat"],
+    ["the cat", "sat on", "the", " mat"],
+    ["{cat}", "a\n\nb", "é中", "0", "sit", "on"],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer(CHATML).save_pretrained(path)
+    return path
+
+
+def record(said: list[str]) -> dict[str, Any]:
+    roles = itertools.cycle(("user", "assistant"))
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]}
+
+
+def of_verl(path: Path, template: str, said: list[str], **config: Any) -> tuple[list[int], list[int]]:
+    """The tokens and the mask that verl gives a chat."""
+    from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+
+    pd.DataFrame([record(said)]).to_parquet(path / "chats.parquet")
+    config = {"pad_mode": "no_padding", "max_length": 4096, **config}
+    row = MultiTurnSFTDataset(str(path / "chats.parquet"), tiny_tokenizer(template), config)[0]
+    return row["input_ids"].tolist(), row["loss_mask"].tolist()
+
+
+@pytest.mark.parametrize("said", CHATS)
+def test_the_same_tokens_but_the_line_end_after_a_turn_is_learnt_by_verl_alone(
+    tmp_path: Path, folder: Path, said: list[str]
+) -> None:
+    theirs, mask = of_verl(tmp_path, CHATML, said)
+    ours = Tokenized(folder, CHATML, record(said))
+    assert ours.result.input_ids.tolist() == theirs
+    end, line_end = (ours.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (END, "\n"))
+    after = [[before, token] == [*end, *line_end] for before, token in itertools.pairwise(theirs)]
+    expected = [flag * (not is_after) for flag, is_after in zip(mask, [False, *after], strict=True)]
+    assert sum(mask) - sum(expected) == len(said) // 2
+    assert ours.result.loss_mask.tolist() == expected
+
+
+def test_a_template_without_that_line_end_has_verls_mask(tmp_path: Path, folder: Path) -> None:
+    closed = CHATML.replace("<|im_end|>\n", "<|im_end|>")
+    for said in CHATS:
+        theirs, mask = of_verl(tmp_path, closed, said)
+        ours = Tokenized(folder, closed, record(said))
+        assert (ours.result.input_ids.tolist(), ours.result.loss_mask.tolist()) == (theirs, mask)
+
+
+def test_turns_that_depend_on_the_chat_are_refused_by_verl_or_learnt_with_an_empty_block(
+    tmp_path: Path, folder: Path
+) -> None:
+    said = ["sit", "the cat", "on", "the mat"]
+    with pytest.raises(AssertionError, match="ignore_input_ids_mismatch"):
+        of_verl(tmp_path, QWEN3, said)
+    ids, mask = of_verl(tmp_path, QWEN3, said, ignore_input_ids_mismatch=True)
+    learnt = [token for token, flag in zip(ids, mask, strict=True) if flag]
+    block = "<think>\n\n</think>\n\n"
+    assert tiny_tokenizer().decode(learnt) == f"{block}the cat{END}\n{block}the mat{END}\n"
+    assert Tokenized(folder, QWEN3, record(said)).learnt == ["the cat" + END, "the mat" + END]
