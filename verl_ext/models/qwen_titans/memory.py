@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 
-# Rates before training. θ = INITIAL_WRITE / tokens of a sub-chunk, just below the limit of `limit_writes`. A token is
+# Rates before training. θ = INITIAL_WRITE / tokens of a sub-chunk, just below the limit of `write_limit`. A token is
 # forgotten over FORGETTING_CHUNKS chunks; at a fixed rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
 INITIAL_WRITE = 1.6
 INITIAL_ETA = 0.1
@@ -69,7 +69,7 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
         P[j, t] = Π_{i=t+1..j} η_i                       c_t = θ_t R_t,  R_t = Σ_{j≥t} Q[j] P[j, t]
         Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = η_1 R_1
 
-    R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided and no two sums subtracted,
+    R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided, no sums are subtracted,
     so that a token with η = 0 costs no digits.
 
     ``written``, broadcastable to the rates, is False for a token (padding) that leaves S and W as they are: θ = 0,

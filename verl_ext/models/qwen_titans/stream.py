@@ -99,6 +99,8 @@ class StreamCache:
     It is no tuple or dataclass: FSDP2 casts tensors that it finds in arguments, and a state must stay in fp32.
     """
 
+    is_compileable = False  # transformers asks
+
     def __init__(self, layers: Any) -> None:
         self.memories = {layer: MemoryStream() for layer in layers}
         self.keys: dict[str, dict[int, list[torch.Tensor]]] = {}  # by kind of a layer's call, by layer
