@@ -197,6 +197,21 @@ def test_padding_changes_no_answer_and_no_loss(options, files, tiny_model, tmp_p
     assert padded_loss == pytest.approx(loss, rel=1e-6)
 
 
+def test_two_ranks_with_prompts_of_other_lengths_answer_as_one(options, tiny_model, tmp_path):
+    memory = tmp_path / "memory.pt"
+    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model)).memory_state_dict(), 0)
+    files = [write_babilong(tmp_path / f"{sentences}.json", 3, sentences) for sentences in (20, 90)]
+    again = [
+        *("trainer.eval_only=true", f"data.val_dir=[{files[0]},{files[1]}]", "data.max_length=192"),
+        *("trainer.answer_tokens=6", f"model.memory_checkpoint={memory}"),
+        f"trainer.default_local_dir={tmp_path / 'out'}",
+    ]
+    ((_, alone),) = run_ranks(_loss_and_answers, 1, [*options, *again])
+    (_, first), (_, second) = run_ranks(_loss_and_answers, 2, [*options, *again])
+    assert {**first, **second} == alone
+    assert len(alone) == 6
+
+
 def _chunks_read(options):
     """Chunks of every forward of a validation on this rank."""
     trainer = build(options)

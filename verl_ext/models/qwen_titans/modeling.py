@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
 from verl_ext.models.qwen_titans.memory import Contribution, LongTermMemory, MemoryLayer
+from verl_ext.models.qwen_titans.recurrent_tokens import RecurrentTokens, framed, write_tokens
 from verl_ext.models.qwen_titans.stream import ChunkKeys, Place, StreamCache
 
 
@@ -65,8 +66,9 @@ class KeptPositions:
 class ChunkPass:
     """A pass through the parts of ``model`` (a Qwen2Model or Qwen3Model), chunk after chunk."""
 
-    def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache) -> None:
+    def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache, chunk_size: int) -> None:
         self.model = model
+        self.chunk_size = chunk_size
         self.memory = memory
         self.cache = cache
         self._masks: dict[int, torch.Tensor] = {}
@@ -78,7 +80,21 @@ class ChunkPass:
         if place.resumed:
             assert place.start is not None
             columns = place.start[:, None] + columns
-        plain = self._attention_arguments(hidden, columns, columns, place, "plain", place.top)
+        if RECURRENT not in self.memory:
+            return self._layers(hidden, columns, place, place.top)
+        stream, size = self.cache.memories[RECURRENT], self.chunk_size
+        if stream.state is None:
+            stream.state = self.memory[RECURRENT](len(hidden))
+        count, width = stream.state.shape[1], hidden.shape[1]
+        hidden, columns, top = framed(stream, hidden, columns, place, size)
+        hidden = self._layers(hidden, columns, place, top)
+        if place.ends:
+            write_tokens(stream, self.model.norm(hidden[:, count + width :]), place, size)
+        return hidden[:, count : count + width]
+
+    def _layers(self, hidden: torch.Tensor, columns: torch.Tensor, place: Place, top: int) -> torch.Tensor:
+        """Run the decoder layers, with ``columns`` among the ``top`` places of each row's chunk."""
+        plain = self._attention_arguments(hidden, columns, columns, place, "plain", top)
         for index, layer in enumerate(self.model.layers):
             if str(index) in self.memory:
                 hidden = self._with_memory(layer, str(index), hidden, plain, columns, place)
@@ -152,12 +168,13 @@ class ChunkPass:
         return {**arguments, "attention_mask": mask}
 
 
+RECURRENT = "recurrent_tokens"
 _BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen3Model}
 
 
 def is_memory_parameter(name: str) -> bool:
     """Tell whether a parameter of that name belongs to a memory rather than to the base model."""
-    return "long_term_memory." in name or "memory_gate." in name
+    return any(f"{part}." in name for part in ("long_term_memory", "memory_gate", RECURRENT))
 
 
 @dataclass
@@ -176,7 +193,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen2DecoderLayer", "Qwen3DecoderLayer"]  # noqa: RUF012 - transformers' own attribute
-    _keys_to_ignore_on_load_missing = [r"long_term_memory\.", r"memory_gate\."]  # noqa: RUF012 - a plain Qwen has none
+    _keys_to_ignore_on_load_missing = [r"^memory\."]  # noqa: RUF012 - a plain Qwen has none
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -195,13 +212,15 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         self.memory = nn.ModuleDict(
             {str(layer): MemoryLayer(base.hidden_size, options, base.rms_norm_eps) for layer in options.layers or ()}
         )
+        if options.kind == RECURRENT:
+            self.memory[RECURRENT] = RecurrentTokens(options.tokens, base.hidden_size, base.initializer_range)
         self.lm_head = nn.Linear(base.hidden_size, base.vocab_size, bias=False)
         self.options = options
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LongTermMemory | MemoryLayer):
+        if isinstance(module, LongTermMemory | MemoryLayer | RecurrentTokens):
             module.reset_parameters()
 
     @can_return_tuple
@@ -254,13 +273,13 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         size = self.options.chunk_size
         chunks = input_ids.split(size, dim=1)
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
-        chunk_pass = ChunkPass(self.model, self.memory, cache)
+        chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
         outputs = []
         every = self.options.bptt_chunks  # counted from the end, which has the losses
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
             if every is not None and (len(chunks) - index) % every == 0:
                 cache.detach()
-            outputs.append(kept.of_chunk(chunk_pass(chunk, Place(mask)), index * size))
+            outputs.append(kept.of_chunk(chunk_pass(chunk, Place(mask, ends=chunk.shape[1] == size)), index * size))
         return torch.cat(outputs, dim=1)
 
     def _read_on(
@@ -275,7 +294,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask = torch.ones_like(input_ids)
         mask = attention_mask[:, -length:].bool()
         number = (mask.cumsum(1) - 1)[:, torch.tensor(kept.columns, device=mask.device)]  # [B, n]
-        chunk_pass = ChunkPass(self.model, self.memory, cache)
+        chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
         output: Any = 0.0
         for done, columns, place in cache.passes(mask, self.options.chunk_size, self.agree_passes):
             hidden = chunk_pass(input_ids.gather(1, columns), place)
