@@ -22,12 +22,12 @@ class MemoryOptions(Options):
 
     prefix: ClassVar[str] = "model.memory"
 
-    kind: str = option("titans", "titans: networks that learn; recurrent_tokens: tokens handed on", choices=KINDS)
-    tokens: int = option(16, "tokens that a chunk hands to the next, of kind recurrent_tokens", least=1)
     chunk_size: int = option(4096, "tokens of a chunk; attention stays inside a chunk", least=1)
     layers: tuple[int, ...] | None = option(
         None, "indices of the decoder layers with a memory; null: up to four, spread over the upper half"
     )
+    kind: str = option("titans", "titans: networks that learn; recurrent_tokens: tokens handed on", choices=KINDS)
+    tokens: int = option(16, "tokens that a chunk hands to the next, of kind recurrent_tokens", least=1)
     variant: str = option("residual", "how a memory joins its layer", choices=VARIANTS)
     heads: int = option(4, "independent memories of a layer", least=1)
     head_dim: int = option(64, "size of a head's keys and values", least=1)

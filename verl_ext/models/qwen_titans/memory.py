@@ -18,7 +18,7 @@ of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n su
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -266,7 +266,7 @@ class LongTermMemory(nn.Module):
         if self.initial_w2 is None:
             limit = write_limit(by.c, k)
             by = by._replace(c=by.c * limit, m=by.m * limit)
-        recalled = []
+        recalled: list[Any] = []
         # One unbind a tensor: the gradient of a slice would fill a tensor of the whole chunk with zeros.
         parts = zip(queries, k.unbind(2), v.unbind(2), *(x.unbind(2) for x in by), strict=True)
         for q_part, k_part, v_part, *coefficients in parts:
@@ -288,8 +288,8 @@ class LongTermMemory(nn.Module):
 
     def initial_state(self, batch: int) -> torch.Tensor:
         """Make the state of ``batch`` new samples."""
-        weights = [self.initial_w1] + ([] if self.initial_w2 is None else [self.initial_w2.mT])
-        w = _upcast(torch.stack(weights, 1))
+        w1, w2 = self.initial_w1, self.initial_w2
+        w = _upcast(w1.unsqueeze(1) if w2 is None else torch.stack([w1, w2.mT], 1))
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
         return torch.cat([w, torch.zeros_like(w)], -2).repeat(batch, 1, 1, 1, 1)
 

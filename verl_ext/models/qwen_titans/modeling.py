@@ -290,16 +290,16 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         A column of padding has the output of the last token before it, or 0.
         """
         length = input_ids.shape[1]
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        mask = attention_mask[:, -length:].bool()
+        given = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mask = given[:, -length:].bool()
         number = (mask.cumsum(1) - 1)[:, torch.tensor(kept.columns, device=mask.device)]  # [B, n]
         chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
         output: Any = 0.0
         for done, columns, place in cache.passes(mask, self.options.chunk_size, self.agree_passes):
             hidden = chunk_pass(input_ids.gather(1, columns), place)
+            assert place.tokens is not None
             at = number - done[:, None]
-            ours = ((at >= 0) & (at < place.count[:, None])).unsqueeze(-1)
+            ours = ((at >= 0) & (at < place.tokens[:, None])).unsqueeze(-1)
             at = at.clamp(0, hidden.shape[1] - 1).unsqueeze(-1).expand(*at.shape, hidden.shape[-1])
             output = torch.where(ours, hidden.gather(1, at), output)
         return output
@@ -323,7 +323,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the first forward makes a StreamCache
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]  # no embeddings in place of tokens
         self,
         input_ids: Any,
         next_sequence_length: int | None = None,

@@ -60,7 +60,7 @@ def framed(stream: MemoryStream, hidden: torch.Tensor, columns: torch.Tensor, pl
 
 def write_tokens(stream: MemoryStream, outputs: torch.Tensor, place: Place, chunk_size: int) -> None:
     """Hand ``outputs[B, M, d]`` to the next chunk, of rows whose chunk ends."""
-    if place.start is not None and place.count is not None:
-        ended = (place.start + place.count == chunk_size).view(-1, 1, 1)
+    if place.start is not None and place.tokens is not None:
+        ended = (place.start + place.tokens == chunk_size).view(-1, 1, 1)
         outputs = torch.where(ended, outputs, stream.state.to(outputs.dtype))  # type: ignore[union-attr]
     stream.state = outputs

@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
     written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are no padding, None for all
     start: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the chunk that were read before
-    count: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the pass that belong to the row
+    tokens: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the pass that belong to the row
     top: int = 0  # the most tokens of a chunk after the pass
     resumed: bool = False  # whether a row has read a part of its chunk before
     kept: bool = False  # whether keys and values are needed after the pass
@@ -41,14 +41,14 @@ class MemoryStream:
 
     def __call__(self, memory: Any, hidden: torch.Tensor, place: Place, read: bool = True) -> Any:
         """Read for ``hidden[B, w, d]`` unless not asked to, then write what completes a sub-chunk."""
-        if place.start is None or place.count is None:
+        if place.start is None or place.tokens is None:
             given, self.state = memory(hidden, self.state, place.written, read=read)
             return given
         size = memory.long_term_memory.options.sub_chunk
         if self.since is None:
             self.since = hidden.new_zeros(len(hidden), size, hidden.shape[-1])
         first = place.start % size
-        whole = (first + place.count) // size * size  # [B] tokens of this window after which a sub-chunk ends
+        whole = (first + place.tokens) // size * size  # [B] tokens of this window after which a sub-chunk ends
         own = first[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
         window = torch.cat([self.since, torch.zeros_like(hidden)], 1)
         window = window.scatter(1, _wide(own, hidden), hidden)
