@@ -197,13 +197,14 @@ def test_padding_changes_no_answer_and_no_loss(options, files, tiny_model, tmp_p
     assert padded_loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_two_ranks_with_prompts_of_other_lengths_answer_as_one(options, tiny_model, tmp_path):
+@pytest.mark.parametrize("kind", ["titans", "recurrent_tokens"])
+def test_two_ranks_with_prompts_of_other_lengths_answer_as_one(options, tiny_model, tmp_path, kind):
     memory = tmp_path / "memory.pt"
-    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model)).memory_state_dict(), 0)
+    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model, kind=kind)).memory_state_dict(), 0)
     files = [write_babilong(tmp_path / f"{sentences}.json", 3, sentences) for sentences in (20, 90)]
     again = [
         *("trainer.eval_only=true", f"data.val_dir=[{files[0]},{files[1]}]", "data.max_length=192"),
-        *("trainer.answer_tokens=6", f"model.memory_checkpoint={memory}"),
+        *("trainer.answer_tokens=6", f"model.memory_checkpoint={memory}", f"model.memory.kind={kind}"),
         f"trainer.default_local_dir={tmp_path / 'out'}",
     ]
     ((_, alone),) = run_ranks(_loss_and_answers, 1, [*options, *again])
