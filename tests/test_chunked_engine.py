@@ -106,16 +106,17 @@ def _first_gradients(options):
 KEPT = {"mac": ["model.activation_offload=true", "model.tile_tokens=20"], "mal": ["model.tile_tokens=20"]}
 
 
-@pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal"])
+@pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal", "recurrent_tokens"])
 def test_gradients_of_a_step_are_plain_transformers(variant, options, tiny_model, files, tmp_path):
+    chosen_memory = {"kind" if variant == "recurrent_tokens" else "variant": variant}
     more = [
         *KEPT.get(variant, ()),
-        f"model.memory.variant={variant}",
+        *(f"model.memory.{name}={value}" for name, value in chosen_memory.items()),
         f"trainer.default_local_dir={tmp_path / variant}",
     ]
     memory, gradients, packs = run_ranks(_first_gradients, 2, [*options, *more])[0]
     rows = _rows(tiny_model, files, tmp_path)
-    model = fresh_model(tiny_model, variant=variant)
+    model = fresh_model(tiny_model, **chosen_memory)
     model.load_state_dict(memory, strict=False)
     chosen = [rows[pack] for pack in packs]
     targets = sum(int((row["labels"] != -100).sum()) for row in chosen)
