@@ -99,11 +99,11 @@ def work(kind: str, what: str, length: int, options: argparse.Namespace, device:
 
 
 def measure_cell(kind: str, what: str, length: int, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a pass, and the peak of its memory in MiB above the model at rest."""
+    """Seconds of a pass, the peak of its memory in MiB above the model at rest, parameters, the memory's own share."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _, warm_up = work(kind, what, 2 * ANSWER, options, device)
     warm_up()  # libraries load, threads start
-    _, one_pass = work(kind, what, length, options, device)
+    model, one_pass = work(kind, what, length, options, device)
     before = _peak(device, start=True)
     seconds = []
     for _ in range(options.repeats):
@@ -112,7 +112,27 @@ def measure_cell(kind: str, what: str, length: int, options: argparse.Namespace)
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return {"seconds": min(seconds), "mib": (_peak(device) - before) / 2**20}
+    mib = (_peak(device) - before) / 2**20
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    share = memory_share(model, one_pass) if kind == "memory" and what == "read" else 0.0
+    return {"seconds": min(seconds), "mib": mib, "parameters": parameters, "share": share}
+
+
+def memory_share(model: Any, one_pass: Callable[[], Any]) -> float:
+    """The share of one more pass that is spent inside the memories, a GPU waited for at each border."""
+
+    def now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    spent = [0.0]
+    for memory in model.memory.values():
+        memory.register_forward_pre_hook(lambda *_: spent.append(spent.pop() - now()))
+        memory.register_forward_hook(lambda *_: spent.append(spent.pop() + now()))
+    began = now()
+    one_pass()
+    return spent[0] / (now() - began)
 
 
 def _peak(device: str, start: bool = False) -> float:
@@ -149,15 +169,20 @@ def measure(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table in Markdown: µs and KiB a token."""
+    """The parameters, and the table in Markdown: µs a token and MiB."""
+    full, memory = (result["rows"][0][kind]["parameters"] for kind in MODELS)
     lines = [
-        "| | tokens | full attention: µs a token · MiB | memory: µs a token · MiB | time, full over memory |",
-        "|---|---|---|---|---|",
+        f"parameters: {full:,}, and {memory - full:,} of the memory",
+        "",
+        "| | tokens | full attention: µs a token · MiB | memory: µs a token · MiB | its own share "
+        "| time, full over memory |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         cells = [f"{row[kind]['seconds'] / row['length'] * 1e6:.0f} · {row[kind]['mib']:.0f}" for kind in MODELS]
+        share = f"{100 * row['memory']['share']:.0f} %" if row["work"] == "read" else ""
         ratio = row["full"]["seconds"] / row["memory"]["seconds"]
-        lines.append(f"| {row['work']} | {row['length']:,} | {cells[0]} | {cells[1]} | {ratio:.2f} × |")
+        lines.append(f"| {row['work']} | {row['length']:,} | {cells[0]} | {cells[1]} | {share} | {ratio:.2f} × |")
     return "\n".join(lines)
 
 

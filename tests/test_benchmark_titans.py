@@ -76,22 +76,27 @@ def test_every_cell_is_measured_by_its_own_command_line_and_told_in_the_table(op
     for row in result["rows"]:
         assert all(row[kind]["seconds"] > 0 <= row[kind]["mib"] for kind in MODELS)
     assert json.loads(json.dumps(result, default=str))["settings"]["chunk"] == 64
-    assert len(titans_memory.report(result).splitlines()) == 2 + len(cells)
+    assert 0 < result["rows"][0]["memory"]["share"] < 1
+    assert result["rows"][0]["full"]["share"] == result["rows"][2]["memory"]["share"] == 0
+    assert len(titans_memory.report(result).splitlines()) == 4 + len(cells)
 
 
 def test_the_table_is_microseconds_a_token_peaks_and_their_ratio():
     rows = [
-        {"work": WORK[0], "length": 4096, "full": _cell(0.8192, 20.4), "memory": _cell(0.4096, 9.6)},
+        {"work": WORK[0], "length": 4096, "full": _cell(0.8192, 20.4), "memory": _cell(0.4096, 9.6, 1300, 0.08)},
         {"work": WORK[1], "length": 65536, "full": _cell(6.5536, 1000.0), "memory": _cell(13.1072, 80.0)},
     ]
-    assert titans_memory.report({"rows": rows}).splitlines()[2:] == [
-        "| read | 4,096 | 200 · 20 | 100 · 10 | 2.00 × |",
-        "| train | 65,536 | 100 · 1000 | 200 · 80 | 0.50 × |",
+    assert titans_memory.report({"rows": rows}).splitlines()[::4] == [
+        "parameters: 1,000, and 300 of the memory",
+        "| read | 4,096 | 200 · 20 | 100 · 10 | 8 % | 2.00 × |",
+    ]
+    assert titans_memory.report({"rows": rows}).splitlines()[5:] == [
+        "| train | 65,536 | 100 · 1000 | 200 · 80 |  | 0.50 × |",
     ]
 
 
-def _cell(seconds, mib):
-    return {"seconds": seconds, "mib": mib}
+def _cell(seconds, mib, parameters=1000, share=0.0):
+    return {"seconds": seconds, "mib": mib, "parameters": parameters, "share": share}
 
 
 @pytest.mark.parametrize(

@@ -108,16 +108,17 @@ def _first_gradients(options):
 KEPT = {"mac": ["model.activation_offload=true", "model.tile_tokens=20"], "mal": ["model.tile_tokens=20"]}
 
 
-@pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal"])
+@pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal", "recurrent_tokens"])
 def test_gradients_of_a_step_are_plain_transformers(variant, options, tiny_model, files, tmp_path):
+    chosen_memory = {"kind" if variant == "recurrent_tokens" else "variant": variant}
     more = [
         *KEPT.get(variant, ()),
-        f"model.memory.variant={variant}",
+        *(f"model.memory.{name}={value}" for name, value in chosen_memory.items()),
         f"trainer.default_local_dir={tmp_path / variant}",
     ]
     memory, gradients, packs = run_ranks(_first_gradients, 2, [*options, *more])[0]
     rows = _rows(tiny_model, files, tmp_path)
-    model = fresh_model(tiny_model, variant=variant)
+    model = fresh_model(tiny_model, **chosen_memory)
     model.load_state_dict(memory, strict=False)
     chosen = [rows[pack] for pack in packs]
     targets = sum(int((row["labels"] != -100).sum()) for row in chosen)
@@ -197,6 +198,22 @@ def test_padding_changes_no_answer_and_no_loss(options, files, tiny_model, tmp_p
     assert len(set(map(tuple, answers.values()))) > 4  # answers of their prompts, not one for all
     assert padded_answers == answers
     assert padded_loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["titans", "recurrent_tokens"])
+def test_two_ranks_with_prompts_of_other_lengths_answer_as_one(options, tiny_model, tmp_path, kind):
+    memory = tmp_path / "memory.pt"
+    save_memory_checkpoint(memory, perturb(fresh_model(tiny_model, kind=kind)).memory_state_dict(), 0)
+    files = [write_babilong(tmp_path / f"{sentences}.json", 3, sentences) for sentences in (20, 90)]
+    again = [
+        *("trainer.eval_only=true", f"data.val_dir=[{files[0]},{files[1]}]", "data.max_length=192"),
+        *("trainer.answer_tokens=6", f"model.memory_checkpoint={memory}", f"model.memory.kind={kind}"),
+        f"trainer.default_local_dir={tmp_path / 'out'}",
+    ]
+    ((_, alone),) = run_ranks(_loss_and_answers, 1, [*options, *again])
+    (_, first), (_, second) = run_ranks(_loss_and_answers, 2, [*options, *again])
+    assert {**first, **second} == alone
+    assert len(alone) == 6
 
 
 def _chunks_read(options):

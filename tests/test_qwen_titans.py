@@ -24,9 +24,8 @@ def _close(own: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-5) -> N
 
 
 def _same_state(own, exact) -> None:
-    for state, other in zip(own, exact, strict=True):
-        for part, expected in zip(state, other, strict=True):
-            _close(part, expected)
+    for name, memory in own.memories.items():
+        _close(memory.state, exact.memories[name].state)
 
 
 def _base_folder(folder, name: str = "qwen3", **fields):
@@ -130,17 +129,20 @@ def test_no_token_sees_a_later_one(variant, place):
 
 
 @each_variant
+@torch.no_grad()
 def test_padding_changes_no_logits_and_no_state(variant):
     model = tiny_titans(variant=variant, layers=[0, 2])
     lengths, width = (21, CHUNK, 3), 3 * CHUNK
     ids = random_tokens(len(lengths), width)
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
-    padded = model(ids, mask, return_memory_state=True)
+    padded = model(ids, mask).logits
+    state = model(ids, mask, use_cache=True).past_key_values
     for row, length in enumerate(lengths):
-        alone = model(ids[row : row + 1, :length], return_memory_state=True)
-        _close(padded.logits[row, :length], alone.logits[0])
-        own = [[part[row : row + 1] for part in state] for state in padded.memory_state]
-        _same_state(own, alone.memory_state)
+        alone = model(ids[row : row + 1, :length], use_cache=True)
+        _close(padded[row, :length], alone.logits[0])
+        state_of_row = copy.deepcopy(state)
+        state_of_row.reorder_cache(torch.tensor([row]))
+        _same_state(state_of_row, alone.past_key_values)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -150,22 +152,8 @@ def test_what_leaves_a_memory_is_no_view_of_its_parameters(variant, batch):
     memory = tiny_titans(variant=variant).memory["1"]
     contribution, state = memory(torch.randn(batch, CHUNK, 24), None, None)
     own = {parameter.untyped_storage().data_ptr() for parameter in memory.parameters()}
-    left = [tensor for tensor in (*contribution, *state) if tensor is not None]
+    left = [tensor for tensor in (*contribution, state) if tensor is not None]
     assert not own & {tensor.untyped_storage().data_ptr() for tensor in left}
-
-
-@each_variant
-def test_a_state_carried_over_calls_is_one_call(variant):
-    model = tiny_titans(variant=variant)
-    ids = random_tokens(2, 3 * CHUNK + 7)
-    whole = model(ids, return_memory_state=True)
-    first = model(ids[:, : 2 * CHUNK], return_memory_state=True)
-    second = model(ids[:, 2 * CHUNK :], memory_state=first.memory_state, return_memory_state=True)
-    _close(torch.cat([first.logits, second.logits], 1), whole.logits)
-    _same_state(second.memory_state, whole.memory_state)
-    assert second.memory_state.tokens == ids.shape[1]
-    with pytest.raises(ValueError, match=r"multiple of model\.memory\.chunk_size \(16\); got 55 tokens"):
-        model(ids, memory_state=whole.memory_state)
 
 
 def test_ten_chunks_at_many_times_the_trained_size_stay_finite():
@@ -177,9 +165,9 @@ def test_ten_chunks_at_many_times_the_trained_size_stay_finite():
 
 def test_a_bf16_model_keeps_its_state_in_fp32():
     model = tiny_titans().bfloat16()
-    output = model(random_tokens(1, 2 * CHUNK), return_memory_state=True)
+    output = model(random_tokens(1, 2 * CHUNK), use_cache=True)
     assert output.logits.dtype == torch.bfloat16
-    assert {part.dtype for state in output.memory_state for part in state} == {torch.float32}
+    assert {memory.state.dtype for memory in output.past_key_values.memories.values()} == {torch.float32}
 
 
 def test_the_loss_shifts_over_the_whole_sequence():

@@ -1,93 +1,182 @@
-"""Greedy answers of a Qwen with a memory: those of recomputing every sequence, on any rows and ranks."""
+"""Answers that transformers' `generate` draws from a Qwen with a memory: those of recomputing every sequence."""
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
-from tests.tiny_titans import CHUNK, random_tokens, tiny_titans
-from verl_ext.models.qwen_titans import VARIANTS, generate_greedily
+from tests.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_titans
+from verl_ext.models.qwen_titans import VARIANTS
 
 pytestmark = pytest.mark.slow
 
+STEPS = 2 * CHUNK + 3  # tokens of an answer that crosses chunks, and sub-chunks in each
+LENGTHS = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # of prompts; one ends on a border
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def _recomputed(model, ids: torch.Tensor, length: int, steps: int) -> list[int]:
-    """Greedy tokens of one row, the whole sequence run again for each."""
-    row = ids[:length].tolist()
-    for _ in range(steps):
-        row.append(model(torch.tensor([row]), logits_to_keep=1).logits[0, -1].argmax().item())
-    return row[length:]
+def _prompts(lengths=LENGTHS, padding: str = "left") -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """The rows, and them padded to one length with their mask."""
+    rows = [random_tokens(length, seed=number) for number, length in enumerate(lengths)]
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(of_rows, batch_first=True, padding_side=padding)
+        for of_rows in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return rows, ids, mask
+
+
+def _answers(model, ids: torch.Tensor, mask: torch.Tensor | None = None, steps: int = STEPS, **options) -> torch.Tensor:
+    mask = torch.ones_like(ids) if mask is None else mask  # else transformers takes pad_token_id for padding
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
+    return model.generate(ids, attention_mask=mask, max_new_tokens=steps, **options)[:, ids.shape[1] :]
+
+
+@torch.no_grad()
+def _likeliest(model, row: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+    """The likeliest token at each place of an answer, of one reading of the whole text without a cache."""
+    return model(torch.cat([row, answer])[None], logits_to_keep=len(answer) + 1).logits[0, :-1].argmax(-1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@each_variant
+def test_every_token_is_the_likeliest_after_the_whole_text_before_it(variant, attention):
+    model = tiny_titans(variant=variant, layers=[0, 2], attention=attention).double()
+    rows, ids, mask = _prompts()
+    for row, answer in zip(rows, _answers(model, ids, mask), strict=True):
+        assert torch.equal(answer, _likeliest(model, row, answer))
 
 
 @each_variant
-def test_answers_are_what_recomputing_each_whole_sequence_gives(variant):
-    model = tiny_titans(variant=variant, layers=[0, 2])
-    lengths = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # answers that cross a boundary, and prompts that end on one
-    ids = random_tokens(len(lengths), 50)
-    mask = torch.arange(50) < torch.tensor(lengths)[:, None]
-    answers = generate_greedily(model, ids, mask.long(), max_new_tokens=6)
-    assert answers.tolist() == [_recomputed(model, row, n, 6) for row, n in zip(ids, lengths, strict=True)]
+def test_logits_token_by_token_are_those_of_one_reading(variant):
+    model = tiny_titans(variant=variant, layers=[0, 2]).double()
+    ids = random_tokens(2, 2 * CHUNK + 5)
+    whole = model(ids).logits
+    for cuts in ([1] * ids.shape[1], [5, 1, 20, 3, 8]):
+        cache, parts = None, []
+        for part in ids.split(cuts, 1):
+            output = model(part, past_key_values=cache, use_cache=True)
+            cache, parts = output.past_key_values, [*parts, output.logits]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-10)
 
 
-def test_a_prompt_is_read_once_and_its_last_chunk_again():
+@pytest.mark.parametrize("padding", ["left", "right"])
+@each_variant
+def test_padding_on_either_side_leaves_each_row_as_it_is_alone(variant, padding):
+    model = tiny_titans(variant=variant, layers=[0, 2]).double()
+    rows, ids, mask = _prompts(padding=padding)
+    for row, answer in zip(rows, _answers(model, ids, mask, 20), strict=True):
+        assert torch.equal(answer, _answers(model, row[None], steps=20)[0])
+
+
+def _read(model) -> list[tuple[int, ...]]:
+    """The shapes of tokens that the model will read."""
+    shapes: list[tuple[int, ...]] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
+    return shapes
+
+
+def test_a_prompt_is_read_once_and_then_each_token_alone():
     model = tiny_titans()
-    read = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: read.append(tuple(inputs[0].shape)))
-    ids = random_tokens(1, 4 * CHUNK + 5)
-    generate_greedily(model, ids, torch.ones_like(ids), max_new_tokens=3)
-    assert read == [(1, CHUNK)] * 4 + [(1, 5), (1, 6), (1, 7)]
+    shapes = _read(model)
+    _answers(model, random_tokens(1, 4 * CHUNK + 5), steps=15)
+    assert shapes == [(1, CHUNK)] * 4 + [(1, 5)] + [(1, 1)] * 14
 
 
-def test_an_answer_ends_with_its_end_token_and_the_rest_is_padding():
+def test_rows_with_fewer_chunks_join_later():
+    model = tiny_titans()
+    shapes = _read(model)
+    _, ids, mask = _prompts((3, 2 * CHUNK + 4))
+    _answers(model, ids, mask, steps=3)
+    assert shapes == [(2, CHUNK), (2, CHUNK), (2, 4), (2, 1), (2, 1)]
+
+
+def test_the_cache_stays_that_of_a_chunk_however_much_was_read():
+    model = tiny_titans(layers=[0, 2])
+    with torch.no_grad():
+        caches = [model(random_tokens(1, n * CHUNK + 5), use_cache=True).past_key_values for n in (1, 9)]
+    sizes = [
+        sum(t.numel() for pair in c.keys["plain"].values() for t in pair)
+        + sum(t.numel() for memory in c.memories.values() for t in vars(memory).values() if t is not None)
+        for c in caches
+    ]
+    assert sizes[0] == sizes[1] > 0
+    assert [c.get_seq_length() for c in caches] == [CHUNK + 5, 9 * CHUNK + 5]
+
+
+def test_a_conversation_goes_on_from_its_cache():
+    model = tiny_titans().double()
+    _, ids, mask = _prompts((5, 20))
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, random_tokens(2, 7, seed=9)], 1)
+    whole_mask = torch.cat([mask, mask.new_ones(2, 11)], 1)
+    shapes = _read(model)
+    went_on = _answers(model, more, whole_mask, 6, past_key_values=first.past_key_values)
+    assert shapes[0] == (2, 8)  # 7 new tokens, and the last of the first answer, which nothing had read
+    assert torch.equal(went_on, _answers(model, more, whole_mask, 6))
+
+
+def test_an_answer_ends_with_one_of_several_end_tokens_and_the_rest_is_padding():
     model = tiny_titans()
     ids = random_tokens(2, 20)
-    free = generate_greedily(model, ids, torch.ones_like(ids), 6)
+    free = _answers(model, ids, steps=6)
     ends = {free[0, 1].item(), free[1, 3].item()}
-    answers = generate_greedily(model, ids, torch.ones_like(ids), 6, eos_token_ids=ends, pad_token_id=7)
+    answers = _answers(model, ids, steps=6, eos_token_id=list(ends), pad_token_id=7)
     for row, answer in zip(free.tolist(), answers.tolist(), strict=True):
         stop = min(place for place, token in enumerate(row) if token in ends) + 1
         assert answer == row[:stop] + [7] * (len(answer) - stop)
     assert answers.shape[1] < 6
 
 
-def test_ranks_that_agree_run_the_longest_ones_chunks_and_answer_alike():
+class _Streamer:
+    def __init__(self):
+        self.put_, self.ended = [], False
+
+    def put(self, tokens):
+        self.put_ += tokens.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamers_stopping_criteria_and_no_cache_are_transformers_own():
     model = tiny_titans()
-    ids = random_tokens(1, 40)
-    alone = generate_greedily(model, ids, torch.ones_like(ids), 3)
-    calls = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape[1]))
-
-    def all_max(values: torch.Tensor) -> torch.Tensor:  # as if another rank had 4 whole chunks and a tail of 15 tokens
-        return values.maximum(torch.tensor([4, 15])) if len(values) == 2 else values
-
-    assert torch.equal(generate_greedily(model, ids, torch.ones_like(ids), 3, all_max=all_max), alone)
-    assert calls == [CHUNK] * 4 + [15] + [16] + [16, 1]
+    ids, streamer = random_tokens(1, 20), _Streamer()
+    answer = _answers(model, ids, steps=9, streamer=streamer)
+    assert streamer.put_ == [*ids[0].tolist(), *answer[0].tolist()]
+    assert streamer.ended
+    assert torch.equal(_answers(model, ids, steps=9, use_cache=False), answer)
+    four = StoppingCriteriaList([lambda ids, scores, **_: torch.tensor([ids.shape[1] >= 24])])
+    assert torch.equal(_answers(model, ids, steps=9, stopping_criteria=four), answer[:, :4])
 
 
-def test_an_answer_goes_on_while_another_rank_is_not_done():
+def test_drawn_tokens_and_beams_with_the_cache_are_those_without_it():
+    model = tiny_titans(layers=[0, 2]).double()
+    _, ids, mask = _prompts((9, 20))
+    for options in ({"do_sample": True, "temperature": 0.7, "top_k": 5}, {"num_beams": 3}):
+        given = []
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            given.append(_answers(model, ids, mask, 2 * CHUNK, use_cache=use_cache, **options))
+        assert torch.equal(*given)
+
+
+def test_a_rank_with_fewer_chunks_runs_as_many_passes_as_the_others():
     model = tiny_titans()
     ids = random_tokens(1, 20)
-    first = generate_greedily(model, ids, torch.ones_like(ids), 1).item()
-    options = {"max_new_tokens": 3, "eos_token_ids": [first], "pad_token_id": 5}
-    stopped = generate_greedily(model, ids, torch.ones_like(ids), **options)
-    waiting = generate_greedily(model, ids, torch.ones_like(ids), **options, all_max=lambda values: values.clamp(min=1))
-    assert stopped.tolist() == [[first]]
-    assert waiting.tolist() == [[first, 5, 5]]
+    alone = _answers(model, ids, steps=3)
+    shapes = _read(model)
+    model.agree_passes = lambda passes: max(passes, 4)
+    assert torch.equal(_answers(model, ids, steps=3), alone)
+    assert shapes == [(1, 1)] * 2 + [(1, CHUNK), (1, 4), (1, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}])
-def test_transformers_generate_gives_the_same_tokens(options):
+def test_decoding_that_takes_tokens_back_is_refused():
+    with pytest.raises(ValueError, match="stateful"):
+        _answers(tiny_titans(), random_tokens(1, 5), assistant_model=tiny_titans())
+
+
+def test_a_last_token_is_not_one_of_a_row_without_tokens():
     model = tiny_titans()
-    ids = random_tokens(2, 2 * CHUNK - 2)
-    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, **options)
-    assert torch.equal(generated[:, ids.shape[1] :], generate_greedily(model, ids, torch.ones_like(ids), 5))
-
-
-@pytest.mark.parametrize("row", [[0, 1, 1], [1, 0, 1], [0, 0, 0]])
-def test_padding_before_a_token_is_refused_where_a_model_generates(row):
-    model = tiny_titans()
-    ids, mask = random_tokens(2, 3), torch.tensor([[1, 1, 1], row])
-    with pytest.raises(ValueError, match="attention_mask must be tokens first"):
-        generate_greedily(model, ids, mask, 2)
-    with pytest.raises(ValueError, match="attention_mask must be tokens first"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=2)
+    mask = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    logits = model(random_tokens(2, 3), attention_mask=mask, use_cache=True, logits_to_keep=1).logits
+    assert logits.shape == (2, 1, VOCABULARY)
+    assert logits.isfinite().all()

@@ -1,5 +1,7 @@
 """The memory's maths: gradients in closed form, the recurrence of a sub-chunk, what reads and what writes."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,14 +11,12 @@ from torch.nn import functional as F
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 from verl_ext.models.qwen_titans.memory import (
     LongTermMemory,
-    MemoryState,
-    WriteCoefficients,
     WriteRates,
-    limit_writes,
     recall,
     surprise,
     write,
     write_coefficients,
+    write_limit,
 )
 
 HIDDEN = 12
@@ -37,17 +37,29 @@ def _hidden(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _random_state(generator: torch.Generator, heads: int = 2, size: int = 3, hidden: int = 6) -> MemoryState:
-    def normal(*shape):
-        return torch.randn(1, heads, *shape, dtype=torch.float64, generator=generator)
+def _state(w1, w2, s1, s2) -> torch.Tensor:
+    """The tensor of a state, of its four parts; None for those that a memory of depth 1 lacks."""
+    layers = [torch.cat([w1, s1], -2)] + ([] if w2 is None else [torch.cat([w2.mT, s2.mT], -2)])
+    return torch.stack(layers, 2)
 
-    return MemoryState(normal(size, hidden), normal(hidden, size), normal(size, hidden), normal(hidden, size))
+
+def _parts(state: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """W1, W2, S1 and S2 of a state."""
+    (w1, s1), (w2, s2) = state[:, :, 0].chunk(2, -2), state[:, :, -1].mT.chunk(2, -1)
+    return (w1, None, s1, None) if state.shape[2] == 1 else (w1, w2, s1, s2)
 
 
-def _matrix_state(generator: torch.Generator) -> MemoryState:
+def _random_state(generator: torch.Generator, heads: int = 2, size: int = 3, hidden: int = 6) -> torch.Tensor:
+    return torch.randn(1, heads, 2, 2 * size, hidden, dtype=torch.float64, generator=generator)
+
+
+def _matrix_state(generator: torch.Generator) -> torch.Tensor:
     """A random state of depth 1."""
-    w1, s1 = (torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=generator) for _ in range(2))
-    return MemoryState(w1, None, s1, None)
+    return torch.randn(1, 2, 1, 6, 3, dtype=torch.float64, generator=generator)
+
+
+def _plain_recall(x, w1, w2=None) -> torch.Tensor:
+    return x @ w1 if w2 is None else 2 * F.silu(x @ w1) @ w2
 
 
 def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
@@ -55,18 +67,17 @@ def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
     gradients = []
     for t in range(k.shape[2]):
         leaves = [w.detach().clone().requires_grad_() for w in weights if w is not None]
-        error = recall(k[:, :, t : t + 1], *leaves, *[None] * (2 - len(leaves))) - v[:, :, t : t + 1]
+        error = _plain_recall(k[:, :, t : t + 1], *leaves) - v[:, :, t : t + 1]
         gradients.append(torch.autograd.grad(error.square().sum(), leaves))
     return tuple(torch.stack(parts) for parts in zip(*gradients, strict=True))
 
 
-def _outer(k, gradient) -> tuple[torch.Tensor, ...]:
-    """The closed form's gradients as ``[s, 1, H, ...]``."""
-    u1 = k.unsqueeze(-1) * gradient.da.unsqueeze(-2)
-    if gradient.z is None:
-        return (u1.permute(2, 0, 1, 3, 4),)
-    u2 = gradient.z.unsqueeze(-1) * gradient.dp.unsqueeze(-2)
-    return u1.permute(2, 0, 1, 3, 4), u2.permute(2, 0, 1, 3, 4)
+def _gradients(k, v, state, limit=math.inf) -> tuple[torch.Tensor, ...]:
+    """The closed form's gradients as ``[s, 1, H, ...]``, as the weights W1 and W2 lie."""
+    gradient = surprise(None, k, v, state, limit)[1]
+    left = gradient.left * gradient.shrink[:, :, None, :, None]
+    first, *second = (left.unsqueeze(-1) * gradient.right.unsqueeze(-2)).permute(2, 3, 0, 1, 4, 5)
+    return first, *(transposed.mT for transposed in second)
 
 
 STATES = pytest.mark.parametrize("state_of", [_matrix_state, _random_state], ids=["depth 1", "depth 2"])
@@ -78,8 +89,8 @@ def test_inner_gradients_are_those_of_autograd(seed, state_of):
     generator = torch.Generator().manual_seed(seed)
     state = state_of(generator)
     k, v = (torch.randn(1, 2, 5, 3, dtype=torch.float64, generator=generator) for _ in range(2))
-    closed = _outer(k, surprise(k, v, state.w1, state.w2))
-    for own, exact in zip(closed, _token_gradients(k, v, state.w1, state.w2), strict=True):
+    w1, w2, *_ = _parts(state)
+    for own, exact in zip(_gradients(k, v, state), _token_gradients(k, v, w1, w2), strict=True):
         torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
 
 
@@ -89,8 +100,7 @@ def test_surprise_is_scaled_down_to_its_largest_norm_and_never_turned(state_of):
     state = state_of(generator)
     k, v = (0.3 * torch.randn(1, 2, 50, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     free, clamped = (
-        torch.cat([part.flatten(3) for part in _outer(k, surprise(k, v, state.w1, state.w2, limit))], -1)
-        for limit in (1e9, 2.0)
+        torch.cat([part.flatten(3) for part in _gradients(k, v, state, limit)], -1) for limit in (1e9, 2.0)
     )
     norm = free.norm(dim=-1, keepdim=True)
     assert (norm < 2).any()
@@ -98,23 +108,21 @@ def test_surprise_is_scaled_down_to_its_largest_norm_and_never_turned(state_of):
     torch.testing.assert_close(clamped, free * (2 / norm).clamp(max=1), rtol=1e-12, atol=1e-12)
 
 
-def _by_token(state: MemoryState, k, v, theta, eta, alpha, written, max_surprise=1e9) -> MemoryState:
+def _by_token(state, k, v, theta, eta, alpha, written, max_surprise=1e9) -> torch.Tensor:
     """The recurrence S_t = η S - θ u_t, W_t = (1 - α) W + S_t, a token at a time, all u_t at ``state``'s weights."""
-    gradients = _outer(k, surprise(k, v, state.w1, state.w2, max_surprise))
-    weights, momenta = [state.w1, state.w2], [state.s1, state.s2]
+    gradients = _gradients(k, v, state, max_surprise)
+    w1, w2, s1, s2 = _parts(state)
+    weights, momenta = [w1, w2], [s1, s2]
     for t in filter(written.__getitem__, range(k.shape[2])):
         keep, rate, momentum = ((x[:, :, t, None, None]) for x in (1 - alpha, theta, eta))
         for layer, gradient in enumerate(gradients):
             momenta[layer] = momentum * momenta[layer] - rate * gradient[t]
             weights[layer] = keep * weights[layer] + momenta[layer]
-    return MemoryState(*weights, *momenta)
+    return _state(*weights, *momenta)
 
 
-def _assert_same(state: MemoryState, other: MemoryState) -> None:
-    for own, exact in zip(state, other, strict=True):
-        assert (own is None) == (exact is None)
-        if own is not None:
-            torch.testing.assert_close(own, exact, rtol=1e-10, atol=1e-10)
+def _assert_same(state: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(state, other, rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,7 +139,7 @@ def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, sca
     raw = scale * torch.randn(3, 1, 2, length, dtype=torch.float64, generator=generator)
     rates = WriteRates(raw[0].sigmoid(), F.logsigmoid(raw[1]), F.logsigmoid(-raw[2]))
     by = write_coefficients(rates, torch.tensor(written))
-    at_once = write(state, k, surprise(k, v, state.w1, state.w2), by)
+    at_once = write(state, surprise(None, k, v, state)[1], by)
     _assert_same(at_once, _by_token(state, k, v, *raw.sigmoid(), written))
 
 
@@ -146,7 +154,8 @@ def test_fp32_coefficients_keep_their_digits_beside_a_token_that_forgets_all():
 
 def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
     """``[1, H, 1]``: what holds the tokens' common change of their errors to 1."""
-    z = k if state.w2 is None else 2 * F.silu(k @ state.w1)
+    w1, w2, *_ = _parts(state)
+    z = k if w2 is None else 2 * F.silu(k @ w1)
     c = write_coefficients(WriteRates(theta, eta.log(), (1 - alpha).log()), torch.tensor(True)).c
     scaled = z * c.sqrt().unsqueeze(-1)
     tokens = range(c.shape[-1])
@@ -154,7 +163,7 @@ def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
     return 1 / torch.stack(sums, -1).amax(-1, keepdim=True).clamp(min=1)
 
 
-def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.Tensor, MemoryState]:
+def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
     x = F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6)
     heads, size = memory.options.heads, memory.options.sub_chunk
@@ -164,12 +173,12 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     theta, eta, alpha = memory.rates(x).sigmoid().view(-1, 3, heads).permute(1, 2, 0).unsqueeze(1)
     starts = [memory.initial_w1[None], None if memory.initial_w2 is None else memory.initial_w2[None]]
-    state = MemoryState(*starts, *(start if start is None else torch.zeros_like(start) for start in starts))
+    state = _state(*starts, *(start if start is None else torch.zeros_like(start) for start in starts))
     recalled = []
     for start in range(0, hidden.shape[1], size):
         part = slice(start, start + size)
         own = [values[:, :, part] for values in (k, v, theta, eta, alpha)]
-        recalled.append(recall(q[:, :, part], state.w1, state.w2))
+        recalled.append(_plain_recall(q[:, :, part], *_parts(state)[:2]))
         own[2] = own[2] * _limit(own[0], state, *own[2:])
         state = _by_token(state, *own, [True] * own[0].shape[2], memory.options.max_surprise)
     merged = torch.cat(recalled, 2)
@@ -196,8 +205,7 @@ def test_streamed_is_one_pass(cuts):
         output, state = memory(part, state, None)
         parts.append(output)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
-    for own, exact in zip(state, end, strict=True):
-        torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
+    _assert_same(state, end, 1e-12)
 
 
 @settings(max_examples=20, deadline=None)
@@ -213,8 +221,7 @@ def test_padding_never_writes(real, padding):
         torch.testing.assert_close(output[:, :real], alone_output, rtol=1e-12, atol=1e-12)
     else:
         alone = memory.initial_state(1)
-    for own, exact in zip(padded, alone, strict=True):
-        torch.testing.assert_close(own, exact, rtol=1e-12, atol=1e-12)
+    _assert_same(padded, alone, 1e-12)
 
 
 def test_each_sample_has_a_memory_of_its_own():
@@ -223,8 +230,7 @@ def test_each_sample_has_a_memory_of_its_own():
     for row in range(2):
         alone, own = memory(hidden[row : row + 1], None, None)
         torch.testing.assert_close(output[row : row + 1], alone, rtol=1e-12, atol=1e-12)
-        for part, exact in zip(state, own, strict=True):
-            torch.testing.assert_close(part[row : row + 1], exact, rtol=1e-12, atol=1e-12)
+        _assert_same(state[row : row + 1], own, 1e-12)
 
 
 def test_a_token_is_read_by_later_sub_chunks_alone():
@@ -247,7 +253,7 @@ def test_forgetting_all_and_writing_nothing_clears_the_memory():
     memory = _memory()
     filled = memory(_hidden(1, 8), None, None)[1]
     output, state = _with_rates(memory, theta=-1e4, eta=-1e4, alpha=1e4)(_hidden(1, 8), filled, None)
-    assert all(not part.any() for part in state)
+    assert not state.any()
     assert output[:, :4].any()
     assert not output[:, 4:].any()
 
@@ -260,7 +266,7 @@ def test_what_is_written_once_is_recalled_by_its_key():
     state = memory(hidden, None, None)[1]
     x = memory.norm(hidden)
     k, v = (layer(x).view(1, 1, 2, 3).transpose(1, 2) for layer in (memory.k_proj, memory.v_proj))
-    torch.testing.assert_close(recall(F.normalize(k, dim=-1), state.w1, state.w2), v, rtol=0.3, atol=0)
+    torch.testing.assert_close(recall(F.normalize(k, dim=-1), state), v, rtol=0.3, atol=0)
 
 
 def test_a_new_memory_recalls_nothing_and_adds_nothing():
@@ -268,8 +274,8 @@ def test_a_new_memory_recalls_nothing_and_adds_nothing():
     hidden = _hidden(1, 12).float()
     state = memory(hidden, None, None)[1]
     q = F.normalize(torch.randn(1, 2, 4, 3), dim=-1)
-    assert not recall(q, memory.initial_w1[None], memory.initial_w2[None]).any()
-    assert recall(q, state.w1, state.w2).any()
+    assert not recall(q, memory.initial_state(1)).any()
+    assert recall(q, state).any()
     assert not memory(hidden, state, None)[0].any()
 
 
@@ -284,7 +290,7 @@ def test_reading_alone_and_writing_alone_are_the_two_halves(read):
         assert state is start
     else:
         assert half is None
-        assert all(torch.equal(*pair) for pair in zip(state, end, strict=True))
+        assert torch.equal(state, end)
 
 
 def test_gradients_of_every_parameter_are_right_by_finite_differences():
@@ -297,7 +303,7 @@ def test_gradients_of_every_parameter_are_right_by_finite_differences():
         output, state = torch.func.functional_call(
             memory, dict(zip(names, parameters, strict=True)), (hidden, None, None)
         )
-        return output, *state
+        return output, state
 
     inputs = [hidden.requires_grad_(), *(p.detach().clone().requires_grad_() for p in memory.parameters())]
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
@@ -312,7 +318,7 @@ def test_sixteen_thousand_random_tokens_stay_finite(scale):
     hidden = scale * _hidden(1, 16384).float()
     with torch.no_grad():
         output, state = memory(hidden, None, None)
-    assert all(part.isfinite().all() for part in (output, *state))
+    assert all(part.isfinite().all() for part in (output, state))
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0, 5.0])
@@ -332,10 +338,8 @@ def test_gradients_over_many_sub_chunks_do_not_explode_also_where_keys_are_alike
 def test_a_sub_chunk_of_one_key_is_written_without_overshoot():
     z = torch.ones(1, 1, 5, 4, dtype=torch.float64) / 2
     c = torch.full((1, 1, 5), 0.9, dtype=torch.float64)
-    by = WriteCoefficients(*[torch.ones(1, 1)] * 3, c, c)
-    torch.testing.assert_close(limit_writes(by, z).c, torch.full_like(c, 0.1))  # 2 · 5 · 0.1 · |z|² = 1
-    few = by._replace(c=c / 100)
-    assert torch.equal(limit_writes(few, z).c, few.c)
+    torch.testing.assert_close(c * write_limit(c, z), torch.full_like(c, 0.1))  # 2 · 5 · 0.1 · |z|² = 1
+    assert write_limit(c / 100, z) == 1
 
 
 def test_hidden_states_of_zeros_have_finite_gradients():
@@ -352,8 +356,7 @@ def test_a_bf16_memory_computes_and_keeps_its_state_in_fp32_also_under_autocast(
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under_autocast, same = memory(hidden, None, None)
     assert torch.equal(output, under_autocast)
-    for part, again in zip(state, same, strict=True):
-        assert part.dtype == torch.float32
-        assert torch.equal(part, again)
+    assert state.dtype == torch.float32
+    assert torch.equal(state, same)
     exact = _memory(dtype=torch.bfloat16).float()(hidden.float(), None, None)[0]
     torch.testing.assert_close(output.float(), exact, rtol=0.1, atol=0.1)

@@ -45,7 +45,9 @@ def table(run: Path, seeds: list[str], sizes: list[str]) -> str:
         f"| answers right, in %: mean (range) over {len(seeds)} seeds | {lengths} |",
         "|---|" + "---|" * len(sizes),
     ]
-    for kind, title in (("memory", "with memory"), ("plain", "without")):
+    for kind, title in (("memory", "with memory"), ("tokens", "with memory tokens"), ("plain", "without")):
+        if kind == "tokens" and not (run / f"tokens_{seeds[0]}").is_dir():
+            continue
         runs = [metrics(run, f"{kind}_{seed}") for seed in seeds]
         for metric, how in (("accuracy", "generated"), ("exact_match", "teacher-forced")):
             cells = [spread([result[f"val/qa1_{size}_{metric}"] for result in runs]) for size in sizes]

@@ -4,7 +4,7 @@
 #   recipes/babilong_cpu/run.sh [FOLDER [override …]]
 #
 # FOLDER: babilong_cpu_run unless given; a folder of this script's is reused. Overrides are of every training run.
-# SEEDS="1 2 3" names the seeds, of weights, memory and order.
+# SEEDS="1 2 3" names the seeds, of weights, memory and order. TOKENS=1 trains model.memory.kind=recurrent_tokens, too.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -38,9 +38,10 @@ train() {
         trainer.overwrite=true "${@:3}" "${overrides[@]}"
 }
 
-say "3/4  Training on 2 ranks, each seed with memory and without."
+say "3/4  Training on 2 ranks, each seed with memory and without; TOKENS=1: with memory tokens as well."
 for seed in "${seeds[@]}"; do
     train "memory_$seed" "$seed"
+    [[ -z "${TOKENS:-}" ]] || train "tokens_$seed" "$seed" model.memory.kind=recurrent_tokens
     train "plain_$seed" "$seed" "model.memory.layers=[]"
 done
 

@@ -11,7 +11,7 @@ Every rank runs equally many chunks, and so collectives. Registered under vendor
 Legend: B rows of a micro-batch, L tokens of a row, T ≤ L of them that are read, N wanted positions, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -23,10 +23,9 @@ from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 
-from verl_ext.answers.generation import Sampling
 from verl_ext.engines.step import StepEngine, asks_for_measures
 from verl_ext.losses import token_measures
-from verl_ext.models.qwen_titans import generate_greedily, load_memory_checkpoint
+from verl_ext.models.qwen_titans import load_memory_checkpoint
 
 
 @EngineRegistry.register(
@@ -48,6 +47,7 @@ class ChunkedEngine(StepEngine):
     def _build_module(self) -> torch.nn.Module:
         """Build verl's module with the memory of `model.memory_checkpoint`; `model.train=memory` freezes the rest."""
         module: Any = super()._build_module()
+        module.agree_passes = _most_of_all_ranks
         if self.model_config.memory_checkpoint:
             load_memory_checkpoint(module, self.model_config.memory_checkpoint)
         if self.model_config.train == "memory":
@@ -123,31 +123,16 @@ class ChunkedEngine(StepEngine):
             outputs["entropy"] = nll.new_zeros(len(wanted)).masked_scatter(wanted, measured[1])
         return {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in outputs.items()}
 
-    def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """Continue prompts by the likeliest tokens; collective."""
-        device: Any = get_device_id()
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-        is_prompt = torch.arange(ids.shape[1]) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
-        with self._autocast():
-            answers = generate_greedily(
-                self.module,
-                ids.to(device),
-                is_prompt.long().to(device),
-                sampling.max_new_tokens,
-                eos_token_ids=sampling.stops,
-                all_max=_all_max,
-            )
-        return [sampling.cut(answer) for answer in answers.tolist()]
-
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """Gather the whole parameters of the memory in rank 0's host memory; collective."""
         return {name: self.gather_to_rank0(tensor) for name, tensor in self.module.memory_state_dict().items()}
 
 
-def _all_max(values: torch.Tensor) -> torch.Tensor:
-    """Take the elementwise maximum over all ranks."""
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
+def _most_of_all_ranks(passes: int) -> int:
+    """Return the largest number of all ranks."""
+    most = torch.tensor(passes, device=get_device_id())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def rows(values: Any) -> torch.Tensor:

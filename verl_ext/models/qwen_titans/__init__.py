@@ -12,9 +12,8 @@ from verl_ext.models.qwen_titans.checkpoint import (
     save_memory_checkpoint,
 )
 from verl_ext.models.qwen_titans.configuration import VARIANTS, MemoryOptions, QwenTitansConfig
-from verl_ext.models.qwen_titans.generation import generate_greedily
-from verl_ext.models.qwen_titans.memory import MemoryState, StreamState
 from verl_ext.models.qwen_titans.modeling import QwenTitansForCausalLM, QwenTitansOutput, is_memory_parameter
+from verl_ext.models.qwen_titans.stream import StreamCache
 
 AutoConfig.register(QwenTitansConfig.model_type, QwenTitansConfig, exist_ok=True)
 AutoModelForCausalLM.register(QwenTitansConfig, QwenTitansForCausalLM, exist_ok=True)

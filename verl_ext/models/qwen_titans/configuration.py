@@ -11,6 +11,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from verl_ext.attention.rope import same_frequencies_up_to
 from verl_ext.values import Options, option, options_of
 
+KINDS = ("titans", "recurrent_tokens")
 VARIANTS = ("residual", "mac", "mag", "mal")
 BASE_TYPES = (Qwen2Config.model_type, Qwen3Config.model_type)
 
@@ -25,6 +26,8 @@ class MemoryOptions(Options):
     layers: tuple[int, ...] | None = option(
         None, "indices of the decoder layers with a memory; null: up to four, spread over the upper half"
     )
+    kind: str = option("titans", "titans: networks that learn; recurrent_tokens: tokens handed on", choices=KINDS)
+    tokens: int = option(16, "tokens that a chunk hands to the next, of kind recurrent_tokens", least=1)
     variant: str = option("residual", "how a memory joins its layer", choices=VARIANTS)
     heads: int = option(4, "independent memories of a layer", least=1)
     head_dim: int = option(64, "size of a head's keys and values", least=1)
@@ -53,7 +56,8 @@ class MemoryOptions(Options):
         for name in values:
             if name not in names:
                 raise ValueError(f"model.memory has the keys {', '.join(names)}; got {name}")
-        return cls(**{**values, "layers": _resolved_layers(values.get("layers"), num_layers)})
+        layers = _resolved_layers(values.get("layers"), num_layers)
+        return cls(**{**values, "layers": () if values.get("kind") == "recurrent_tokens" else layers})
 
 
 def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
@@ -150,11 +154,12 @@ def _base_config(value: Any) -> PreTrainedConfig:
 
 
 def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
-    """Raise ValueError if a layer does not see its whole input, to which mac adds a memory token for each token.
+    """Raise ValueError if a layer does not see its whole input, to which a memory may add tokens.
 
     Nor may rotary frequencies depend on the number of a chunk's tokens: the last chunk of a text has fewer.
     """
-    positions = options.chunk_size + (options.persistent_tokens if options.variant == "mac" else 0)
+    added = 2 * options.tokens if options.kind == "recurrent_tokens" else 0
+    positions = options.chunk_size + (options.persistent_tokens if options.variant == "mac" else added)
     limit = same_frequencies_up_to(base)
     if limit is not None and limit < positions:
         raise ValueError(
@@ -162,7 +167,7 @@ def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
             f"rope_type={base.rope_parameters['rope_type']} has up to {limit}; got {options.chunk_size}"
         )
     for layer, layer_type in enumerate(base.layer_types):
-        seen = options.chunk_size
+        seen = options.chunk_size + added
         if options.variant == "mac" and layer in (options.layers or ()):
             seen = 2 * options.chunk_size + options.persistent_tokens
         if layer_type == "sliding_attention" and base.sliding_window < seen:

@@ -7,13 +7,18 @@ The surprise of a token is the gradient of ‖M(k_t) - v_t‖² with respect to 
 of the sub-chunk's beginning; ``write_coefficients`` has the recurrence that it enters. A sub-chunk is read before it is
 written, so no token ever sees itself or a later one. https://arxiv.org/abs/2501.00663, §3.1-3.2.
 
-Legend: B samples, T tokens, d hidden size of the model, H heads, dk key and value size of a head, e columns of W1 (dk
-at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk.
+The state of a layer is one tensor ``[B, H, L, 2dk, e]`` in fp32 (fp64 for an fp64 model), which FSDP2 and checkpointing
+find: the weights W1 and W2ᵀ in the first dk rows, their momenta S in the others. One product then writes all four.
+
+Departures from the paper: q, k and v have no short convolution and no SiLU; the output is not gated as y ⊗ M(y), but by
+the layer's own gate (see :class:`MemoryLayer`), so that the base model's attention and output stay what they were.
+
+Legend: B samples, T tokens, d hidden size of the model, H heads, L weight matrices (the depth), dk key and value size
+of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,43 +28,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 
-# Rates before training. θ = INITIAL_WRITE / tokens of a sub-chunk, just below the limit of `limit_writes`. A token is
+# Rates before training. θ = INITIAL_WRITE / tokens of a sub-chunk, just below the limit of `write_limit`. A token is
 # forgotten over FORGETTING_CHUNKS chunks; at a fixed rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
 INITIAL_WRITE = 1.6
 INITIAL_ETA = 0.1
 FORGETTING_CHUNKS = 8
-
-
-class MemoryState(NamedTuple):
-    """One layer's state in fp32 (fp64 for an fp64 model); a memory of depth 1 has no second layer.
-
-    A tuple of tensors, so that FSDP2 and checkpointing find every tensor that enters and leaves a layer.
-    """
-
-    w1: torch.Tensor  # [B, H, dk, e]
-    w2: torch.Tensor | None  # [B, H, e, dk]
-    s1: torch.Tensor  # as w1
-    s2: torch.Tensor | None  # as w2
-
-    def detached(self) -> "MemoryState":
-        """Return the same values without their graph."""
-        return MemoryState(*(tensor if tensor is None else tensor.detach() for tensor in self))  # type: ignore[arg-type]
-
-
-class StreamState:
-    """The states of all memory layers after ``tokens`` tokens, from which reading goes on.
-
-    It is no tuple or dataclass: FSDP2 casts tensors that it finds in arguments, and a state must stay in fp32.
-    """
-
-    __slots__ = ("layers", "tokens")
-
-    def __init__(self, layers: Sequence[MemoryState | None], tokens: int) -> None:
-        self.layers = tuple(layers)
-        self.tokens = tokens
-
-    def __iter__(self) -> Iterator[MemoryState | None]:
-        return iter(self.layers)
 
 
 class WriteRates(NamedTuple):
@@ -93,113 +66,111 @@ def write_coefficients(rates: WriteRates, written: torch.Tensor) -> WriteCoeffic
         S_s = E·S_0 - Σ_t m_t u_t                        E   = Π η_i
         W_s = A·W_0 + B·S_0 - Σ_t c_t u_t                A   = Π (1 - α_i)
                                                          m_t = θ_t P[s, t]
-        P[j, t] = Π_{i=t+1..j} η_i                       c_t = θ_t Σ_{j≥t} Q[j] P[j, t]
-        Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = Σ_j Q[j] Π_{i≤j} η_i
+        P[j, t] = Π_{i=t+1..j} η_i                       c_t = θ_t R_t,  R_t = Σ_{j≥t} Q[j] P[j, t]
+        Q[j]    = Π_{i=j+1..s} (1 - α_i)                 B   = η_1 R_1
+
+    R_t = Q[t] + η_{t+1} R_{t+1} is summed over 2, 4, 8, … tokens at once. Nothing is divided, no sums are subtracted,
+    so that a token with η = 0 costs no digits.
 
     ``written``, broadcastable to the rates, is False for a token (padding) that leaves S and W as they are: θ = 0,
     η = 1, α = 0, and no "+ S" of its own.
     """
     theta, log_eta, log_keep = (rate.masked_fill(~written, 0.0) for rate in rates)
-    # P[j, t] sums log η over t < i ≤ j directly, because differences of one running sum would cancel.
-    s = theta.shape[-1]
-    lower = torch.ones(s, s, dtype=torch.bool, device=theta.device).tril()
-    later = log_eta.unsqueeze(-1).expand(*log_eta.shape, s).masked_fill(~lower.tril(-1), 0.0)
-    p = later.cumsum(-2).masked_fill(~lower, float("-inf")).exp()  # [..., j, t]
-    after = F.pad(log_keep[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-    q = after.exp() * written
-    carried = log_eta.cumsum(-1).exp()
+    from_behind, size = _sum_from_behind(log_keep[..., 1:]), theta.shape[-1]
+    total = from_behind.exp() * written
+    eta = log_eta.exp()
+    factor, reach = F.pad(eta[..., 1:], (0, 1)), 1
+    while reach < size:
+        total = torch.addcmul(total, factor, F.pad(total[..., reach:], (0, reach)))
+        factor, reach = factor * F.pad(factor[..., reach:], (0, reach)), 2 * reach
     return WriteCoefficients(
         a=log_keep.sum(-1).exp(),
-        b=(q * carried).sum(-1),
-        e=carried[..., -1],
-        c=theta * (q.unsqueeze(-2) @ p).squeeze(-2),
-        m=theta * p[..., -1, :],
+        b=eta[..., 0] * total[..., 0],
+        e=log_eta.sum(-1).exp(),
+        c=theta * total,
+        m=theta * _sum_from_behind(log_eta[..., 1:]).exp(),
     )
+
+
+def _sum_from_behind(x: torch.Tensor) -> torch.Tensor:
+    """Return Σ_{i≥t} x_i for every t, and 0 after the last."""
+    return F.pad(x, (0, 1)).flip(-1).cumsum(-1).flip(-1)
+
+
+def recall(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Compute M(x) ``[B, H, s, dk]`` for queries of that shape."""
+    w = state[..., : x.shape[-1], :]
+    if w.shape[2] == 1:
+        return x @ w[:, :, 0]
+    return 2 * F.silu(x @ w[:, :, 0]) @ w[:, :, 1].mT
 
 
 class Surprise(NamedTuple):
-    """The gradients of a sub-chunk's tokens, each an outer product: u_t = (k_t ⊗ da_t, z_t ⊗ dp_t).
+    """The gradients of a sub-chunk's tokens, each an outer product in every weight matrix: u_t = left_t ⊗ right_t."""
 
-    Depth 1 has the first one only: its last layer is W1, and its features are the keys.
-    """
-
-    da: torch.Tensor  # [B, H, s, e], gradient at k W1
-    z: torch.Tensor | None = None  # [B, H, s, e], g(k W1)
-    dp: torch.Tensor | None = None  # [B, H, s, dk], gradient at M(k)
-
-
-def recall(q: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor | None) -> torch.Tensor:
-    """Compute M(q) ``[B, H, s, dk]`` for queries of that shape."""
-    return q @ w1 if w2 is None else 2 * F.silu(q @ w1) @ w2
+    left: torch.Tensor  # [B, H, L, s, dk]: the keys, and at depth 2 the gradients at M(k)
+    right: torch.Tensor  # [B, H, L, s, e]: the gradients at k W1, and at depth 2 the features z = g(k W1)
+    shrink: torch.Tensor  # [B, H, s], the factor that brings its norm over all weights down to the largest allowed one
 
 
 def surprise(
-    k: torch.Tensor, v: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor | None, max_surprise: float = math.inf
-) -> Surprise:
-    """Return the gradient of ‖M(k_t) - v_t‖² for every token, its norm over all weights clamped to ``max_surprise``.
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, max_surprise: float = math.inf
+) -> tuple[torch.Tensor | None, Surprise]:
+    """Return M(q), and the gradient of ‖M(k_t) - v_t‖² for every token, its norm clamped to ``max_surprise``.
 
-    ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp, one
-    outlier would make the weights, and so the next gradients, grow without bound.
+    ``q``, ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp,
+    one outlier would make the weights, and so the next gradients, grow without bound.
     """
-    a = k @ w1
-    if w2 is None:
-        dp = 2 * (a - v)
-        return Surprise(dp * _shrink(_squared(k) * _squared(dp), max_surprise))
-    sigmoid = torch.sigmoid(a)
-    z = 2 * a * sigmoid
-    dp = 2 * (z @ w2 - v)
-    da = 2 * (dp @ w2.transpose(-1, -2)) * sigmoid * (1 + a * (1 - sigmoid))
-    shrink = _shrink(_squared(k) * _squared(da) + _squared(z) * _squared(dp), max_surprise)
-    return Surprise(da * shrink, z, dp * shrink)
+    w = state[..., : k.shape[-1], :]
+    first = 0 if q is None else q.shape[2]  # queries and keys go through the network together
+    a = (k if q is None else torch.cat([q, k], 2)) @ w[:, :, 0]
+    if w.shape[2] == 1:
+        out = a
+    else:
+        sigmoid = torch.sigmoid(a)
+        z = 2 * a * sigmoid
+        out = z @ w[:, :, 1].mT
+    dp = 2 * (out[:, :, first:] - v)
+    if w.shape[2] == 1:
+        left, right = k.unsqueeze(2), dp.unsqueeze(2)
+    else:
+        z, sigmoid = z[:, :, first:], sigmoid[:, :, first:]
+        da = (dp @ w[:, :, 1]) * torch.addcmul(z, sigmoid, 2 - z)  # g'(a) = z + σ(a) (2 - z)
+        left, right = torch.stack([k, dp], 2), torch.stack([da, z], 2)
+    squared_norm = (left.square().sum(-1) * right.square().sum(-1)).sum(2)
+    # From the square, whose derivative at 0 is a number.
+    shrink = (squared_norm / max_surprise**2).clamp(min=1).rsqrt()
+    return (out[:, :, :first] if first else None), Surprise(left, right, shrink)
 
 
-def _squared(x: torch.Tensor) -> torch.Tensor:
-    return (x * x).sum(-1, keepdim=True)
+@torch.no_grad()
+def write_limit(c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Return the factor ``[..., 1]`` to θ of a whole sub-chunk with which its tokens together do not overshoot.
 
-
-def _shrink(squared_norm: torch.Tensor, most: float) -> torch.Tensor:
-    """Return the factor that brings a norm down to ``most``; from its square, whose derivative at 0 is a number."""
-    return (squared_norm / most**2).clamp(min=1).rsqrt()
-
-
-def limit_writes(by: WriteCoefficients, z: torch.Tensor) -> WriteCoefficients:
-    """Scale down θ of a whole sub-chunk until its tokens, measured at the same weights, together do not overshoot.
-
-    Through the last layer, whose inputs are z ``[B, H, s, e]`` (depth 1:
-    the keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
+    All are measured at the same weights. Through the last layer, whose inputs are z ``[..., s, e]`` (depth 1: the
+    keys), the error of token t changes by Σ_j 2 c_j (z_t·z_j) error_j. The eigenvalues of that map are those of the
     symmetric 2 √(c_t c_j) (z_t·z_j), and at most its largest row sum of magnitudes, which is held to 1. If many keys
-    are alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the scale as a constant: with
+    are alike, the memory would otherwise oscillate at its clamp. Back-propagation takes the factor as a constant: with
     its own gradient, the memory of a small recall task was not learned.
     """
-    with torch.no_grad():
-        root = by.c.sqrt()
-        change = 2 * (z @ z.transpose(-1, -2)).abs() * root.unsqueeze(-1) * root.unsqueeze(-2)
-        scale = change.sum(-1).amax(-1, keepdim=True).clamp(min=1).reciprocal()
-    return by._replace(c=by.c * scale, m=by.m * scale)
+    root = c.sqrt().unsqueeze(-1)
+    change = 2 * root * ((z @ z.mT).abs() @ root)
+    return change.amax(-2).clamp(min=1).reciprocal()
 
 
-def write(state: MemoryState, k: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> MemoryState:
-    """Return the state after a sub-chunk, for keys ``[B, H, s, dk]``, coefficients ``[B, H]`` and ``[B, H, s]``."""
-    w1, s1 = _written(state.w1, state.s1, k, gradient.da, by)
-    if gradient.z is None or gradient.dp is None or state.w2 is None or state.s2 is None:
-        return MemoryState(w1, None, s1, None)
-    w2, s2 = _written(state.w2, state.s2, gradient.z, gradient.dp, by)
-    return MemoryState(w1, w2, s1, s2)
-
-
-def _written(
-    weights: torch.Tensor, momentum: torch.Tensor, left: torch.Tensor, right: torch.Tensor, by: WriteCoefficients
-) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b, e = (x[..., None, None] for x in (by.a, by.b, by.e))
-    left = left.transpose(-1, -2)
-    return (
-        a * weights + b * momentum - left @ (by.c.unsqueeze(-1) * right),
-        e * momentum - left @ (by.m.unsqueeze(-1) * right),
-    )
+def write(state: torch.Tensor, gradient: Surprise, by: WriteCoefficients) -> torch.Tensor:
+    """Return the state after a sub-chunk, for coefficients ``[B, H]`` and ``[B, H, s]``."""
+    w, s = state.chunk(2, -2)
+    a, b, e = (x[..., None, None, None] for x in (by.a, by.b, by.e))
+    kept = torch.cat([torch.addcmul(a * w, b, s), e * s], -2)
+    rates = torch.stack([by.c, by.m], -1) * gradient.shrink.unsqueeze(-1)  # [B, H, s, 2]
+    left = rates[:, :, None, :, :, None] * gradient.left.unsqueeze(-2)  # [B, H, L, s, 2, dk]
+    left, right = left.flatten(-2).flatten(0, 2), gradient.right.flatten(0, 2)
+    return torch.baddbmm(kept.flatten(0, 2), left.mT, right, alpha=-1).view_as(state)
 
 
 class LongTermMemory(nn.Module):
-    """The module that reads and writes a :class:`MemoryState` from hidden states, in fp32 without autocast.
+    """The module that reads and writes a :class:`torch.Tensor` from hidden states, in fp32 without autocast.
 
     Its parameters are used inside ``forward`` alone, because FSDP2 gathers them there.
     """
@@ -253,11 +224,11 @@ class LongTermMemory(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        state: MemoryState | None,
+        state: torch.Tensor | None,
         written: torch.Tensor | None,
         read: bool = True,
         write: bool = True,
-    ) -> tuple[torch.Tensor | None, MemoryState]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the recalled values for each token, and the state after the tokens.
 
         The values are W_o M(h) ``[B, T, d]``, or M(h) ``[B, T, H * dk]`` for mag, in the parameters' dtype; None if not
@@ -266,58 +237,64 @@ class LongTermMemory(nn.Module):
         """
         dtype = self.q_proj.weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            x = self.norm(hidden.to(dtype))
             state = self.initial_state(len(hidden)) if state is None else state
-            q = F.normalize(self._heads(self.q_proj(x)), dim=-1) if read else None
             if write:
-                recalled, state = self._stream(x, q, state, written)
+                recalled, state = self._stream(hidden.to(dtype), state, written, read)
             else:
-                recalled = None if q is None else recall(q, state.w1, state.w2)
+                recalled = recall(self._directions(self.q_proj, self.norm(hidden.to(dtype))), state) if read else None
             if recalled is None:
                 return None, state
             merged = _merge_heads(recalled).to(dtype)
             return (merged if self.out_proj is None else self.out_proj(merged)), state
 
     def _stream(
-        self, x: torch.Tensor, q: torch.Tensor | None, state: MemoryState, written: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, MemoryState]:
-        """Read, measure the surprise and write, sub-chunk by sub-chunk; ``q`` is ``[B, H, T, dk]``."""
-        length, size = x.shape[1], self.options.sub_chunk
-        k = F.normalize(self._heads(self.k_proj(x)), dim=-1)
-        v = self._heads(self.v_proj(x))
-        coefficients = self._coefficients(x, written)
-        recalled = []
-        for index, start in enumerate(range(0, length, size)):
-            part = slice(start, start + size)
-            if q is not None:
-                recalled.append(recall(q[:, :, part], state.w1, state.w2))
-            keys = k[:, :, part]
-            gradient = surprise(keys, v[:, :, part], state.w1, state.w2, self.options.max_surprise)
-            by = WriteCoefficients(*(values[:, :, index] for values in coefficients))
-            by = by._replace(c=by.c[..., : keys.shape[2]], m=by.m[..., : keys.shape[2]])
-            state = write(state, keys, gradient, limit_writes(by, keys if gradient.z is None else gradient.z))
-        return (torch.cat(recalled, 2) if recalled else None), state
-
-    def _coefficients(self, x: torch.Tensor, written: torch.Tensor | None) -> WriteCoefficients:
-        """Return ``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]``; the last sub-chunk's filling is not written."""
-        (batch, length), size = x.shape[:2], self.options.sub_chunk
-        fill = -length % size
+        self, hidden: torch.Tensor, state: torch.Tensor, written: torch.Tensor | None, read: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Read, measure the surprise and write, sub-chunk by sub-chunk; return ``[B, H, T, dk]`` and the state."""
+        batch, length = hidden.shape[:2]
+        size = min(self.options.sub_chunk, length)
+        fill = -length % size  # what fills the last sub-chunk is not written
         if written is None:
-            written = torch.ones(batch, length, dtype=torch.bool, device=x.device)
-        written = F.pad(written.bool(), (0, fill)).view(batch, 1, -1, size)
-        raw = _upcast(self.rates(x)).view(batch, length, 3, -1).permute(2, 0, 3, 1)  # [3, B, H, T]
-        theta, eta, alpha = F.pad(raw, (0, fill)).unflatten(-1, (-1, size))
-        rates = WriteRates(torch.sigmoid(theta), F.logsigmoid(eta), F.logsigmoid(-alpha))
-        return write_coefficients(rates, written)
-
-    def initial_state(self, batch: int) -> MemoryState:
-        """Make the state of ``batch`` new samples."""
-        # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
-        w1 = _upcast(self.initial_w1).repeat(batch, 1, 1, 1)
+            written = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
+        x = self.norm(F.pad(hidden, (0, 0, 0, fill)))
+        by = self._coefficients(x, F.pad(written.bool(), (0, fill)), size)
+        k = self._directions(self.k_proj, x).unflatten(2, (-1, size))  # [B, H, n, s, dk]
+        v = self._heads(self.v_proj(x)).unflatten(2, (-1, size))
+        queries = [None] * k.shape[2]
+        if read:
+            queries = self._directions(self.q_proj, x).unflatten(2, (-1, size)).unbind(2)
         if self.initial_w2 is None:
-            return MemoryState(w1, None, torch.zeros_like(w1), None)
-        w2 = _upcast(self.initial_w2).repeat(batch, 1, 1, 1)
-        return MemoryState(w1, w2, torch.zeros_like(w1), torch.zeros_like(w2))
+            limit = write_limit(by.c, k)
+            by = by._replace(c=by.c * limit, m=by.m * limit)
+        recalled: list[Any] = []
+        # One unbind a tensor: the gradient of a slice would fill a tensor of the whole chunk with zeros.
+        parts = zip(queries, k.unbind(2), v.unbind(2), *(x.unbind(2) for x in by), strict=True)
+        for q_part, k_part, v_part, *coefficients in parts:
+            out, gradient = surprise(q_part, k_part, v_part, state, self.options.max_surprise)
+            now = WriteCoefficients(*coefficients)
+            if self.initial_w2 is not None:
+                limit = write_limit(now.c, gradient.right[:, :, 1])
+                now = now._replace(c=now.c * limit, m=now.m * limit)
+            state = write(state, gradient, now)
+            recalled.append(out)
+        return (torch.cat(recalled, 2)[:, :, :length] if read else None), state
+
+    def _coefficients(self, x: torch.Tensor, written: torch.Tensor, size: int) -> WriteCoefficients:
+        """Return ``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]`` and ``written[B, T]``, T whole sub-chunks."""
+        raw = _upcast(self.rates(x)).unflatten(-1, (3, -1)).permute(2, 0, 3, 1)  # [3, B, H, T]
+        theta, eta, alpha = raw.unflatten(-1, (-1, size))
+        rates = WriteRates(torch.sigmoid(theta), F.logsigmoid(eta), F.logsigmoid(-alpha))
+        return write_coefficients(rates, written.view(len(x), 1, -1, size))
+
+    def initial_state(self, batch: int) -> torch.Tensor:
+        """Make the state of ``batch`` new samples."""
+        w1, w2 = self.initial_w1, self.initial_w2
+        w = _upcast(w1.unsqueeze(1) if w2 is None else torch.stack([w1, w2.mT], 1))
+        # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
+        return torch.cat([w, torch.zeros_like(w)], -2).repeat(batch, 1, 1, 1, 1)
+
+    def _directions(self, projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self._heads(projection(x)), dim=-1)
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
@@ -380,16 +357,20 @@ class MemoryLayer(GradientCheckpointingLayer):
         init.zeros_(self.memory_gate.bias)
 
     def forward(
-        self, hidden: torch.Tensor, state: MemoryState | None, written: torch.Tensor | None, write_only: bool = False
-    ) -> tuple[Contribution | None, MemoryState]:
-        """Return the contribution to the layer and the state after these tokens; state and written are the memory's.
+        self,
+        hidden: torch.Tensor,
+        state: torch.Tensor | None,
+        written: torch.Tensor | None,
+        read: bool = True,
+        write: bool = True,
+    ) -> tuple[Contribution | None, torch.Tensor]:
+        """Return the contribution to the layer and the state after these tokens, as the memory's ``forward`` does.
 
-        hidden is ``[B, T, d]`` of one chunk, the layer's input. mac reads alone in a first call; its second call of a
-        chunk has ``write_only`` and takes the layer's output.
+        hidden is ``[B, T, d]`` of one chunk, the layer's input; what mac writes is the layer's output.
         """
-        if write_only:
-            return None, self.long_term_memory(hidden, state, written, read=False)[1]
-        recalled, state = self.long_term_memory(hidden, state, written, write=self.variant != "mac")
+        recalled, state = self.long_term_memory(hidden, state, written, read, write)
+        if recalled is None:
+            return None, state
         with torch.autocast(hidden.device.type, enabled=False):
             gate = self.memory_gate(recalled if self.variant == "mag" else hidden.to(recalled.dtype))
         if self.variant == "mag":

@@ -9,7 +9,7 @@ positions whose logits are kept.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from transformers import GenerationMixin, PreTrainedModel, Qwen2Config, Qwen2Mod
 from transformers.utils import ModelOutput, can_return_tuple
 
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
-from verl_ext.models.qwen_titans.generation import require_right_padding
-from verl_ext.models.qwen_titans.memory import Contribution, LongTermMemory, MemoryLayer, MemoryState, StreamState
+from verl_ext.models.qwen_titans.memory import Contribution, LongTermMemory, MemoryLayer
+from verl_ext.models.qwen_titans.recurrent_tokens import RecurrentTokens, framed, write_tokens
+from verl_ext.models.qwen_titans.stream import ChunkKeys, Place, StreamCache
 
 
 class KeptPositions:
@@ -36,18 +37,18 @@ class KeptPositions:
 
     def __init__(self, logits_to_keep: int | torch.Tensor, length: int) -> None:
         self._requested, self._length = logits_to_keep, length
-        self._columns: Sequence[int]
+        self.columns: Sequence[int]
         if isinstance(logits_to_keep, int):
-            self._columns = range(max(length - logits_to_keep, 0) if logits_to_keep else 0, length)
+            self.columns = range(max(length - logits_to_keep, 0) if logits_to_keep else 0, length)
         elif logits_to_keep.dtype == torch.bool:
-            self._columns = logits_to_keep.any(0).nonzero().flatten().tolist()
+            self.columns = logits_to_keep.any(0).nonzero().flatten().tolist()
         else:
-            self._columns = sorted({place % length for place in logits_to_keep.tolist()})
+            self.columns = sorted({place % length for place in logits_to_keep.tolist()})
 
     def of_chunk(self, values: torch.Tensor, start: int) -> torch.Tensor:
         """Take ``[B, n of this chunk, …]`` out of a chunk's ``values[B, C, …]``, whose first token is ``start``."""
         size = values.shape[1]
-        columns = self._columns[bisect_left(self._columns, start) : bisect_left(self._columns, start + size)]
+        columns = self.columns[bisect_left(self.columns, start) : bisect_left(self.columns, start + size)]
         if len(columns) == size:
             return values
         return values[:, torch.tensor([column - start for column in columns], dtype=torch.long, device=values.device)]
@@ -56,7 +57,7 @@ class KeptPositions:
         """Take the requested ones of kept ``values[B, n, …]``: ``[B, n, …]``, or ``[N, …]`` in the order of a mask."""
         if isinstance(self._requested, int):
             return values
-        columns = torch.tensor(self._columns, dtype=torch.long, device=values.device)
+        columns = torch.tensor(self.columns, dtype=torch.long, device=values.device)
         if self._requested.dtype == torch.bool:
             return values[self._requested[:, columns]]
         return values[:, torch.searchsorted(columns, self._requested % self._length)]
@@ -65,80 +66,115 @@ class KeptPositions:
 class ChunkPass:
     """A pass through the parts of ``model`` (a Qwen2Model or Qwen3Model), chunk after chunk."""
 
-    def __init__(self, model: Any, memory: nn.ModuleDict) -> None:
+    def __init__(self, model: Any, memory: nn.ModuleDict, cache: StreamCache, chunk_size: int) -> None:
         self.model = model
+        self.chunk_size = chunk_size
         self.memory = memory
+        self.cache = cache
         self._masks: dict[int, torch.Tensor] = {}
 
-    def __call__(
-        self, input_ids: torch.Tensor, written: torch.Tensor | None, states: Sequence[MemoryState | None]
-    ) -> tuple[torch.Tensor, list[MemoryState | None]]:
-        """Return the last layer's output ``[B, C, d]`` for ``input_ids[B, C]``, and the states after the chunk."""
+    def __call__(self, input_ids: torch.Tensor, place: Place) -> torch.Tensor:
+        """Return the last layer's output ``[B, w, d]`` for ``input_ids[B, w]``; the cache's memories read on."""
         hidden = self.model.embed_tokens(input_ids)
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        plain = self._attention_arguments(hidden, positions)
-        before = dict(zip(self.memory, states, strict=True))
-        after: list[MemoryState | None] = []
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        if place.resumed:
+            assert place.start is not None
+            columns = place.start[:, None] + columns
+        if RECURRENT not in self.memory:
+            return self._layers(hidden, columns, place, place.top)
+        stream, size = self.cache.memories[RECURRENT], self.chunk_size
+        if stream.state is None:
+            stream.state = self.memory[RECURRENT](len(hidden))
+        count, width = stream.state.shape[1], hidden.shape[1]
+        hidden, columns, top = framed(stream, hidden, columns, place, size)
+        hidden = self._layers(hidden, columns, place, top)
+        if place.ends:
+            write_tokens(stream, self.model.norm(hidden[:, count + width :]), place, size)
+        return hidden[:, count : count + width]
+
+    def _layers(self, hidden: torch.Tensor, columns: torch.Tensor, place: Place, top: int) -> torch.Tensor:
+        """Run the decoder layers, with ``columns`` among the ``top`` places of each row's chunk."""
+        plain = self._attention_arguments(hidden, columns, columns, place, "plain", top)
         for index, layer in enumerate(self.model.layers):
             if str(index) in self.memory:
-                memory = self.memory[str(index)]
-                hidden, state = self._with_memory(layer, memory, hidden, plain, before[str(index)], written)
-                after.append(state)
+                hidden = self._with_memory(layer, str(index), hidden, plain, columns, place)
             else:
                 hidden = layer(hidden, **plain)
-        return hidden, after
+        return hidden
 
     def _with_memory(
         self,
         layer: nn.Module,
-        memory: Any,
+        index: str,
         hidden: torch.Tensor,
         plain: dict[str, Any],
-        state: MemoryState | None,
-        written: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, MemoryState]:
-        given, state = memory(hidden, state, written)
+        columns: torch.Tensor,
+        place: Place,
+    ) -> torch.Tensor:
+        memory: Any = self.memory[index]
+        stream = self.cache.memories[index]
+        given = (stream.of_chunk if memory.variant == "mac" else stream)(memory, hidden, place)
         values = given.values.to(hidden.dtype)
         if memory.variant == "mal":
-            return layer(hidden + values, **plain), state
+            return layer(hidden + values, **plain)
         output = layer(hidden, **plain)
         if memory.variant == "residual":
-            return output + values, state
+            return output + values
         if memory.variant == "mag":
-            return output + values * (output - hidden), state
-        assert given.gate is not None
-        in_context = self._in_context(layer, hidden, given)
+            return output + values * (output - hidden)
+        in_context = self._in_context(layer, hidden, given, columns, place)
         output = output + given.gate.to(hidden.dtype) * (in_context - output)
-        return output, memory(output, state, written, True)[1]
+        stream(memory, output, place, read=False)
+        return output
 
-    def _in_context(self, layer: nn.Module, hidden: torch.Tensor, given: Contribution) -> torch.Tensor:
-        """Return the layer's output ``[B, C, d]`` for the chunk inside ``persistent | m_0 h_0 m_1 h_1 …``."""
+    def _in_context(
+        self, layer: nn.Module, hidden: torch.Tensor, given: Contribution, columns: torch.Tensor, place: Place
+    ) -> torch.Tensor:
+        """Return the layer's output ``[B, w, d]`` for the chunk inside ``persistent | m_0 h_0 m_1 h_1 …``."""
         assert given.persistent is not None
         count = given.persistent.shape[1]
         pairs = torch.stack([given.values.to(hidden.dtype), hidden], dim=2).flatten(1, 2)
         context = torch.cat([given.persistent.to(hidden.dtype), pairs], dim=1)
-        first = torch.arange(count, device=hidden.device)
-        own = torch.arange(hidden.shape[1], device=hidden.device).repeat_interleave(2)
-        positions = torch.cat([first, count + own]).unsqueeze(0)
-        return layer(context, **self._attention_arguments(context, positions))[:, count + 1 :: 2]
+        # A later pass of a chunk has the persistent tokens again, with the same keys and values.
+        first = torch.arange(count, device=hidden.device).expand(len(columns), count)
+        positions = torch.cat([first, count + columns.repeat_interleave(2, 1)], 1)
+        both = torch.stack([2 * columns, 2 * columns + 1], 2).flatten(1)
+        own = torch.cat([first, count + both], 1)
+        arguments = self._attention_arguments(context, positions, own, place, "context", count + 2 * place.top)
+        return layer(context, **arguments)[:, count + 1 :: 2]
 
-    def _attention_arguments(self, hidden: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """Return a purely causal mask ``[1, 1, C, C]`` or None, and the positions' rotations."""
+    def _attention_arguments(
+        self, hidden: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor, place: Place, kind: str, top: int
+    ) -> dict[str, Any]:
+        """Return a causal mask or None, the positions' rotations, and where keys and values are kept.
+
+        ``columns``, ``[B or 1, n]``, are the places of these tokens among the ``top`` ones of their chunk.
+        """
         size, mask = hidden.shape[1], None
-        if self.model.config._attn_implementation == "eager":  # the others are causal without a mask
+        arguments = {"position_embeddings": self.model.rotary_emb(hidden, positions)}
+        if place.kept or place.resumed:
+            stored = self.cache.keys.setdefault(kind, {})
+            arguments["past_key_values"] = ChunkKeys(stored, columns, top, place.resumed)
+        eager = self.model.config._attn_implementation == "eager"
+        if place.resumed:
+            mask = (torch.arange(top, device=hidden.device) <= columns[..., None])[:, None]  # [B, 1, n, top]
+            if eager:
+                mask = hidden.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(hidden.dtype).min)
+        elif eager:  # the others are causal without a mask
             if size not in self._masks:
                 least = torch.finfo(hidden.dtype).min
                 self._masks[size] = hidden.new_full((size, size), least).triu(1)[None, None]
             mask = self._masks[size]
-        return {"attention_mask": mask, "position_embeddings": self.model.rotary_emb(hidden, positions)}
+        return {**arguments, "attention_mask": mask}
 
 
+RECURRENT = "recurrent_tokens"
 _BASE_MODELS = {Qwen2Config.model_type: Qwen2Model, Qwen3Config.model_type: Qwen3Model}
 
 
 def is_memory_parameter(name: str) -> bool:
     """Tell whether a parameter of that name belongs to a memory rather than to the base model."""
-    return "long_term_memory." in name or "memory_gate." in name
+    return any(f"{part}." in name for part in ("long_term_memory", "memory_gate", RECURRENT))
 
 
 @dataclass
@@ -147,7 +183,7 @@ class QwenTitansOutput(ModelOutput):
 
     loss: torch.Tensor | None = None  # mean negative log-likelihood of the labels, if given
     logits: torch.Tensor | None = None  # [B, T, V], or those that ``logits_to_keep`` names
-    memory_state: StreamState | None = None  # after the last token, if requested
+    past_key_values: StreamCache | None = None  # after the last token, if requested
 
 
 class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
@@ -157,11 +193,16 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen2DecoderLayer", "Qwen3DecoderLayer"]  # noqa: RUF012 - transformers' own attribute
-    _keys_to_ignore_on_load_missing = [r"long_term_memory\.", r"memory_gate\."]  # noqa: RUF012 - a plain Qwen has none
+    _keys_to_ignore_on_load_missing = [r"^memory\."]  # noqa: RUF012 - a plain Qwen has none
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_attention_backend = True
+    _is_stateful = True  # transformers: what was read cannot be taken back
+
+    agree_passes: Callable[[int], int] = staticmethod(
+        lambda passes: passes
+    )  # ranks of a sharded model: the most of all
 
     def __init__(self, config: QwenTitansConfig) -> None:
         super().__init__(config)
@@ -171,13 +212,15 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         self.memory = nn.ModuleDict(
             {str(layer): MemoryLayer(base.hidden_size, options, base.rms_norm_eps) for layer in options.layers or ()}
         )
+        if options.kind == RECURRENT:
+            self.memory[RECURRENT] = RecurrentTokens(options.tokens, base.hidden_size, base.initializer_range)
         self.lm_head = nn.Linear(base.hidden_size, base.vocab_size, bias=False)
         self.options = options
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LongTermMemory | MemoryLayer):
+        if isinstance(module, LongTermMemory | MemoryLayer | RecurrentTokens):
             module.reset_parameters()
 
     @can_return_tuple
@@ -187,26 +230,29 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        memory_state: StreamState | None = None,
-        return_memory_state: bool = False,
+        past_key_values: StreamCache | None = None,
+        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> QwenTitansOutput:
         """Read ``input_ids`` chunk by chunk.
 
         Args:
             input_ids: ``[B, T]``; T need not be a multiple of the chunk size.
-            attention_mask: ``[B, T]``, 0 for padding, which must stand on the right: causal attention then never
-                shows it to a token. Padding writes nothing.
+            attention_mask: ``[B, T]``, 0 for padding, which writes nothing. Without a cache it must stand on the right:
+                causal attention then never shows it to a token. With one, columns before these T are left out.
             labels: ``[B, T]`` as in transformers: position t is predicted from t - 1, -100 is ignored. The shift is
                 over the whole sequence, so a chunk's first token is a target like any other.
             logits_to_keep: a number of last positions (0 for all), indices of positions, or bool ``[B, T]``, for logits
                 ``[N, V]`` in row-major order. The head never sees the others.
-            memory_state: the state to go on from, after whole chunks.
-            return_memory_state: whether to return the state after the last token.
-            kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, use_cache, …) have no effect.
+            past_key_values: the cache to go on from, which is changed.
+            use_cache: whether to return a cache after the last token, as if one was given.
+            kwargs: ``num_items_in_batch`` reaches the loss; others (position_ids, …) have no effect.
         """
         kept = KeptPositions(logits_to_keep, input_ids.shape[1])
-        hidden, states = self._read(input_ids, attention_mask, memory_state, kept)
+        cached = use_cache or past_key_values is not None
+        cache = past_key_values or StreamCache(self.memory)
+        read = self._read_on if cached else self._read
+        hidden = read(input_ids, attention_mask, cache, kept)
         logits = self.lm_head(self.model.norm(kept.of_columns(hidden)))
         loss = None
         if labels is not None:
@@ -218,33 +264,45 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
                 shift_labels=kept.of_columns(kept.of_chunk(following, 0)).contiguous(),
                 num_items_in_batch=kwargs.get("num_items_in_batch"),
             )
-        read = (memory_state.tokens if memory_state else 0) + input_ids.shape[1]
-        return QwenTitansOutput(loss, logits, StreamState(states, read) if return_memory_state else None)
+        return QwenTitansOutput(loss, logits, cache if cached else None)
 
     def _read(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        memory_state: StreamState | None,
-        kept: KeptPositions,
-    ) -> tuple[torch.Tensor, list[MemoryState | None]]:
-        """Return the last layer's output ``[B, n, d]`` at the kept columns, before the final norm, and the states."""
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, kept: KeptPositions
+    ) -> torch.Tensor:
+        """Return the last layer's output ``[B, n, d]`` at the kept columns, before the final norm."""
         size = self.options.chunk_size
-        if memory_state is not None and memory_state.tokens % size:
-            must = f"memory_state must end at a multiple of model.memory.chunk_size ({size})"
-            raise ValueError(f"{must}; got {memory_state.tokens} tokens")
-        states: list[MemoryState | None] = list(memory_state or [None] * len(self.memory))
         chunks = input_ids.split(size, dim=1)
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
-        chunk_pass = ChunkPass(self.model, self.memory)
+        chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
         outputs = []
         every = self.options.bptt_chunks  # counted from the end, which has the losses
         for index, (chunk, mask) in enumerate(zip(chunks, masks, strict=True)):
             if every is not None and (len(chunks) - index) % every == 0:
-                states = [state and state.detached() for state in states]
-            hidden, states = chunk_pass(chunk, mask, states)
-            outputs.append(kept.of_chunk(hidden, index * size))
-        return torch.cat(outputs, dim=1), states
+                cache.detach()
+            outputs.append(kept.of_chunk(chunk_pass(chunk, Place(mask, ends=chunk.shape[1] == size)), index * size))
+        return torch.cat(outputs, dim=1)
+
+    def _read_on(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: StreamCache, kept: KeptPositions
+    ) -> torch.Tensor:
+        """Return what `_read` does, of rows that may stand anywhere in their chunks, with padding on any side.
+
+        A column of padding has the output of the last token before it, or 0.
+        """
+        length = input_ids.shape[1]
+        given = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mask = given[:, -length:].bool()
+        number = (mask.cumsum(1) - 1)[:, torch.tensor(kept.columns, device=mask.device)]  # [B, n]
+        chunk_pass = ChunkPass(self.model, self.memory, cache, self.options.chunk_size)
+        output: Any = 0.0
+        for done, columns, place in cache.passes(mask, self.options.chunk_size, self.agree_passes):
+            hidden = chunk_pass(input_ids.gather(1, columns), place)
+            assert place.tokens is not None
+            at = number - done[:, None]
+            ours = ((at >= 0) & (at < place.tokens[:, None])).unsqueeze(-1)
+            at = at.clamp(0, hidden.shape[1] - 1).unsqueeze(-1).expand(*at.shape, hidden.shape[-1])
+            output = torch.where(ours, hidden.gather(1, at), output)
+        return output
 
     def memory_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the memories' parameters by name, as ``state_dict`` has them."""
@@ -261,10 +319,22 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("gradient_checkpointing_kwargs.use_reentrant must be False with model.memory; got True")
         super().gradient_checkpointing_enable({**(gradient_checkpointing_kwargs or {}), "use_reentrant": False})
 
-    def prepare_inputs_for_generation(
-        self, input_ids: Any, *args: Any, attention_mask: Any = None, **kwargs: Any
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the first forward makes a StreamCache
+
+    def prepare_inputs_for_generation(  # type: ignore[override]  # no embeddings in place of tokens
+        self,
+        input_ids: Any,
+        next_sequence_length: int | None = None,
+        past_key_values: StreamCache | None = None,
+        attention_mask: Any = None,
+        use_cache: bool = True,
+        **kwargs: Any,
     ) -> Any:
-        """Take the whole sequence in each step: there is no cache of keys and values."""
-        if attention_mask is not None:
-            require_right_padding(attention_mask)
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
+        """Take the tokens that the cache has not read; the whole sequence in each step without `use_cache`."""
+        if next_sequence_length is not None:
+            input_ids = input_ids[:, -next_sequence_length:]
+        cache = past_key_values if use_cache else None
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+        return {**given, "use_cache": True, "logits_to_keep": 1}

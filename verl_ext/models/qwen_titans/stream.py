@@ -1,0 +1,163 @@
+"""The cache with which ``generate`` reads on: a memory that stopped inside a chunk, and that chunk's keys and values.
+
+Rows of different lengths end their chunks at different tokens. Each pass takes of every row at most the rest of its
+chunk, so that attention and memory know nothing of the other rows' borders; rows with fewer chunks join later:
+
+```
+mask, C = 4          pass 1           pass 2             a token more
+. a b c d e f        a b c d          e f                g
+. . . . . h i        -                h i                j
+```
+
+Legend: B samples, T tokens, C tokens of a chunk, w tokens of a pass, s tokens of a sub-chunk, d hidden size.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+
+class Place(NamedTuple):
+    """The part of each row's chunk that a pass reads, right-padded; without a cache, whole chunks from their start."""
+
+    written: torch.Tensor | None = None  # bool [B, w] without a cache: tokens that are no padding, None for all
+    start: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the chunk that were read before
+    tokens: torch.Tensor | None = None  # int64 [B] with a cache: tokens of the pass that belong to the row
+    top: int = 0  # the most tokens of a chunk after the pass
+    resumed: bool = False  # whether a row has read a part of its chunk before
+    kept: bool = False  # whether keys and values are needed after the pass
+    ends: bool = False  # whether a row's chunk ends
+
+
+class MemoryStream:
+    """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since."""
+
+    def __init__(self) -> None:
+        self.state: torch.Tensor | None = None
+        self.at_chunk: torch.Tensor | None = None  # mac: the state at the beginning of each row's chunk
+        self.since: torch.Tensor | None = None  # [B, s, d]
+
+    def __call__(self, memory: Any, hidden: torch.Tensor, place: Place, read: bool = True) -> Any:
+        """Read for ``hidden[B, w, d]`` unless not asked to, then write what completes a sub-chunk."""
+        if place.start is None or place.tokens is None:
+            given, self.state = memory(hidden, self.state, place.written, read=read)
+            return given
+        size = memory.long_term_memory.options.sub_chunk
+        if self.since is None:
+            self.since = hidden.new_zeros(len(hidden), size, hidden.shape[-1])
+        first = place.start % size
+        whole = (first + place.tokens) // size * size  # [B] tokens of this window after which a sub-chunk ends
+        own = first[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
+        window = torch.cat([self.since, torch.zeros_like(hidden)], 1)
+        window = window.scatter(1, _wide(own, hidden), hidden)
+        places = torch.arange(window.shape[1], device=hidden.device)
+        rest = (whole[:, None] + places[:size]).clamp(max=window.shape[1] - 1)
+        self.since = window.gather(1, _wide(rest, hidden))
+        if read and not whole.any():
+            given, self.state = memory(hidden, self.state, None, write=False)
+            return given
+        given, self.state = memory(window, self.state, places < whole[:, None], read=read)
+        return given and given._replace(values=given.values.gather(1, _wide(own, given.values)))
+
+    def of_chunk(self, memory: Any, hidden: torch.Tensor, place: Place) -> Any:
+        """Read the state at the beginning of each row's chunk, which the chunk's own writes leave as it is."""
+        if place.start is None or self.at_chunk is None or self.state is None:
+            given, self.state = memory(hidden, self.state, None, write=False)
+            self.at_chunk = self.state
+            return given
+        self.at_chunk = torch.where((place.start == 0).view(-1, 1, 1, 1, 1), self.state, self.at_chunk)
+        return memory(hidden, self.at_chunk, None, write=False)[0]
+
+
+class ChunkKeys:
+    """The keys and values of the rows' chunks for one pass, in transformers' interface of a cache.
+
+    A later pass of a row writes from its own place on, so nothing of another row's padding is ever seen.
+    """
+
+    def __init__(self, stored: dict[int, list[torch.Tensor]], columns: torch.Tensor, top: int, resumed: bool) -> None:
+        self._stored, self._columns, self._top, self._resumed = stored, columns, top, resumed
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        """Store ``[B, heads, w, size]``; return the chunk's so far."""
+        if not self._resumed:
+            self._stored[layer] = [key, value]
+            return key, value
+        whole = []
+        for old, new in zip(self._stored[layer], (key, value), strict=True):
+            old = F.pad(old[:, :, : self._top], (0, 0, 0, max(0, self._top - old.shape[2])))
+            index = self._columns[:, None, :, None].expand_as(new)
+            whole.append(old.scatter(2, index, new))
+        self._stored[layer] = whole
+        return whole
+
+
+class StreamCache:
+    """The place at which each row of a batch stopped, for ``past_key_values``; it never grows beyond a chunk.
+
+    It is no tuple or dataclass: FSDP2 casts tensors that it finds in arguments, and a state must stay in fp32.
+    """
+
+    is_compileable = False  # transformers asks
+
+    def __init__(self, layers: Any) -> None:
+        self.memories = {layer: MemoryStream() for layer in layers}
+        self.keys: dict[str, dict[int, list[torch.Tensor]]] = {}  # by kind of a layer's call, by layer
+        self.columns = 0  # of the texts so far, padding included
+        self._places: torch.Tensor | None = None  # int64 [B] on the host: tokens of each row's chunk so far
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Return the columns read so far."""
+        return self.columns
+
+    def detach(self) -> None:
+        """Cut the memories' states off from what they were made of."""
+        for memory in self.memories.values():
+            memory.state = memory.state if memory.state is None else memory.state.detach()
+
+    def reorder_cache(self, rows: torch.Tensor) -> None:
+        """Take other rows, as beam search does."""
+        for memory in self.memories.values():
+            for name, tensor in vars(memory).items():
+                setattr(memory, name, tensor if tensor is None else tensor[rows])
+        self.keys = {
+            kind: {layer: [tensor[rows] for tensor in pair] for layer, pair in stored.items()}
+            for kind, stored in self.keys.items()
+        }
+        assert self._places is not None
+        self._places = self._places[rows.cpu()]
+
+    def passes(
+        self, mask: torch.Tensor, chunk_size: int, agree: Callable[[int], int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Place]]:
+        """Yield each row's tokens before a pass ``[B]``, their columns in ``mask[B, T]`` ``[B, w]``, and its place.
+
+        ``agree`` gives the most passes of all ranks, because each has collectives. The host waits for the mask once.
+        """
+        order = (~mask).long().argsort(dim=1, stable=True)
+        left = mask.sum(1).cpu()
+        start = torch.zeros_like(left) if self._places is None else self._places
+        needed = torch.where(left > 0, (start + left + chunk_size - 1) // chunk_size, 0)
+        passes = max(1, int(needed.max()))
+        if self.columns == 0 or mask.shape[1] > 1:
+            passes = agree(passes)
+        done = torch.zeros_like(left)
+        for later in reversed(range(passes)):
+            count = torch.where(needed > later, torch.minimum(chunk_size - start, left - done), 0)
+            width, resumed = max(1, int(count.max())), bool(start.any())
+            columns = done[:, None] + torch.arange(width)
+            own = order.gather(1, columns.clamp(max=mask.shape[1] - 1).to(mask.device))
+            top = int(start.max()) + width
+            ends = bool((start + count == chunk_size).any())
+            place = Place(None, start.to(mask.device), count.to(mask.device), top, resumed, later == 0, ends)
+            yield done.to(mask.device), own, place
+            done, start = done + count, (start + count) % chunk_size
+        self._places = start
+        self.columns += mask.shape[1]
+
+
+def _wide(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, n]`` as an index of tokens into ``[B, …, d]``."""
+    return index.unsqueeze(-1).expand(*index.shape, like.shape[-1])
