@@ -101,6 +101,7 @@ class StepEngine(FSDPEngineWithLMHead):
         model, config = self.model_config, self.model_config.hf_config
         padding, overrides = getattr(config, "pad_token_id", None), model.override_config
         if "pad_token_id" not in overrides.get("model_config", overrides):
+            assert model.local_hf_config_path is not None, "verl has read the config"
             own = AutoConfig.from_pretrained(model.local_hf_config_path, trust_remote_code=model.trust_remote_code)
             config.pad_token_id = getattr(own, "pad_token_id", None)
         module: Any = super()._build_module()

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +124,7 @@ def _shade(value: float) -> str:
     return SHADES[min(int(max(value, 0) * len(SHADES)), len(SHADES) - 1)]
 
 
-def heat_chart(run: ShownRun) -> Mapping[str, Any] | None:
+def heat_chart(run: ShownRun) -> dict[str, Any] | None:
     """Return the heat map as a figure of a page, with its values; None without BABILong's scores."""
     cells = heat_map(run)
     if len(cells) < 2:
