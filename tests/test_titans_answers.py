@@ -3,6 +3,8 @@
 import pytest
 import torch
 from transformers import StoppingCriteriaList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_titans
 from verl_ext.models.qwen_titans import VARIANTS
@@ -43,6 +45,20 @@ def test_every_token_is_the_likeliest_after_the_whole_text_before_it(variant, at
     rows, ids, mask = _prompts()
     for row, answer in zip(rows, _answers(model, ids, mask), strict=True):
         assert torch.equal(answer, _likeliest(model, row, answer))
+
+
+def test_attention_that_takes_no_mask_answers_as_sdpa_does(monkeypatch):
+    def flash_like(module, query, key, value, attention_mask, **options):
+        assert attention_mask is None, "flash kernels take no mask of places"
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_like", flash_like)
+    model = tiny_titans(variant="mac", layers=[0, 2]).double()
+    _, ids, mask = _prompts()
+    expected = _answers(model, ids, mask)
+    model.model.config._attn_implementation = "flash_like"
+    assert torch.equal(_answers(model, ids, mask), expected)
+    assert model.model.config._attn_implementation == "flash_like"
 
 
 @each_variant

@@ -94,12 +94,19 @@ class ChunkPass:
 
     def _layers(self, hidden: torch.Tensor, columns: torch.Tensor, place: Place, top: int) -> torch.Tensor:
         """Run the decoder layers, with ``columns`` among the ``top`` places of each row's chunk."""
-        plain = self._attention_arguments(hidden, columns, columns, place, "plain", top)
-        for index, layer in enumerate(self.model.layers):
-            if str(index) in self.memory:
-                hidden = self._with_memory(layer, str(index), hidden, plain, columns, place)
-            else:
-                hidden = layer(hidden, **plain)
+        config = self.model.config
+        given = config._attn_implementation
+        if place.resumed and given != "eager":  # its mask of places is one that flash kernels do not take
+            config._attn_implementation = "sdpa"
+        try:
+            plain = self._attention_arguments(hidden, columns, columns, place, "plain", top)
+            for index, layer in enumerate(self.model.layers):
+                if str(index) in self.memory:
+                    hidden = self._with_memory(layer, str(index), hidden, plain, columns, place)
+                else:
+                    hidden = layer(hidden, **plain)
+        finally:
+            config._attn_implementation = given
         return hidden
 
     def _with_memory(
