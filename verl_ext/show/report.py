@@ -126,7 +126,9 @@ def time_lines(facts: Facts) -> Iterator[str]:
     if received:
         listed = ", ".join(f"{four_digits(size / _GIB)} GiB of {name}" for name, size in received.items())
         yield f"time: each rank receives {listed}"
-    parts = [f"{four_digits(facts['seconds'][name])} {name}" for name in facts["seconds"] if facts["seconds"][name]]
+    parts = [
+        f"{four_digits(facts['seconds'][name])} {name}" for name in facts["seconds"] if facts["seconds"][name] > 1e-6
+    ]
     yield (
         f"time: {four_digits(facts['step_seconds'])} s a step ({', '.join(parts)}): "
         f"{four_digits(facts['tokens_per_second'])} tokens/s of a rank, an MFU of {facts['mfu']:.1%}"

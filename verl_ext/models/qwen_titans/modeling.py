@@ -207,9 +207,8 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     _is_stateful = True  # transformers: what was read cannot be taken back
 
-    agree_passes: Callable[[int], int] = staticmethod(
-        lambda passes: passes
-    )  # ranks of a sharded model: the most of all
+    # The ranks of a sharded model agree on the most passes of all.
+    agree_passes: Callable[[int], int] = staticmethod(lambda passes: passes)
 
     def __init__(self, config: QwenTitansConfig) -> None:
         super().__init__(config)
