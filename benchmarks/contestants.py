@@ -42,7 +42,7 @@ from verl_ext.plugin import PACKED as OURS
 from verl_ext.plugin import register_engine
 from verl_ext.trainer.batch import StepBatch, StepCollator
 from verl_ext.trainer.setup import Run, prepare
-from verl_ext.trainer.trainer import SFTTrainer
+from verl_ext.trainer.trainer import SFTTrainer, UpcomingStep
 
 NAMES = ("padded", "dynamic", "next_fit", "ours", "dynamic_ours", "single")
 STOCK = "stock"
@@ -158,7 +158,8 @@ class PackedContestant:
 
     def train(self, batch: StepBatch, logged: bool = True) -> float:
         """The trainer's step; NaN when it is not logged, because nothing is collected then."""
-        outcome = self.trainer.train_step(batch, summed=logged)
+        counts = self.trainer.engine.is_mp_src_rank_with_outputs()
+        outcome = self.trainer.train_step(UpcomingStep(batch, counts, self.trainer.hosts), summed=logged)
         if outcome.sums is None:
             return float("nan")
         group = self.trainer.engine.get_data_parallel_group()

@@ -80,7 +80,7 @@ def documents_of_answers(*lengths: int) -> list[Document]:
 def load_eager(path: str, **options: bool) -> PreTrainedModel:
     """The model in fp32 with transformers' own eager attention."""
     given = {"dtype": torch.float32, "attn_implementation": "eager", **options}
-    has_images = type(AutoConfig.from_pretrained(path)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    has_images = type(AutoConfig.from_pretrained(path, **options)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path, **given).eval()
 
 

@@ -128,7 +128,7 @@ def test_a_plan_says_what_a_gpu_would_need_and_which_override_lowers_it(tmp_path
     )  # a segment a stream, or two
     assert "PyTorch's allocator reserves" in list(memory_lines(first))[-2]
     assert "memory: it does not fit" in list(memory_lines(first))[-1]
-    assert f"{together[-1]} does not fit: peak 0.00" in remedy_line(last)
+    assert f"{together[-1]} does not fit: peak 0.00" in remedy_line(last["remedies"][-1])
 
 
 def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(tmp_path):
