@@ -304,6 +304,8 @@ def _silence_upstream() -> None:
     warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
     for name in ("configuration_utils", "modeling_utils"):  # of an argument and a config key of verl's
         logging.getLogger(f"transformers.{name}").addFilter(lambda line: "`torch_dtype` is" not in line.getMessage())
+    # of a plan for tensor parallelism, which is not used: "The following layers were not sharded"
+    logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)
     logging.getLogger("verl.plugin.platform.platform_manager").setLevel(logging.WARNING)
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 asks it once per run

@@ -277,7 +277,8 @@ class LongTermMemory(nn.Module):
                 now = now._replace(c=now.c * limit, m=now.m * limit)
             state = write(state, gradient, now)
             recalled.append(out)
-        return (torch.cat(recalled, 2)[:, :, :length] if read else None), state
+        # A copy: FSDP2 warns of a module that returns a view.
+        return (torch.cat(recalled, 2)[:, :, :length] if read else None), state.clone()
 
     def _coefficients(self, x: torch.Tensor, written: torch.Tensor, size: int) -> WriteCoefficients:
         """Return ``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]`` and ``written[B, T]``, T whole sub-chunks."""
