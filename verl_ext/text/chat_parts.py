@@ -35,6 +35,8 @@ TAGS = {
     ("<tool_call>", "</tool_call>"): TOOL_CALL,
 }
 _TAGS = tuple(tag for pair in TAGS for tag in pair)
+_WORDS_OF_TAGS = ("think", "THINK", "channel", "tool_call")  # looked for first: most texts have none
+assert all(any(word in tag for word in _WORDS_OF_TAGS) for tag in _TAGS)
 _KIND_OF_TAG = {tag: kind for pair, kind in TAGS.items() for tag in pair}
 _OPENER = {closer: opener for (opener, closer), kind in TAGS.items() if kind == REASONING}
 
@@ -273,8 +275,7 @@ class Learnt:
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
         """Return the parts of all targets, in order. Raises `BadRecord` if one is in doubt and not all learnt."""
         text = rendered.text
-        may_have = "think" in text or "THINK" in text or "channel" in text or "tool_call" in text  # most have none
-        has_tags = may_have and any(tag in text for tag in _TAGS)
+        has_tags = any(word in text for word in _WORDS_OF_TAGS) and any(tag in text for tag in _TAGS)
         parts: list[Part] = []
         for target in rendered.targets:
             mask = chat.masks.get(target.message)
