@@ -32,7 +32,7 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class GPU:
-    """What a plan knows of a GPU beside its peak.
+    """The memory and the links of a GPU.
 
     Attributes:
         memory: as its driver shows it.

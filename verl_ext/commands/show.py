@@ -113,7 +113,7 @@ def run(options: ShowOptions) -> str:
 
 
 def _tokenized(options: ShowOptions, folder: Path) -> ShowOptions:
-    """Return options that name tokenized folders, made below `folder`, where they named raw files."""
+    """Tokenize raw files into folders below `folder`; return options that name these."""
 
     def tokenized(value: Any, key: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
         paths = as_list(value)

@@ -12,11 +12,10 @@ from verl_ext.judging.figures import Figure
 from verl_ext.judging.run import Judged, shown, table
 from verl_ext.judging.task import Task
 from verl_ext.show.audit_tables import plain_table
-from verl_ext.show.page import Chart, write_page
+from verl_ext.show.page import FIT, Chart, write_page
 from verl_ext.values import one_line
 
 PROMPT_ENDS = 600  # characters of a prompt's start and end that a case shows
-_FIT: dict[str, Any] = {"width": "container", "height": 220, "autosize": {"type": "fit", "contains": "padding"}}
 
 Found = Mapping[str, Mapping[str, Mapping[str, Figure]]]
 JudgedModels = Mapping[str, Sequence[Judged]]
@@ -69,7 +68,7 @@ def _intervals(title: str, values: Sequence[Mapping[str, Any]], across: str) -> 
     tooltip = [{"field": name} for name in ("model", "group", "mean", "low", "high", "cases")]
     spec = {
         "title": title,
-        **_FIT,
+        **FIT,
         "encoding": {
             "x": {"field": across, "type": "nominal", "sort": None, "axis": {"title": None, "labelAngle": -30}},
             **offset,
@@ -112,7 +111,7 @@ def _against(fact: str, score: str, judged: JudgedModels) -> Chart:
             "encoding": {"x": x, "y": {"field": "is", **y}, "color": color, "tooltip": tooltip},
         },
     ]
-    return {"title": title, "spec": {"title": f"{title}; lines: medians", **_FIT, "layer": layers}, "values": values}
+    return {"title": title, "spec": {"title": f"{title}; lines: medians", **FIT, "layer": layers}, "values": values}
 
 
 def _heat_map(task: Task, across: str, down: str, score: str, model: str, rows: Sequence[Judged]) -> Chart:
@@ -133,7 +132,7 @@ def _heat_map(task: Task, across: str, down: str, score: str, model: str, rows: 
         "tooltip": tooltip,
     }
     title = f"{model}: {score}"
-    return {"title": title, "spec": {"title": title, **_FIT, "mark": "rect", "encoding": encoding}, "values": values}
+    return {"title": title, "spec": {"title": title, **FIT, "mark": "rect", "encoding": encoding}, "values": values}
 
 
 def _group_tables(task: Task, found: Found) -> Iterator[RenderableType]:

@@ -23,6 +23,8 @@ from verl_ext.values import DataError
 COLUMNS = 140  # of the terminal's tables in a page, which scroll where the screen is narrower
 POINTS = 2000  # of a curve that are drawn, about as many as a screen shows
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"
+# The size of a figure: as wide as its frame. A long legend adds to the height.
+FIT: dict[str, Any] = {"width": "container", "height": 220, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 Chart = dict[str, Any]
 
@@ -117,9 +119,7 @@ def _spec(title: str, curves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     legend = {"orient": "bottom", "columns": 3, "title": None} if len(curves) > 1 else None
     return {
         "title": title,
-        "width": "container",
-        "height": 220,
-        "autosize": {"type": "fit-x", "contains": "padding"},  # a long legend adds to the height
+        **FIT,
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "axis": {"format": "~s"}, "scale": {"nice": False}},
             "y": {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": False}},

@@ -34,7 +34,7 @@ BEFORE, AFTER = 12, 24  # tokens that a difference shows around its place
 
 @dataclass(frozen=True)
 class FoundRecord:
-    """A record, its place, and the text of it that became the document."""
+    """The record of a document, its place, and its rendered text."""
 
     place: str
     raw: Any

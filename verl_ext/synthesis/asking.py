@@ -26,7 +26,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Work:
-    """What a run makes records of, and the file that it writes."""
+    """The inputs of a run, and the file that it writes."""
 
     corpus: Corpus
     total: int
@@ -41,7 +41,7 @@ class Work:
 
 @dataclass
 class Written:
-    """What became of the items of a run.
+    """The outcomes of the items of a run.
 
     outcomes: how many items had which. without: those without a record, with the reason. lengths: the rows of the
     table of lengths, in numbers; those of the corpus if it is empty. cost: a line about the requests.

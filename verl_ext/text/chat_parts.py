@@ -302,7 +302,7 @@ class Learnt:
 
     @cached_property
     def _usual(self) -> dict[str, bool]:
-        """What :meth:`_by_kind` returns for turns whose records say nothing."""
+        """The kinds that are learnt in turns without weights of their own."""
         return self._by_kind(None)
 
     def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
@@ -346,7 +346,7 @@ class Learnt:
 
 
 def without_empty_blocks(chat: Chat) -> Chat:
-    """Take empty thinking blocks out of what assistants say. Raises `BadRecord` beside weights of characters."""
+    """Remove empty thinking blocks from the assistant's messages. Raises `BadRecord` beside weights of characters."""
     messages = list(chat.messages)
     for index, message in enumerate(messages):
         text = message.get("content")

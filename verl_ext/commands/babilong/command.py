@@ -171,7 +171,7 @@ def _backgrounds(options: BabilongOptions, counter: TokenCounter, number: int) -
 
 
 def _background_line(options: BabilongOptions, background: Background) -> str:
-    """Return how large a folder's background is, and how much of it could be taken for an answer."""
+    """Count the background's tokens, and its sentences that hold an answer's label."""
     shares = []
     for task in options.tasks:
         label = re.compile(rf"\b(?:{'|'.join(TASK_LABELS[task])})\b", re.IGNORECASE)
