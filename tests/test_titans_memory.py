@@ -20,7 +20,7 @@ from verl_ext.models.qwen_titans.memory import (
 )
 
 HIDDEN = 12
-SETTINGS = MemoryOptions(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4)
+SETTINGS = MemoryOptions(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4, key_tokens=3)
 
 
 def _memory(seed: int = 0, dtype: torch.dtype = torch.float64, **fields) -> LongTermMemory:
@@ -167,9 +167,13 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
     """One row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
     x = F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6)
     heads, size = memory.options.heads, memory.options.sub_chunk
-    q, k, v = (
-        layer(x).view(1, -1, heads, 3).transpose(1, 2) for layer in (memory.q_proj, memory.k_proj, memory.v_proj)
-    )
+    projected = [layer(x) for layer in (memory.q_proj, memory.k_proj, memory.v_proj)]
+    if memory.k_conv is not None:
+        lags = memory.k_conv.weight[:, 0].flip(-1).unbind(-1)  # a channel's weight of each token, its own first
+        projected[1] = sum(
+            weight * F.pad(projected[1], (0, 0, lag, 0))[:, : x.shape[1]] for lag, weight in enumerate(lags)
+        )
+    q, k, v = (each.view(1, -1, heads, 3).transpose(1, 2) for each in projected)
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     theta, eta, alpha = memory.rates(x).sigmoid().view(-1, 3, heads).permute(1, 2, 0).unsqueeze(1)
     starts = [memory.initial_w1[None], None if memory.initial_w2 is None else memory.initial_w2[None]]
@@ -186,10 +190,10 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
     return memory.out_proj(merged.transpose(1, 2).flatten(2)), state
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "key_tokens"), [(1, 1), (1, 3), (2, 1), (2, 6)])
 @pytest.mark.parametrize("length", [1, 4, 11, 16])
-def test_the_memory_is_what_plain_loops_give_at_any_length(length, depth):
-    memory, hidden = _memory(max_surprise=1.0, depth=depth), _hidden(1, length)
+def test_the_memory_is_what_plain_loops_give_at_any_length(length, depth, key_tokens):
+    memory, hidden = _memory(max_surprise=1.0, depth=depth, key_tokens=key_tokens), _hidden(1, length)
     output, state = memory(hidden, None, None)
     naive_output, naive_state = _naive_forward(memory, hidden)
     torch.testing.assert_close(output, naive_output, rtol=1e-10, atol=1e-10)
@@ -200,10 +204,11 @@ def test_the_memory_is_what_plain_loops_give_at_any_length(length, depth):
 def test_streamed_is_one_pass(cuts):
     memory, hidden = _memory(), _hidden(2, 15)
     whole, end = memory(hidden, None, None)
-    parts, state = [], None
+    parts, state, before = [], None, hidden.new_zeros(2, 2, HIDDEN)
     for part in hidden.split([*cuts, 15 - sum(cuts)], 1):
-        output, state = memory(part, state, None)
+        output, state = memory(part, state, None, before=before)
         parts.append(output)
+        before = part[:, -2:]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
     _assert_same(state, end, 1e-12)
 
@@ -265,7 +270,8 @@ def test_what_is_written_once_is_recalled_by_its_key():
     hidden = _hidden(1, 1)
     state = memory(hidden, None, None)[1]
     x = memory.norm(hidden)
-    k, v = (layer(x).view(1, 1, 2, 3).transpose(1, 2) for layer in (memory.k_proj, memory.v_proj))
+    v = memory.v_proj(x).view(1, 1, 2, 3).transpose(1, 2)
+    k = memory.k_conv(F.pad(memory.k_proj(x).mT, (2, 0))).mT.view(1, 1, 2, 3).transpose(1, 2)
     torch.testing.assert_close(recall(F.normalize(k, dim=-1), state), v, rtol=0.3, atol=0)
 
 

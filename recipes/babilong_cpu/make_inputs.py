@@ -17,15 +17,16 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.commands.babilong.stories import ACTORS, PLACES, VERBS
+from verl_ext.commands.babilong.stories import ACTORS, OBJECTS, PLACES, VERBS
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.init_model.command import InitModelOptions, init_model
 
-# Two layers of hidden size 64; the spread of the weights is that of narrow models.
+# Hidden size 64; the spread of the weights is that of narrow models. Tied embeddings grow with the answers' logits,
+# until what attention adds to a token, the actor of its fact, is a hundredth of the variance that the memory's keys see.
 ARCHITECTURE = (
     "model=tiny",
-    "config={hidden_size:64,intermediate_size:128,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:4,"
-    "max_position_embeddings:512,initializer_range:0.08}",
+    "config={hidden_size:64,intermediate_size:128,num_hidden_layers:LAYERS,num_attention_heads:2,"
+    "num_key_value_heads:2,max_position_embeddings:512,initializer_range:0.08,tie_word_embeddings:false}",
 )
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 WORDS = {
@@ -59,7 +60,8 @@ def vocabulary() -> list[str]:
     prose += " " + " ".join(
         text.split()[0].capitalize() for text in [*SENTENCES, *WORDS["D"].split(), *WORDS["P"].split()]
     )
-    facts = " ".join([*ACTORS, *PLACES, *VERBS["move"], "to the. Where is? Question: Answer:"])
+    verbs = (verb for kind in ("move", "get", "drop") for verb in VERBS[kind])
+    facts = " ".join([*ACTORS, *PLACES, *OBJECTS, *verbs, "to the there. Where is? Question: Answer:"])
     tokens = set(re.findall(r"\w+|[^\w\s]", f"{prose} {facts}")) - set(WORDS)
     return [PAD, END, UNKNOWN, *sorted(tokens)]
 
@@ -77,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args()
     rng = random.Random(0)
     (options.output / "background").mkdir(parents=True, exist_ok=True)
@@ -86,7 +89,8 @@ def main() -> None:
     for seed in options.seeds:
         output = [f"output_dir={options.output}/model_{seed}", "overwrite=true", f"seed={seed}"]
         tokenizer = f"tokenizer.path={options.output}/tokenizer"
-        init_model(read_options(InitModelOptions, [*ARCHITECTURE, *output, tokenizer]))
+        architecture = [value.replace("LAYERS", str(options.layers)) for value in ARCHITECTURE]
+        init_model(read_options(InitModelOptions, [*architecture, *output, tokenizer]))
 
 
 if __name__ == "__main__":

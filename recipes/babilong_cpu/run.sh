@@ -17,23 +17,24 @@ open_run babilong_cpu "${1:-babilong_cpu_run}"
 samples() {
     verl-ext babilong "output_dir=$run/$1" overwrite=true "sizes=$2" "samples=$3" "seed=$4" \
         "model.path=$run/inputs/model_${seeds[0]}" "background=$run/inputs/background" reserve_tokens=0 \
-        facts_within=0.5 "${@:5}"
+        "${@:5}"
 }
 
 say "1/4  Prose to hide facts in, a tokenizer, a Qwen3 with random weights for each seed."
 python "$here/make_inputs.py" --output "$run/inputs" --seeds "${seeds[@]}"
 
 say "2/4  Samples: two facts alone; two facts a chunk before the question; one to five facts up to three chunks before it."
-samples facts "[0k]" 19200 1 story.questions=1
-samples near "[53]" 12800 2 story.questions=1
-samples far "[117]" 19200 3 story.questions=5 story.facts_per_question=1
-samples val "[117,245,495]" 250 4 story.questions=5 story.facts_per_question=1
+samples facts "[0k]" 25600 1 story.questions=1
+samples near "[53]" 6400 2 story.questions=1 facts_within=0.5
+samples far "[117]" 16000 3
+samples long "[495]" 3840 5
+samples val "[117,495]" 250 4
 
 # train NAME SEED [override …]
 train() {
     say "     $1"
     VERL_FILE_LOGGER_PATH="$run/$1/metrics.jsonl" NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=babilong_cpu \
-        "data.train_dir=[$run/facts,$run/near,$run/far]" "data.val_dir=$run/val" "data.cache_dir=$run/cache" \
+        "data.train_dir=[$run/facts,$run/near,$run/far,$run/long]" "data.val_dir=$run/val" "data.cache_dir=$run/cache" \
         "model.path=$run/inputs/model_$2" "trainer.seed=$2" "trainer.default_local_dir=$run/$1" \
         trainer.overwrite=true "${@:3}" "${overrides[@]}"
 }

@@ -34,6 +34,7 @@ class MemoryOptions(Options):
     depth: int = option(2, "layers of a head's memory: 1, a matrix (quick to learn), or 2, a network", least=1, most=2)
     expansion: int = option(2, "hidden size of a head's network over head_dim, at depth 2", least=1)
     sub_chunk: int = option(64, "tokens that read, and are measured against, the same weights", least=1)
+    key_tokens: int = option(8, "tokens that a key sees: its own and those before it (a short convolution)", least=1)
     max_surprise: float = option(4.0, "largest norm of a token's gradient; larger ones are scaled down to it", above=0)
     persistent_tokens: int = option(4, "learned tokens before every chunk, of variant mac", least=0)
     output_std: float = option(

@@ -10,11 +10,13 @@ written, so no token ever sees itself or a later one. https://arxiv.org/abs/2501
 The state of a layer is one tensor ``[B, H, L, 2dk, e]`` in fp32 (fp64 for an fp64 model), which FSDP2 and checkpointing
 find: the weights W1 and W2ᵀ in the first dk rows, their momenta S in the others. One product then writes all four.
 
-Departures from the paper: q, k and v have no short convolution and no SiLU; the output is not gated as y ⊗ M(y), but by
-the layer's own gate (see :class:`MemoryLayer`), so that the base model's attention and output stay what they were.
+Departures from the paper: of q, k and v only k has a short convolution, and none a SiLU, because neither changed what a
+memory learned (recipes/babilong_cpu); the output is not gated as y ⊗ M(y), but by the layer's own gate (see
+:class:`MemoryLayer`), so that the base model's attention and output stay what they were.
 
 Legend: B samples, T tokens, d hidden size of the model, H heads, L weight matrices (the depth), dk key and value size
-of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk.
+of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk, r
+tokens before a key's own that it sees.
 """
 
 import math
@@ -29,10 +31,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 
 # Rates before training. θ = INITIAL_WRITE / tokens of a sub-chunk, just below the limit of `write_limit`. A token is
-# forgotten over FORGETTING_CHUNKS chunks; at a fixed rate such as 0.01, nothing would outlive a chunk of 4,096 tokens.
+# forgotten over FORGETTING_CHUNKS chunks: a write replaces what its key recalled, so that forgetting is seldom needed,
+# and a rate that training must first bring down ends the reach of the memory.
 INITIAL_WRITE = 1.6
 INITIAL_ETA = 0.1
-FORGETTING_CHUNKS = 8
+FORGETTING_CHUNKS = 1024
 
 
 class WriteRates(NamedTuple):
@@ -183,6 +186,8 @@ class LongTermMemory(nn.Module):
         self.q_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.k_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.v_proj = nn.Linear(hidden_size, heads * size, bias=False)
+        channels, width = heads * size, options.key_tokens
+        self.k_conv = nn.Conv1d(channels, channels, width, groups=channels, bias=False) if width > 1 else None
         self.rates = nn.Linear(hidden_size, 3 * heads)
         inner = options.expansion * size if options.depth == 2 else size
         self.initial_w1 = nn.Parameter(torch.empty(heads, size, inner))
@@ -203,6 +208,8 @@ class LongTermMemory(nn.Module):
         init.normal_(self.q_proj.weight, std=width**-0.5)
         init.normal_(self.k_proj.weight, std=width**-0.5)
         init.normal_(self.v_proj.weight, std=(width * size) ** -0.5)
+        if self.k_conv is not None:
+            init.uniform_(self.k_conv.weight, -(self.options.key_tokens**-0.5), self.options.key_tokens**-0.5)
         init.zeros_(self.rates.weight)
         alpha = 1 / (FORGETTING_CHUNKS * self.options.chunk_size)
         theta = min(0.5, INITIAL_WRITE / self.options.sub_chunk)
@@ -228,27 +235,34 @@ class LongTermMemory(nn.Module):
         written: torch.Tensor | None,
         read: bool = True,
         write: bool = True,
+        before: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the recalled values for each token, and the state after the tokens.
 
         The values are W_o M(h) ``[B, T, d]``, or M(h) ``[B, T, H * dk]`` for mag, in the parameters' dtype; None if not
         ``read``. Without ``write``, all tokens read the same state. hidden is ``[B, T, d]``; state is None for a new
         sample; written is bool ``[B, T]``, False for tokens (padding) that must not be written, or None to write all.
+        before, ``[B, r, d]``, are the hidden states of the r tokens before these, 0 where the text begins, or None.
         """
         dtype = self.q_proj.weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             state = self.initial_state(len(hidden)) if state is None else state
             if write:
-                recalled, state = self._stream(hidden.to(dtype), state, written, read)
+                recalled, state = self._stream(hidden.to(dtype), state, written, read, before)
             else:
-                recalled = recall(self._directions(self.q_proj, self.norm(hidden.to(dtype))), state) if read else None
+                recalled = recall(self._directions(self.q_proj(self.norm(hidden.to(dtype)))), state) if read else None
             if recalled is None:
                 return None, state
             merged = _merge_heads(recalled).to(dtype)
             return (merged if self.out_proj is None else self.out_proj(merged)), state
 
     def _stream(
-        self, hidden: torch.Tensor, state: torch.Tensor, written: torch.Tensor | None, read: bool
+        self,
+        hidden: torch.Tensor,
+        state: torch.Tensor,
+        written: torch.Tensor | None,
+        read: bool,
+        before: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Read, measure the surprise and write, sub-chunk by sub-chunk; return ``[B, H, T, dk]`` and the state."""
         batch, length = hidden.shape[:2]
@@ -258,11 +272,11 @@ class LongTermMemory(nn.Module):
             written = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
         x = self.norm(F.pad(hidden, (0, 0, 0, fill)))
         by = self._coefficients(x, F.pad(written.bool(), (0, fill)), size)
-        k = self._directions(self.k_proj, x).unflatten(2, (-1, size))  # [B, H, n, s, dk]
+        k = self._keys(x, before).unflatten(2, (-1, size))  # [B, H, n, s, dk]
         v = self._heads(self.v_proj(x)).unflatten(2, (-1, size))
         queries = [None] * k.shape[2]
         if read:
-            queries = self._directions(self.q_proj, x).unflatten(2, (-1, size)).unbind(2)
+            queries = self._directions(self.q_proj(x)).unflatten(2, (-1, size)).unbind(2)
         if self.initial_w2 is None:
             limit = write_limit(by.c, k)
             by = by._replace(c=by.c * limit, m=by.m * limit)
@@ -294,8 +308,19 @@ class LongTermMemory(nn.Module):
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
         return torch.cat([w, torch.zeros_like(w)], -2).repeat(batch, 1, 1, 1, 1)
 
-    def _directions(self, projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return F.normalize(self._heads(projection(x)), dim=-1)
+    def _keys(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """Return k ``[B, H, T, dk]``: projections of a token and of the r before it, weighted channel by channel."""
+        k = self.k_proj(x)
+        if self.k_conv is not None:
+            if before is None:
+                earlier = k.new_zeros(len(k), self.options.key_tokens - 1, k.shape[-1])
+            else:
+                earlier = self.k_proj(self.norm(before.to(x.dtype)))
+            k = self.k_conv(torch.cat([earlier, k], 1).mT).mT
+        return self._directions(k)
+
+    def _directions(self, projected: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self._heads(projected), dim=-1)
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
@@ -364,12 +389,13 @@ class MemoryLayer(GradientCheckpointingLayer):
         written: torch.Tensor | None,
         read: bool = True,
         write: bool = True,
+        before: torch.Tensor | None = None,
     ) -> tuple[Contribution | None, torch.Tensor]:
         """Return the contribution to the layer and the state after these tokens, as the memory's ``forward`` does.
 
         hidden is ``[B, T, d]`` of one chunk, the layer's input; what mac writes is the layer's output.
         """
-        recalled, state = self.long_term_memory(hidden, state, written, read, write)
+        recalled, state = self.long_term_memory(hidden, state, written, read, write, before)
         if recalled is None:
             return None, state
         with torch.autocast(hidden.device.type, enabled=False):

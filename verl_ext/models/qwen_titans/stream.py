@@ -9,7 +9,8 @@ mask, C = 4          pass 1           pass 2             a token more
 . . . . . h i        -                h i                j
 ```
 
-Legend: B samples, T tokens, C tokens of a chunk, w tokens of a pass, s tokens of a sub-chunk, d hidden size.
+Legend: B samples, T tokens, C tokens of a chunk, w tokens of a pass, s tokens of a sub-chunk, r tokens before its own
+that a key sees, d hidden size.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,33 +33,39 @@ class Place(NamedTuple):
 
 
 class MemoryStream:
-    """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since."""
+    """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since.
+
+    Without a cache, a pass ends with a sub-chunk, and what is kept of it are the r tokens that the next keys see.
+    """
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
         self.at_chunk: torch.Tensor | None = None  # mac: the state at the beginning of each row's chunk
-        self.since: torch.Tensor | None = None  # [B, s, d]
+        self.since: torch.Tensor | None = None  # [B, r + s, d]: with those of the r tokens before; [B, r, d] uncached
 
     def __call__(self, memory: Any, hidden: torch.Tensor, place: Place, read: bool = True) -> Any:
         """Read for ``hidden[B, w, d]`` unless not asked to, then write what completes a sub-chunk."""
-        if place.start is None or place.tokens is None:
-            given, self.state = memory(hidden, self.state, place.written, read=read)
-            return given
-        size = memory.long_term_memory.options.sub_chunk
+        size, reach = memory.long_term_memory.options.sub_chunk, memory.long_term_memory.options.key_tokens - 1
+        cached = place.start is not None and place.tokens is not None
         if self.since is None:
-            self.since = hidden.new_zeros(len(hidden), size, hidden.shape[-1])
+            self.since = hidden.new_zeros(len(hidden), reach + size * cached, hidden.shape[-1])
+        if place.start is None or place.tokens is None:
+            given, self.state = memory(hidden, self.state, place.written, read=read, before=self.since)
+            self.since = torch.cat([self.since, hidden[:, -reach:]], 1)[:, -reach:] if reach else self.since
+            return given
         first = place.start % size
         whole = (first + place.tokens) // size * size  # [B] tokens of this window after which a sub-chunk ends
         own = first[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
         window = torch.cat([self.since, torch.zeros_like(hidden)], 1)
-        window = window.scatter(1, _wide(own, hidden), hidden)
+        window = window.scatter(1, _wide(reach + own, hidden), hidden)
         places = torch.arange(window.shape[1], device=hidden.device)
-        rest = (whole[:, None] + places[:size]).clamp(max=window.shape[1] - 1)
+        rest = (whole[:, None] + places[: reach + size]).clamp(max=window.shape[1] - 1)
         self.since = window.gather(1, _wide(rest, hidden))
         if read and not whole.any():
             given, self.state = memory(hidden, self.state, None, write=False)
             return given
-        given, self.state = memory(window, self.state, places < whole[:, None], read=read)
+        before, window = window[:, :reach], window[:, reach:]
+        given, self.state = memory(window, self.state, places[:-reach or None] < whole[:, None], read=read, before=before)
         return given and given._replace(values=given.values.gather(1, _wide(own, given.values)))
 
     def of_chunk(self, memory: Any, hidden: torch.Tensor, place: Place) -> Any:
@@ -115,7 +122,8 @@ class StreamCache:
     def detach(self) -> None:
         """Cut the memories' states off from what they were made of."""
         for memory in self.memories.values():
-            memory.state = memory.state if memory.state is None else memory.state.detach()
+            for name, tensor in vars(memory).items():
+                setattr(memory, name, tensor if tensor is None else tensor.detach())
 
     def reorder_cache(self, rows: torch.Tensor) -> None:
         """Take other rows, as beam search does."""
