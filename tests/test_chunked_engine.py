@@ -104,21 +104,22 @@ def _first_gradients(options):
     return memory, gradients, run.plan.packs(0).tolist()
 
 
-# What is kept of activations: on the host, and of tiles of 20 tokens, which end inside rows and chunks.
-KEPT = {"mac": ["model.activation_offload=true", "model.tile_tokens=20"], "mal": ["model.tile_tokens=20"]}
+# Activations on the host, and tiles of 20 tokens, which end inside rows and chunks.
+KEPT = ["model.activation_offload=true", "model.tile_tokens=20"]
 
 
-@pytest.mark.parametrize("variant", ["residual", "mac", "mag", "mal", "recurrent_tokens"])
-def test_gradients_of_a_step_are_plain_transformers(variant, options, tiny_model, files, tmp_path):
-    chosen_memory = {"kind" if variant == "recurrent_tokens" else "variant": variant}
-    more = [
-        *KEPT.get(variant, ()),
-        *(f"model.memory.{name}={value}" for name, value in chosen_memory.items()),
-        f"trainer.default_local_dir={tmp_path / variant}",
-    ]
-    memory, gradients, packs = run_ranks(_first_gradients, 2, [*options, *more])[0]
+@pytest.mark.parametrize(
+    ("form", "kept"),
+    [({}, []), ({"depth": 1}, KEPT), ({"conv_tokens": 1}, KEPT[1:]), ({"kind": "recurrent_tokens"}, [])],
+    ids=str,
+)
+def test_gradients_of_a_step_are_plain_transformers(form, kept, options, tiny_model, files, tmp_path):
+    more = [*kept, *(f"model.memory.{name}={value}" for name, value in form.items())]
+    memory, gradients, packs = run_ranks(
+        _first_gradients, 2, [*options, *more, f"trainer.default_local_dir={tmp_path / 'out'}"]
+    )[0]
     rows = _rows(tiny_model, files, tmp_path)
-    model = fresh_model(tiny_model, **chosen_memory)
+    model = fresh_model(tiny_model, **form)
     model.load_state_dict(memory, strict=False)
     chosen = [rows[pack] for pack in packs]
     targets = sum(int((row["labels"] != -100).sum()) for row in chosen)

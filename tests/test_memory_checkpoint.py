@@ -101,9 +101,9 @@ def test_a_cut_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"layers": [0, 1]}, r"has the unknown memory\.0\..* and 10 more"),
+        ({"layers": [0, 1]}, r"has the unknown memory\.0\..* and 12 more"),
         ({"layers": [2]}, r"lacks memory\.1\.long_term_memory\."),
-        ({"variant": "mac"}, r"has the unknown memory\.1\.long_term_memory\.persistent$"),
+        ({"depth": 1}, r"lacks memory\.1\.long_term_memory\.initial_w2$"),
         ({"heads": 3}, r"has memory\.1\.long_term_memory\.initial_w1 of shape \[3, 6, 12\], the model \[2, 6, 12\]"),
     ],
 )

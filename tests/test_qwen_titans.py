@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_base, tiny_config, tiny_titans
 from verl_ext.models.qwen_titans import (
-    VARIANTS,
     QwenTitansConfig,
     QwenTitansForCausalLM,
     is_memory_parameter,
 )
 
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+FORMS = [{}, {"depth": 1}, {"conv_tokens": 1}, {"conv_tokens": CHUNK + 3}]  # convolutions of one token, and over chunks
+each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
 def _close(own: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -42,13 +42,13 @@ def _by_chunk(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-@each_variant
-def test_a_new_memory_leaves_the_base_model_run_by_chunk_as_it_is(tmp_path, name, variant, attention):
+@each_form
+def test_a_new_memory_leaves_the_base_model_run_by_chunk_as_it_is(tmp_path, name, form, attention):
     """The layers run the same operations on the same shapes: equal to the last bit. The head sees all chunks at once,
     and how a kernel sums depends on its shapes: equal to fp32's precision."""
     base = _base_folder(tmp_path, name)
     base.set_attn_implementation(attention)
-    config = tiny_config(tiny_base(name), variant=variant, layers=[0, 2])
+    config = tiny_config(tiny_base(name), **form, layers=[0, 2])
     model = QwenTitansForCausalLM.from_pretrained(tmp_path, config=config, attn_implementation=attention).eval()
     ids = random_tokens(2, 2 * CHUNK + 5)
     assert model.model.config._attn_implementation == attention
@@ -100,9 +100,9 @@ def test_memory_layers_stand_in_the_upper_half_unless_named():
         assert config.memory["layers"] == expected
 
 
-@each_variant
-def test_the_first_chunk_reaches_the_last_through_the_memory(variant):
-    model = tiny_titans(variant=variant)
+@each_form
+def test_the_first_chunk_reaches_the_last_through_the_memory(form):
+    model = tiny_titans(**form)
     ids = random_tokens(1, 3 * CHUNK)
     changed = ids.clone()
     changed[:, 3] = (changed[:, 3] + 1) % VOCABULARY
@@ -119,19 +119,19 @@ def test_without_a_memory_nothing_reaches_the_next_chunk():
 
 
 @pytest.mark.parametrize("place", [0, 9, 20])
-@each_variant
-def test_no_token_sees_a_later_one(variant, place):
-    model = tiny_titans(variant=variant, layers=[0, 1, 2])
+@each_form
+def test_no_token_sees_a_later_one(form, place):
+    model = tiny_titans(**form, layers=[0, 1, 2])
     ids = random_tokens(1, 2 * CHUNK)
     changed = ids.clone()
     changed[:, place:] = random_tokens(1, 2 * CHUNK - place, seed=1)
     assert torch.equal(model(ids).logits[:, :place], model(changed).logits[:, :place])
 
 
-@each_variant
+@each_form
 @torch.no_grad()
-def test_padding_changes_no_logits_and_no_state(variant):
-    model = tiny_titans(variant=variant, layers=[0, 2])
+def test_padding_changes_no_logits_and_no_state(form):
+    model = tiny_titans(**form, layers=[0, 2])
     lengths, width = (21, CHUNK, 3), 3 * CHUNK
     ids = random_tokens(len(lengths), width)
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
@@ -146,13 +146,12 @@ def test_padding_changes_no_logits_and_no_state(variant):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@each_variant
-def test_what_leaves_a_memory_is_no_view_of_its_parameters(variant, batch):
+@each_form
+def test_what_leaves_a_memory_is_no_view_of_its_parameters(form, batch):
     # FSDP2 frees their storage when the memory's forward ends.
-    memory = tiny_titans(variant=variant).memory["1"]
-    contribution, state = memory(torch.randn(batch, CHUNK, 24), None, None)
+    memory = tiny_titans(**form).memory["1"]
+    left = memory(torch.randn(batch, CHUNK, 24), None, None)
     own = {parameter.untyped_storage().data_ptr() for parameter in memory.parameters()}
-    left = [tensor for tensor in (*contribution, state) if tensor is not None]
     assert not own & {tensor.untyped_storage().data_ptr() for tensor in left}
 
 
@@ -210,13 +209,12 @@ def _gradients(model: torch.nn.Module, ids: torch.Tensor, last: int) -> dict[str
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-@each_variant
-def test_the_first_chunks_writes_are_trained_by_the_last_chunks_loss(variant):
+@each_form
+def test_the_first_chunks_writes_are_trained_by_the_last_chunks_loss(form):
     # One write a chunk: what the last chunk reads was written by earlier chunks alone.
     ids = random_tokens(1, 3 * CHUNK)
     full, cut = (
-        _gradients(tiny_titans(variant=variant, sub_chunk=CHUNK, bptt_chunks=chunks), ids, CHUNK // 2)
-        for chunks in (None, 1)
+        _gradients(tiny_titans(**form, sub_chunk=CHUNK, bptt_chunks=chunks), ids, CHUNK // 2) for chunks in (None, 1)
     )
     for name in ("k_proj.weight", "v_proj.weight", "rates.weight"):
         assert full[f"memory.1.long_term_memory.{name}"].any()
@@ -240,17 +238,16 @@ def test_gradients_reach_back_as_many_chunks_as_asked_for():
     }
 
 
-@each_variant
-def test_gradient_checkpointing_changes_no_gradient(variant):
+@each_form
+def test_gradient_checkpointing_changes_no_gradient(form):
     ids = random_tokens(2, 2 * CHUNK + 5)
-    model = tiny_titans(variant=variant, layers=[0, 2]).train()
+    model = tiny_titans(**form, layers=[0, 2]).train()
     plain = _gradients(model, ids, 2 * CHUNK)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     calls = []
     model.memory["0"].register_forward_pre_hook(lambda *_: calls.append(1))
     checkpointed = _gradients(model, ids, 2 * CHUNK)
-    # Each of three chunks forward and again in the backward; mac twice, but for a last write that nothing reads.
-    assert len(calls) == (3 * 2 * 2 - 1 if variant == "mac" else 3 * 2)
+    assert len(calls) == 3 * 2  # each of three chunks forward and again in the backward
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-5, atol=1e-7)
 
@@ -260,9 +257,9 @@ def test_reentrant_checkpointing_is_refused():
         tiny_titans().gradient_checkpointing_enable({"use_reentrant": True})
 
 
-@each_variant
-def test_training_the_memory_alone_leaves_the_base_without_gradients(variant):
-    model = tiny_titans(variant=variant, perturbed=False).train()
+@each_form
+def test_training_the_memory_alone_leaves_the_base_without_gradients(form):
+    model = tiny_titans(**form, perturbed=False).train()
     model.gradient_checkpointing_enable()
     model.freeze_base()
     ids = random_tokens(2, 2 * CHUNK)

@@ -7,13 +7,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_titans
-from verl_ext.models.qwen_titans import VARIANTS
 
 pytestmark = pytest.mark.slow
 
 STEPS = 2 * CHUNK + 3  # tokens of an answer that crosses chunks, and sub-chunks in each
 LENGTHS = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # of prompts; one ends on a border
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+FORMS = [{}, {"depth": 1}, {"conv_tokens": 1}, {"conv_tokens": CHUNK + 3}]  # convolutions of one token, and over chunks
+each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
 def _prompts(lengths=LENGTHS, padding: str = "left") -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -39,9 +39,9 @@ def _likeliest(model, row: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@each_variant
-def test_every_token_is_the_likeliest_after_the_whole_text_before_it(variant, attention):
-    model = tiny_titans(variant=variant, layers=[0, 2], attention=attention).double()
+@each_form
+def test_every_token_is_the_likeliest_after_the_whole_text_before_it(form, attention):
+    model = tiny_titans(**form, layers=[0, 2], attention=attention).double()
     rows, ids, mask = _prompts()
     for row, answer in zip(rows, _answers(model, ids, mask), strict=True):
         assert torch.equal(answer, _likeliest(model, row, answer))
@@ -53,7 +53,7 @@ def test_attention_that_takes_no_mask_answers_as_sdpa_does(monkeypatch):
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_like", flash_like)
-    model = tiny_titans(variant="mac", layers=[0, 2]).double()
+    model = tiny_titans(layers=[0, 2]).double()
     _, ids, mask = _prompts()
     expected = _answers(model, ids, mask)
     model.model.config._attn_implementation = "flash_like"
@@ -61,9 +61,9 @@ def test_attention_that_takes_no_mask_answers_as_sdpa_does(monkeypatch):
     assert model.model.config._attn_implementation == "flash_like"
 
 
-@each_variant
-def test_logits_token_by_token_are_those_of_one_reading(variant):
-    model = tiny_titans(variant=variant, layers=[0, 2]).double()
+@each_form
+def test_logits_token_by_token_are_those_of_one_reading(form):
+    model = tiny_titans(**form, layers=[0, 2]).double()
     ids = random_tokens(2, 2 * CHUNK + 5)
     whole = model(ids).logits
     for cuts in ([1] * ids.shape[1], [5, 1, 20, 3, 8]):
@@ -75,9 +75,9 @@ def test_logits_token_by_token_are_those_of_one_reading(variant):
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-@each_variant
-def test_padding_on_either_side_leaves_each_row_as_it_is_alone(variant, padding):
-    model = tiny_titans(variant=variant, layers=[0, 2]).double()
+@each_form
+def test_padding_on_either_side_leaves_each_row_as_it_is_alone(form, padding):
+    model = tiny_titans(**form, layers=[0, 2]).double()
     rows, ids, mask = _prompts(padding=padding)
     for row, answer in zip(rows, _answers(model, ids, mask, 20), strict=True):
         assert torch.equal(answer, _answers(model, row[None], steps=20)[0])
@@ -110,7 +110,7 @@ def test_the_cache_stays_that_of_a_chunk_however_much_was_read():
     with torch.no_grad():
         caches = [model(random_tokens(1, n * CHUNK + 5), use_cache=True).past_key_values for n in (1, 9)]
     sizes = [
-        sum(t.numel() for pair in c.keys["plain"].values() for t in pair)
+        sum(t.numel() for pair in c.keys.values() for t in pair)
         + sum(t.numel() for memory in c.memories.values() for t in vars(memory).values() if t is not None)
         for c in caches
     ]

@@ -55,7 +55,7 @@ def test_the_config_that_is_returned_has_the_memory(checked):
         ("model.lora_rank=4", "model.lora_rank must be 0 with model=qwen_titans"),
         ("model.train=memry", "model.train must be one of all, memory; got memry (nearest: memory)"),
         ("model.memory.heads=two", "model.memory.heads must be a whole number; got two"),
-        ("model.memory.variant=mix", "model.memory.variant must be one of residual, mac, mag, mal; got mix"),
+        ("model.memory.kind=rmt", "model.memory.kind must be one of titans, recurrent_tokens; got rmt"),
         ("model.memory.layers=[7]", "model.memory.layers must lie in 0..1 for a base model of 2 layers; got [7]"),
         ("attention.backend=varlen", "attention.backend must be one of auto, sdpa, flash_attn; got varlen"),
         ("data.pad_mode=no_padding", "data.pad_mode must be right"),
@@ -122,7 +122,7 @@ def test_its_options_are_refused_on_another_model(tmp_path, tiny_model):
 
 
 def test_an_exported_folder_keeps_its_memory_but_for_what_is_given(tiny_model):
-    exported = titans_config(AutoConfig.from_pretrained(tiny_model), {"chunk_size": 64, "heads": 2, "variant": None})
+    exported = titans_config(AutoConfig.from_pretrained(tiny_model), {"chunk_size": 64, "heads": 2, "depth": None})
     read = titans_config(exported, {"chunk_size": 128, "heads": None})
     assert (read.chunk_size, read.memory_options.heads) == (128, 2)
 
@@ -190,11 +190,13 @@ def test_a_memory_of_other_settings_is_refused_by_the_file_beside_it(checked, ti
         names = QwenTitansForCausalLM(titans).memory_state_dict()
     path = tmp_path / "final_memory_checkpoint.pt"
     save_memory_checkpoint(path, {name: torch.zeros(tensor.shape) for name, tensor in names.items()}, 3)
-    checked(f"model.memory_checkpoint={path}", "model.memory.variant=mal")  # the same shapes: nothing tells them apart
-    path.with_suffix(".json").write_text(json.dumps({"variant": "residual"}))
+    checked(
+        f"model.memory_checkpoint={path}", "model.memory.max_surprise=1"
+    )  # the same shapes: nothing tells them apart
+    path.with_suffix(".json").write_text(json.dumps({"max_surprise": 4.0}))
     checked(f"model.memory_checkpoint={path}")
-    with pytest.raises(ValueError, match=r"model\.memory\.variant must be residual, as in .*; got mal"):
-        checked(f"model.memory_checkpoint={path}", "model.memory.variant=mal")
+    with pytest.raises(ValueError, match=r"model\.memory\.max_surprise must be 4\.0, as in .*; got 1"):
+        checked(f"model.memory_checkpoint={path}", "model.memory.max_surprise=1")
 
 
 @pytest.mark.parametrize(

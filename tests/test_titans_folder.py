@@ -6,22 +6,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.tiny_titans import CHUNK, VOCABULARY, perturb, random_tokens, tiny_base, tiny_config
 from verl_ext.models.qwen_titans import (
-    VARIANTS,
     QwenTitansConfig,
     QwenTitansForCausalLM,
 )
-
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 _LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": CHUNK}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-@each_variant
-def test_a_saved_folder_opens_with_the_same_logits(tmp_path, variant, name, tied):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_saved_folder_opens_with_the_same_logits(tmp_path, depth, name, tied):
     torch.manual_seed(0)
-    config = tiny_config(tiny_base(name, tie_word_embeddings=tied), variant=variant)
+    config = tiny_config(tiny_base(name, tie_word_embeddings=tied), depth=depth)
     model = perturb(QwenTitansForCausalLM(config)).eval()
     model.save_pretrained(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -55,9 +52,9 @@ def test_a_configuration_answers_for_its_base_and_survives_the_disk(tmp_path):
         ({"heads": 0}, "heads must be at least 1; got 0"),
         ({"head_dim": 1.5}, r"head_dim must be a whole number; got 1\.5"),
         ({"expansion": True}, "expansion must be a whole number; got true"),
-        ({"persistent_tokens": -1}, "persistent_tokens must be at least 0; got -1"),
+        ({"conv_tokens": 0}, "conv_tokens must be at least 1; got 0"),
         ({"bptt_chunks": 0}, "bptt_chunks must be at least 1; got 0"),
-        ({"variant": "lmm"}, "variant must be one of residual, mac, mag, mal; got lmm"),
+        ({"kind": "lmm"}, "kind must be one of titans, recurrent_tokens; got lmm"),
         ({"depth": 3}, "depth must be at most 2; got 3"),
         ({"max_surprise": 0}, "max_surprise must be above 0; got 0"),
         ({"max_surprise": "1"}, "max_surprise must be a number; got 1"),
@@ -81,20 +78,20 @@ def test_a_base_that_is_no_qwen_is_refused():
         QwenTitansConfig.from_base(LlamaConfig())
 
 
-@pytest.mark.parametrize(("variant", "seen"), [("residual", 16), ("mac", 34)])
-def test_a_sliding_window_must_cover_what_a_layer_is_given(variant, seen):
+@pytest.mark.parametrize(("kind", "seen"), [("titans", 16), ("recurrent_tokens", 20)])
+def test_a_sliding_window_must_cover_what_a_layer_is_given(kind, seen):
     window = {"use_sliding_window": True, "max_window_layers": 1}
-    tiny_config(tiny_base(**window, sliding_window=seen), variant=variant)
+    tiny_config(tiny_base(**window, sliding_window=seen), kind=kind, tokens=2)
     with pytest.raises(ValueError, match=rf"chunk_size needs {seen} tokens seen by layer 1, .* is {seen - 1}; got 16"):
-        tiny_config(tiny_base(**window, sliding_window=seen - 1), variant=variant)
+        tiny_config(tiny_base(**window, sliding_window=seen - 1), kind=kind, tokens=2)
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "longrope", **_LONGROPE}])
 def test_a_chunk_may_not_be_so_long_that_its_length_chooses_its_rotary_frequencies(rope):
     base = {"rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": CHUNK}
     tiny_config(tiny_base(**base))
-    with pytest.raises(ValueError, match=rf"^model\.memory\.chunk_size needs {CHUNK + 2} positions .* up to {CHUNK};"):
-        tiny_config(tiny_base(**base), variant="mac")
+    with pytest.raises(ValueError, match=rf"^model\.memory\.chunk_size needs {CHUNK + 4} positions .* up to {CHUNK};"):
+        tiny_config(tiny_base(**base), kind="recurrent_tokens", tokens=2)
 
 
 def test_a_model_loaded_before_stays_causal_when_its_config_is_read():

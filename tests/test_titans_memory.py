@@ -20,7 +20,7 @@ from verl_ext.models.qwen_titans.memory import (
 )
 
 HIDDEN = 12
-SETTINGS = MemoryOptions(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4, key_tokens=3)
+SETTINGS = MemoryOptions(chunk_size=16, layers=(0,), heads=2, head_dim=3, expansion=2, sub_chunk=4, conv_tokens=3)
 
 
 def _memory(seed: int = 0, dtype: torch.dtype = torch.float64, **fields) -> LongTermMemory:
@@ -74,7 +74,7 @@ def _token_gradients(k, v, *weights) -> tuple[torch.Tensor, ...]:
 
 def _gradients(k, v, state, limit=math.inf) -> tuple[torch.Tensor, ...]:
     """The closed form's gradients as ``[s, 1, H, ...]``, as the weights W1 and W2 lie."""
-    gradient = surprise(None, k, v, state, limit)[1]
+    gradient = surprise(k, k, v, state, limit)[1]
     left = gradient.left * gradient.shrink[:, :, None, :, None]
     first, *second = (left.unsqueeze(-1) * gradient.right.unsqueeze(-2)).permute(2, 3, 0, 1, 4, 5)
     return first, *(transposed.mT for transposed in second)
@@ -139,7 +139,7 @@ def test_a_sub_chunk_at_once_is_the_recurrence_token_by_token(seed, written, sca
     raw = scale * torch.randn(3, 1, 2, length, dtype=torch.float64, generator=generator)
     rates = WriteRates(raw[0].sigmoid(), F.logsigmoid(raw[1]), F.logsigmoid(-raw[2]))
     by = write_coefficients(rates, torch.tensor(written))
-    at_once = write(state, surprise(None, k, v, state)[1], by)
+    at_once = write(state, surprise(k, k, v, state)[1], by)
     _assert_same(at_once, _by_token(state, k, v, *raw.sigmoid(), written))
 
 
@@ -163,17 +163,22 @@ def _limit(k, state, theta, eta, alpha) -> torch.Tensor:
     return 1 / torch.stack(sums, -1).amax(-1, keepdim=True).clamp(min=1)
 
 
+def _seen_by(memory: LongTermMemory) -> list[tuple[torch.nn.Module, torch.nn.Conv1d]]:
+    return [(memory.q_proj, memory.q_conv), (memory.k_proj, memory.k_conv)]
+
+
+def _plain_convolution(x: torch.Tensor, projection: torch.nn.Module, convolution: torch.nn.Conv1d) -> torch.Tensor:
+    """Each token's projection and those of the tokens before it, by the channels' weights of each lag."""
+    weights = convolution.weight[:, 0].flip(-1).unbind(-1)  # of the token itself first
+    return sum(w * F.pad(projection(x), (0, 0, lag, 0))[:, : x.shape[1]] for lag, w in enumerate(weights))
+
+
 def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One row ``[1, T, d]`` with plain loops over sub-chunks and tokens."""
     x = F.rms_norm(hidden, (HIDDEN,), memory.norm.weight, 1e-6)
     heads, size = memory.options.heads, memory.options.sub_chunk
-    projected = [layer(x) for layer in (memory.q_proj, memory.k_proj, memory.v_proj)]
-    if memory.k_conv is not None:
-        lags = memory.k_conv.weight[:, 0].flip(-1).unbind(-1)  # a channel's weight of each token, its own first
-        projected[1] = sum(
-            weight * F.pad(projected[1], (0, 0, lag, 0))[:, : x.shape[1]] for lag, weight in enumerate(lags)
-        )
-    q, k, v = (each.view(1, -1, heads, 3).transpose(1, 2) for each in projected)
+    q, k = (_plain_convolution(x, *layers) for layers in _seen_by(memory))
+    q, k, v = (each.view(1, -1, heads, 3).transpose(1, 2) for each in (q, k, memory.v_proj(x)))
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     theta, eta, alpha = memory.rates(x).sigmoid().view(-1, 3, heads).permute(1, 2, 0).unsqueeze(1)
     starts = [memory.initial_w1[None], None if memory.initial_w2 is None else memory.initial_w2[None]]
@@ -190,10 +195,10 @@ def _naive_forward(memory: LongTermMemory, hidden: torch.Tensor) -> tuple[torch.
     return memory.out_proj(merged.transpose(1, 2).flatten(2)), state
 
 
-@pytest.mark.parametrize(("depth", "key_tokens"), [(1, 1), (1, 3), (2, 1), (2, 6)])
+@pytest.mark.parametrize(("depth", "conv_tokens"), [(1, 1), (1, 3), (2, 1), (2, 6)])
 @pytest.mark.parametrize("length", [1, 4, 11, 16])
-def test_the_memory_is_what_plain_loops_give_at_any_length(length, depth, key_tokens):
-    memory, hidden = _memory(max_surprise=1.0, depth=depth, key_tokens=key_tokens), _hidden(1, length)
+def test_the_memory_is_what_plain_loops_give_at_any_length(length, depth, conv_tokens):
+    memory, hidden = _memory(max_surprise=1.0, depth=depth, conv_tokens=conv_tokens), _hidden(1, length)
     output, state = memory(hidden, None, None)
     naive_output, naive_state = _naive_forward(memory, hidden)
     torch.testing.assert_close(output, naive_output, rtol=1e-10, atol=1e-10)
@@ -239,7 +244,7 @@ def test_each_sample_has_a_memory_of_its_own():
 
 
 def test_a_token_is_read_by_later_sub_chunks_alone():
-    memory, hidden = _memory(), _hidden(1, 12)
+    memory, hidden = _memory(conv_tokens=1), _hidden(1, 12)
     changed = hidden.clone()
     changed[:, 5] += 1
     moved = (memory(changed, None, None)[0] != memory(hidden, None, None)[0]).any(-1)[0]
@@ -271,7 +276,7 @@ def test_what_is_written_once_is_recalled_by_its_key():
     state = memory(hidden, None, None)[1]
     x = memory.norm(hidden)
     v = memory.v_proj(x).view(1, 1, 2, 3).transpose(1, 2)
-    k = memory.k_conv(F.pad(memory.k_proj(x).mT, (2, 0))).mT.view(1, 1, 2, 3).transpose(1, 2)
+    k = _plain_convolution(x, memory.k_proj, memory.k_conv).view(1, 1, 2, 3).transpose(1, 2)
     torch.testing.assert_close(recall(F.normalize(k, dim=-1), state), v, rtol=0.3, atol=0)
 
 
@@ -285,18 +290,12 @@ def test_a_new_memory_recalls_nothing_and_adds_nothing():
     assert not memory(hidden, state, None)[0].any()
 
 
-@pytest.mark.parametrize("read", [True, False])
-def test_reading_alone_and_writing_alone_are_the_two_halves(read):
+def test_reading_alone_leaves_the_state_as_it_was():
     memory, hidden = _memory(sub_chunk=8, chunk_size=16), _hidden(1, 8)
     start = memory(_hidden(1, 8, seed=1), None, None)[1]
-    output, end = memory(hidden, start, None)
-    half, state = memory(hidden, start, None, read=read, write=not read)
-    if read:
-        torch.testing.assert_close(half, output)
-        assert state is start
-    else:
-        assert half is None
-        assert torch.equal(state, end)
+    alone, state = memory(hidden, start, None, write=False)
+    torch.testing.assert_close(alone, memory(hidden, start, None)[0])
+    assert state is start
 
 
 def test_gradients_of_every_parameter_are_right_by_finite_differences():

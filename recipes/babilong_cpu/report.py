@@ -65,7 +65,9 @@ def answers(folder: Path, files: list[Path]) -> list[list[bool]]:
         size = max(1, BATCH_TOKENS // len(WORD.findall(asked[0].prompt)))
         texts = []
         for first in range(0, len(asked), size):
-            batch = tokenizer([sample.prompt for sample in asked[first : first + size]], padding=True, return_tensors="pt")
+            batch = tokenizer(
+                [sample.prompt for sample in asked[first : first + size]], padding=True, return_tensors="pt"
+            )
             batch.pop("token_type_ids", None)
             said = model.generate(**batch, max_new_tokens=2, do_sample=False, pad_token_id=tokenizer.pad_token_id)
             texts += tokenizer.batch_decode(said[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -99,7 +101,13 @@ def report(run: Path, seeds: list[str], task: str) -> str:
     def share(kind: str, wanted: list[list[bool]]) -> list[float]:
         """Of each seed, the right answers among the wanted samples."""
         return [
-            mean(answer for each in zip(found[kind, seed], wanted, strict=True) for answer, one in zip(*each, strict=True) if one)
+            mean(
+                answer
+                for each in zip(found[kind, seed], wanted, strict=True)
+                for answer, one in zip(*each, strict=True)
+                if one
+            )
             for seed in seeds
         ]
+
     ...

@@ -12,7 +12,6 @@ from verl_ext.attention.rope import same_frequencies_up_to
 from verl_ext.values import Options, option, options_of
 
 KINDS = ("titans", "recurrent_tokens")
-VARIANTS = ("residual", "mac", "mag", "mal")
 BASE_TYPES = (Qwen2Config.model_type, Qwen3Config.model_type)
 
 
@@ -28,15 +27,13 @@ class MemoryOptions(Options):
     )
     kind: str = option("titans", "titans: networks that learn; recurrent_tokens: tokens handed on", choices=KINDS)
     tokens: int = option(16, "tokens that a chunk hands to the next, of kind recurrent_tokens", least=1)
-    variant: str = option("residual", "how a memory joins its layer", choices=VARIANTS)
     heads: int = option(4, "independent memories of a layer", least=1)
     head_dim: int = option(64, "size of a head's keys and values", least=1)
     depth: int = option(2, "layers of a head's memory: 1, a matrix (quick to learn), or 2, a network", least=1, most=2)
     expansion: int = option(2, "hidden size of a head's network over head_dim, at depth 2", least=1)
     sub_chunk: int = option(64, "tokens that read, and are measured against, the same weights", least=1)
-    key_tokens: int = option(8, "tokens that a key sees: its own and those before it (a short convolution)", least=1)
+    conv_tokens: int = option(8, "tokens that a key and a query see: their own and those before", least=1)
     max_surprise: float = option(4.0, "largest norm of a token's gradient; larger ones are scaled down to it", above=0)
-    persistent_tokens: int = option(4, "learned tokens before every chunk, of variant mac", least=0)
     output_std: float = option(
         0.0, "standard deviation of W_o at the start; 0 equals the base, 0.1 suits a base of random weights", least=0
     )
@@ -160,17 +157,13 @@ def _check_reach(base: PreTrainedConfig, options: MemoryOptions) -> None:
     Nor may rotary frequencies depend on the number of a chunk's tokens: the last chunk of a text has fewer.
     """
     added = 2 * options.tokens if options.kind == "recurrent_tokens" else 0
-    positions = options.chunk_size + (options.persistent_tokens if options.variant == "mac" else added)
-    limit = same_frequencies_up_to(base)
-    if limit is not None and limit < positions:
+    seen, limit = options.chunk_size + added, same_frequencies_up_to(base)
+    if limit is not None and limit < seen:
         raise ValueError(
-            f"model.memory.chunk_size needs {positions} positions of the same rotary frequencies, which the model's "
+            f"model.memory.chunk_size needs {seen} positions of the same rotary frequencies, which the model's "
             f"rope_type={base.rope_parameters['rope_type']} has up to {limit}; got {options.chunk_size}"
         )
     for layer, layer_type in enumerate(base.layer_types):
-        seen = options.chunk_size + added
-        if options.variant == "mac" and layer in (options.layers or ()):
-            seen = 2 * options.chunk_size + options.persistent_tokens
         if layer_type == "sliding_attention" and base.sliding_window < seen:
             raise ValueError(
                 f"model.memory.chunk_size needs {seen} tokens seen by layer {layer}, whose sliding window is "

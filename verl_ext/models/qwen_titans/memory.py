@@ -10,9 +10,9 @@ written, so no token ever sees itself or a later one. https://arxiv.org/abs/2501
 The state of a layer is one tensor ``[B, H, L, 2dk, e]`` in fp32 (fp64 for an fp64 model), which FSDP2 and checkpointing
 find: the weights W1 and W2ᵀ in the first dk rows, their momenta S in the others. One product then writes all four.
 
-Departures from the paper: of q, k and v only k has a short convolution, and none a SiLU, because neither changed what a
-memory learned (recipes/babilong_cpu); the output is not gated as y ⊗ M(y), but by the layer's own gate (see
-:class:`MemoryLayer`), so that the base model's attention and output stay what they were.
+Departures from the paper, each tried in recipes/babilong_cpu (its README has the figures): the memory's output is a
+summand of the layer's, so that a pretrained model starts as what it was, in place of a gate y ⊗ M(y), of tokens before
+the segment (MAC) or of a layer before attention (MAL). q and k have the short convolution, without a SiLU; v has none.
 
 Legend: B samples, T tokens, d hidden size of the model, H heads, L weight matrices (the depth), dk key and value size
 of a head, e columns of W1 (dk at depth 1, else the network's hidden size), n sub-chunks, s tokens of a sub-chunk, r
@@ -20,7 +20,7 @@ tokens before a key's own that it sees.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -117,16 +117,16 @@ class Surprise(NamedTuple):
 
 
 def surprise(
-    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, max_surprise: float = math.inf
-) -> tuple[torch.Tensor | None, Surprise]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor, max_surprise: float = math.inf
+) -> tuple[torch.Tensor, Surprise]:
     """Return M(q), and the gradient of ‖M(k_t) - v_t‖² for every token, its norm clamped to ``max_surprise``.
 
     ``q``, ``k``, ``v``: ``[B, H, s, dk]``. The norm of an outer product is the product of the norms. Without the clamp,
     one outlier would make the weights, and so the next gradients, grow without bound.
     """
     w = state[..., : k.shape[-1], :]
-    first = 0 if q is None else q.shape[2]  # queries and keys go through the network together
-    a = (k if q is None else torch.cat([q, k], 2)) @ w[:, :, 0]
+    first = q.shape[2]  # queries and keys go through the network together
+    a = torch.cat([q, k], 2) @ w[:, :, 0]
     if w.shape[2] == 1:
         out = a
     else:
@@ -143,7 +143,7 @@ def surprise(
     squared_norm = (left.square().sum(-1) * right.square().sum(-1)).sum(2)
     # From the square, whose derivative at 0 is a number.
     shrink = (squared_norm / max_surprise**2).clamp(min=1).rsqrt()
-    return (out[:, :, :first] if first else None), Surprise(left, right, shrink)
+    return out[:, :, :first], Surprise(left, right, shrink)
 
 
 @torch.no_grad()
@@ -186,30 +186,31 @@ class LongTermMemory(nn.Module):
         self.q_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.k_proj = nn.Linear(hidden_size, heads * size, bias=False)
         self.v_proj = nn.Linear(hidden_size, heads * size, bias=False)
-        channels, width = heads * size, options.key_tokens
-        self.k_conv = nn.Conv1d(channels, channels, width, groups=channels, bias=False) if width > 1 else None
+        channels = heads * size
+        self.q_conv = nn.Conv1d(channels, channels, options.conv_tokens, groups=channels, bias=False)
+        self.k_conv = nn.Conv1d(channels, channels, options.conv_tokens, groups=channels, bias=False)
         self.rates = nn.Linear(hidden_size, 3 * heads)
         inner = options.expansion * size if options.depth == 2 else size
         self.initial_w1 = nn.Parameter(torch.empty(heads, size, inner))
         self.initial_w2 = nn.Parameter(torch.empty(heads, inner, size)) if options.depth == 2 else None
-        self.out_proj = None if options.variant == "mag" else nn.Linear(heads * size, hidden_size, bias=False)
-        if options.variant == "mac":
-            self.persistent = nn.Parameter(torch.empty(options.persistent_tokens, hidden_size))
+        self.out_proj = nn.Linear(heads * size, hidden_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Start with values of unit size, an empty memory (M = 0) and the same rates for every token.
 
-        W_o starts at 0 unless `output_std` is given, so that the memory adds nothing; mac's gate starts at 0 instead.
+        A query starts as the key of the same tokens, so that equal words recall each other: with unequal projections,
+        half of the training went by before a first answer. W_o starts at 0 unless `output_std` is given.
         """
         width, size = self.q_proj.in_features, self.options.head_dim
         init.ones_(self.norm.weight)
-        init.normal_(self.q_proj.weight, std=width**-0.5)
         init.normal_(self.k_proj.weight, std=width**-0.5)
         init.normal_(self.v_proj.weight, std=(width * size) ** -0.5)
-        if self.k_conv is not None:
-            init.uniform_(self.k_conv.weight, -(self.options.key_tokens**-0.5), self.options.key_tokens**-0.5)
+        reach = self.options.conv_tokens**-0.5
+        init.uniform_(self.k_conv.weight, -reach, reach)
+        init.copy_(self.q_proj.weight, self.k_proj.weight)
+        init.copy_(self.q_conv.weight, self.k_conv.weight)
         init.zeros_(self.rates.weight)
         alpha = 1 / (FORGETTING_CHUNKS * self.options.chunk_size)
         theta = min(0.5, INITIAL_WRITE / self.options.sub_chunk)
@@ -222,68 +223,56 @@ class LongTermMemory(nn.Module):
             columns = torch.randn(self.initial_w1.mT.shape, dtype=torch.float32)
             init.copy_(self.initial_w1, torch.linalg.qr(columns).Q.mT)
             init.zeros_(self.initial_w2)
-        if self.options.variant == "mac":
-            init.normal_(self.persistent, std=0.02)
-        if self.out_proj is not None:
-            least = 0.02 if self.options.variant == "mac" else 0.0
-            init.normal_(self.out_proj.weight, std=max(least, self.options.output_std))
+        init.normal_(self.out_proj.weight, std=self.options.output_std)
 
     def forward(
         self,
         hidden: torch.Tensor,
         state: torch.Tensor | None,
         written: torch.Tensor | None,
-        read: bool = True,
         write: bool = True,
         before: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the recalled values for each token, and the state after the tokens.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return W_o M(h) ``[B, T, d]`` for each token, in the parameters' dtype, and the state after the tokens.
 
-        The values are W_o M(h) ``[B, T, d]``, or M(h) ``[B, T, H * dk]`` for mag, in the parameters' dtype; None if not
-        ``read``. Without ``write``, all tokens read the same state. hidden is ``[B, T, d]``; state is None for a new
-        sample; written is bool ``[B, T]``, False for tokens (padding) that must not be written, or None to write all.
-        before, ``[B, r, d]``, are the hidden states of the r tokens before these, 0 where the text begins, or None.
+        Without ``write``, all tokens read the same state. hidden is ``[B, T, d]``; state is None for a new sample;
+        written is bool ``[B, T]``, False for tokens (padding) that must not be written, or None to write all. before,
+        ``[B, r, d]``, are the hidden states of the r tokens before these, 0 before the text begins; None: all 0.
         """
         dtype = self.q_proj.weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             state = self.initial_state(len(hidden)) if state is None else state
+            if before is None:
+                before = hidden.new_zeros(len(hidden), self.options.conv_tokens - 1, hidden.shape[-1])
+            x, before = self.norm(hidden.to(dtype)), self.norm(before.to(dtype))
+            q = self._directions(self.q_proj, self.q_conv, x, before)
             if write:
-                recalled, state = self._stream(hidden.to(dtype), state, written, read, before)
+                recalled, state = self._stream(q, x, before, state, written)
             else:
-                recalled = recall(self._directions(self.q_proj(self.norm(hidden.to(dtype)))), state) if read else None
-            if recalled is None:
-                return None, state
-            merged = _merge_heads(recalled).to(dtype)
-            return (merged if self.out_proj is None else self.out_proj(merged)), state
+                recalled = recall(q, state)
+            return self.out_proj(_merge_heads(recalled).to(dtype)), state
 
     def _stream(
-        self,
-        hidden: torch.Tensor,
-        state: torch.Tensor,
-        written: torch.Tensor | None,
-        read: bool,
-        before: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, q: torch.Tensor, x: torch.Tensor, before: torch.Tensor, state: torch.Tensor, written: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read, measure the surprise and write, sub-chunk by sub-chunk; return ``[B, H, T, dk]`` and the state."""
-        batch, length = hidden.shape[:2]
+        batch, length = x.shape[:2]
         size = min(self.options.sub_chunk, length)
         fill = -length % size  # what fills the last sub-chunk is not written
         if written is None:
-            written = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
-        x = self.norm(F.pad(hidden, (0, 0, 0, fill)))
+            written = torch.ones(batch, length, dtype=torch.bool, device=x.device)
+        x = F.pad(x, (0, 0, 0, fill))
         by = self._coefficients(x, F.pad(written.bool(), (0, fill)), size)
-        k = self._keys(x, before).unflatten(2, (-1, size))  # [B, H, n, s, dk]
-        v = self._heads(self.v_proj(x)).unflatten(2, (-1, size))
-        queries = [None] * k.shape[2]
-        if read:
-            queries = self._directions(self.q_proj(x)).unflatten(2, (-1, size)).unbind(2)
+        k = self._directions(self.k_proj, self.k_conv, x, before)
+        q, k, v = (  # [B, H, n, s, dk]
+            each.unflatten(2, (-1, size)) for each in (F.pad(q, (0, 0, 0, fill)), k, self._heads(self.v_proj(x)))
+        )
         if self.initial_w2 is None:
             limit = write_limit(by.c, k)
             by = by._replace(c=by.c * limit, m=by.m * limit)
-        recalled: list[Any] = []
+        recalled = []
         # One unbind a tensor: the gradient of a slice would fill a tensor of the whole chunk with zeros.
-        parts = zip(queries, k.unbind(2), v.unbind(2), *(x.unbind(2) for x in by), strict=True)
-        for q_part, k_part, v_part, *coefficients in parts:
+        for q_part, k_part, v_part, *coefficients in zip(*(each.unbind(2) for each in (q, k, v, *by)), strict=True):
             out, gradient = surprise(q_part, k_part, v_part, state, self.options.max_surprise)
             now = WriteCoefficients(*coefficients)
             if self.initial_w2 is not None:
@@ -292,7 +281,7 @@ class LongTermMemory(nn.Module):
             state = write(state, gradient, now)
             recalled.append(out)
         # A copy: FSDP2 warns of a module that returns a view.
-        return (torch.cat(recalled, 2)[:, :, :length] if read else None), state.clone()
+        return torch.cat(recalled, 2)[:, :, :length], state.clone()
 
     def _coefficients(self, x: torch.Tensor, written: torch.Tensor, size: int) -> WriteCoefficients:
         """Return ``[B, H, n]`` and ``[B, H, n, s]`` for ``x[B, T, d]`` and ``written[B, T]``, T whole sub-chunks."""
@@ -308,19 +297,12 @@ class LongTermMemory(nn.Module):
         # Copies, not views: FSDP2 frees the parameters' storage when this module's forward ends.
         return torch.cat([w, torch.zeros_like(w)], -2).repeat(batch, 1, 1, 1, 1)
 
-    def _keys(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """Return k ``[B, H, T, dk]``: projections of a token and of the r before it, weighted channel by channel."""
-        k = self.k_proj(x)
-        if self.k_conv is not None:
-            if before is None:
-                earlier = k.new_zeros(len(k), self.options.key_tokens - 1, k.shape[-1])
-            else:
-                earlier = self.k_proj(self.norm(before.to(x.dtype)))
-            k = self.k_conv(torch.cat([earlier, k], 1).mT).mT
-        return self._directions(k)
-
-    def _directions(self, projected: torch.Tensor) -> torch.Tensor:
-        return F.normalize(self._heads(projected), dim=-1)
+    def _directions(
+        self, projection: nn.Module, convolution: nn.Conv1d, x: torch.Tensor, before: torch.Tensor
+    ) -> torch.Tensor:
+        """Return unit vectors ``[B, H, T, dk]`` of normed ``x[B, T, d]``: each sees its token and the r before it."""
+        projected = projection(torch.cat([before, x], 1)).mT
+        return F.normalize(self._heads(convolution(projected).mT), dim=-1)
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return _upcast(projected).unflatten(-1, (self.options.heads, -1)).transpose(1, 2)
@@ -340,45 +322,24 @@ def _merge_heads(recalled: torch.Tensor) -> torch.Tensor:
     return scaled.transpose(1, 2).flatten(2)
 
 
-class Contribution(NamedTuple):
-    """The tensors that a memory hands to its decoder layer; a tuple, so that FSDP2 finds them."""
-
-    values: torch.Tensor  # [B, T, d]: the summand (residual, mal), the gate (mag), or the memory tokens (mac)
-    gate: torch.Tensor | None = None  # [B, T, d], for mac alone
-    persistent: torch.Tensor | None = None  # [B, P, d], the persistent tokens of mac
-
-
 class MemoryLayer(GradientCheckpointingLayer):
     """The memory of one decoder layer: a pure function of hidden states and state; ``forward`` is its only entry.
 
-        residual  h' = layer(h) + σ(memory_gate(h)) ⊙ W_o M(h)
-        mal       h' = layer(h + σ(memory_gate(h)) ⊙ W_o M(h))                       W_o = 0 at the start
-        mag       h' = layer(h) + tanh(memory_gate(M(h))) ⊙ (layer(h) - h)           memory_gate = 0 at the start
-        mac       h' = layer(h) + tanh(memory_gate(h)) ⊙ (layer(context)_h - layer(h))
+        h' = layer(h) + σ(memory_gate(h)) ⊙ W_o M(h)
 
-    At the start all four equal the plain layer exactly. They differ from the paper (§4) to keep that start, and to keep
-    causality:
-
-    - mag gates the layer's *addition* to the residual stream, by 1 + tanh(·), from 0 to 2.
-    - mac's context is ``persistent | m_0 h_0 m_1 h_1 …``: the memory token m_t = W_o M(h_t), read from the state at the
-      chunk's beginning, stands just before h_t and shares its position. The paper puts all memory tokens before the
-      segment, where a token would see those of later tokens, and so the answer that it is to predict. A plain causal
-      mask over the interleaved order prevents that. The layer's output h' is written, after the chunk.
-
-    The decoder layer is not a part of this module: its recomputation under checkpointing writes nothing twice.
+    With W_o = 0 at the start this equals the plain layer exactly. The decoder layer is not a part of this module: its
+    recomputation under checkpointing writes nothing twice.
     """
 
     def __init__(self, hidden_size: int, options: MemoryOptions, eps: float = 1e-6) -> None:
         super().__init__()
-        self.variant = options.variant
         self.long_term_memory = LongTermMemory(hidden_size, options, eps)
-        gated_by = options.heads * options.head_dim if self.variant == "mag" else hidden_size
-        self.memory_gate = nn.Linear(gated_by, hidden_size)
+        self.memory_gate = nn.Linear(hidden_size, hidden_size)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start with gates of 0 weights; together with the memory's start, the variant equals the plain layer."""
+        """Start with a gate of one half."""
         init.zeros_(self.memory_gate.weight)
         init.zeros_(self.memory_gate.bias)
 
@@ -387,22 +348,14 @@ class MemoryLayer(GradientCheckpointingLayer):
         hidden: torch.Tensor,
         state: torch.Tensor | None,
         written: torch.Tensor | None,
-        read: bool = True,
         write: bool = True,
         before: torch.Tensor | None = None,
-    ) -> tuple[Contribution | None, torch.Tensor]:
-        """Return the contribution to the layer and the state after these tokens, as the memory's ``forward`` does.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summand ``[B, T, d]`` for a layer of input ``hidden[B, T, d]``, and the state after the tokens.
 
-        hidden is ``[B, T, d]`` of one chunk, the layer's input; what mac writes is the layer's output.
+        The arguments are those of :meth:`LongTermMemory.forward`.
         """
-        recalled, state = self.long_term_memory(hidden, state, written, read, write, before)
-        if recalled is None:
-            return None, state
+        recalled, state = self.long_term_memory(hidden, state, written, write, before)
         with torch.autocast(hidden.device.type, enabled=False):
-            gate = self.memory_gate(recalled if self.variant == "mag" else hidden.to(recalled.dtype))
-        if self.variant == "mag":
-            return Contribution(torch.tanh(gate)), state
-        if self.variant == "mac":
-            persistent = self.long_term_memory.persistent.repeat(len(hidden), 1, 1)  # a copy, as the state
-            return Contribution(recalled, torch.tanh(gate), persistent), state
-        return Contribution(torch.sigmoid(gate) * recalled), state
+            gate = torch.sigmoid(self.memory_gate(hidden.to(recalled.dtype)))
+        return gate * recalled, state

@@ -4,7 +4,7 @@ The base model's parameters keep their names, so a plain Qwen folder loads. New 
 ``memory.<layer>.`` with ``long_term_memory.`` or ``memory_gate.`` in their names. No keys or values pass from chunk to
 chunk, and positions restart at 0 in each, so the base model never sees a position beyond a chunk's.
 
-Legend: B samples, T tokens, C tokens of a chunk, P persistent tokens, d hidden size, V vocabulary, n kept columns, N
+Legend: B samples, T tokens, C tokens of a chunk, d hidden size, V vocabulary, n kept columns, N
 positions whose logits are kept.
 """
 
@@ -20,7 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel, Qwen2Config, Qwen2Mod
 from transformers.utils import ModelOutput, can_return_tuple
 
 from verl_ext.models.qwen_titans.configuration import QwenTitansConfig
-from verl_ext.models.qwen_titans.memory import Contribution, LongTermMemory, MemoryLayer
+from verl_ext.models.qwen_titans.memory import LongTermMemory, MemoryLayer
 from verl_ext.models.qwen_titans.recurrent_tokens import RecurrentTokens, framed, write_tokens
 from verl_ext.models.qwen_titans.stream import ChunkKeys, Place, StreamCache
 
@@ -99,69 +99,28 @@ class ChunkPass:
         if place.resumed and given != "eager":  # its mask of places is one that flash kernels do not take
             config._attn_implementation = "sdpa"
         try:
-            plain = self._attention_arguments(hidden, columns, columns, place, "plain", top)
+            arguments = self._attention_arguments(hidden, columns, place, top)
             for index, layer in enumerate(self.model.layers):
+                output = layer(hidden, **arguments)
                 if str(index) in self.memory:
-                    hidden = self._with_memory(layer, str(index), hidden, plain, columns, place)
-                else:
-                    hidden = layer(hidden, **plain)
+                    recalled = self.cache.memories[str(index)](self.memory[str(index)], hidden, place)
+                    output = output + recalled.to(output.dtype)
+                hidden = output
         finally:
             config._attn_implementation = given
         return hidden
 
-    def _with_memory(
-        self,
-        layer: nn.Module,
-        index: str,
-        hidden: torch.Tensor,
-        plain: dict[str, Any],
-        columns: torch.Tensor,
-        place: Place,
-    ) -> torch.Tensor:
-        memory: Any = self.memory[index]
-        stream = self.cache.memories[index]
-        given = (stream.of_chunk if memory.variant == "mac" else stream)(memory, hidden, place)
-        values = given.values.to(hidden.dtype)
-        if memory.variant == "mal":
-            return layer(hidden + values, **plain)
-        output = layer(hidden, **plain)
-        if memory.variant == "residual":
-            return output + values
-        if memory.variant == "mag":
-            return output + values * (output - hidden)
-        in_context = self._in_context(layer, hidden, given, columns, place)
-        output = output + given.gate.to(hidden.dtype) * (in_context - output)
-        stream(memory, output, place, read=False)
-        return output
-
-    def _in_context(
-        self, layer: nn.Module, hidden: torch.Tensor, given: Contribution, columns: torch.Tensor, place: Place
-    ) -> torch.Tensor:
-        """Return the layer's output ``[B, w, d]`` for the chunk inside ``persistent | m_0 h_0 m_1 h_1 …``."""
-        assert given.persistent is not None
-        count = given.persistent.shape[1]
-        pairs = torch.stack([given.values.to(hidden.dtype), hidden], dim=2).flatten(1, 2)
-        context = torch.cat([given.persistent.to(hidden.dtype), pairs], dim=1)
-        # A later pass of a chunk has the persistent tokens again, with the same keys and values.
-        first = torch.arange(count, device=hidden.device).expand(len(columns), count)
-        positions = torch.cat([first, count + columns.repeat_interleave(2, 1)], 1)
-        both = torch.stack([2 * columns, 2 * columns + 1], 2).flatten(1)
-        own = torch.cat([first, count + both], 1)
-        arguments = self._attention_arguments(context, positions, own, place, "context", count + 2 * place.top)
-        return layer(context, **arguments)[:, count + 1 :: 2]
-
     def _attention_arguments(
-        self, hidden: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor, place: Place, kind: str, top: int
+        self, hidden: torch.Tensor, columns: torch.Tensor, place: Place, top: int
     ) -> dict[str, Any]:
         """Return a causal mask or None, the positions' rotations, and where keys and values are kept.
 
         ``columns``, ``[B or 1, n]``, are the places of these tokens among the ``top`` ones of their chunk.
         """
         size, mask = hidden.shape[1], None
-        arguments = {"position_embeddings": self.model.rotary_emb(hidden, positions)}
+        arguments = {"position_embeddings": self.model.rotary_emb(hidden, columns)}
         if place.kept or place.resumed:
-            stored = self.cache.keys.setdefault(kind, {})
-            arguments["past_key_values"] = ChunkKeys(stored, columns, top, place.resumed)
+            arguments["past_key_values"] = ChunkKeys(self.cache.keys, columns, top, place.resumed)
         eager = self.model.config._attn_implementation == "eager"
         if place.resumed:
             mask = (torch.arange(top, device=hidden.device) <= columns[..., None])[:, None]  # [B, 1, n, top]

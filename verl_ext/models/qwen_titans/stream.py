@@ -10,7 +10,7 @@ mask, C = 4          pass 1           pass 2             a token more
 ```
 
 Legend: B samples, T tokens, C tokens of a chunk, w tokens of a pass, s tokens of a sub-chunk, r tokens before its own
-that a key sees, d hidden size.
+that its key and query see, d hidden size.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,47 +35,37 @@ class Place(NamedTuple):
 class MemoryStream:
     """One layer's memory between two passes: its state after whole sub-chunks, and the hidden states since.
 
-    Without a cache, a pass ends with a sub-chunk, and what is kept of it are the r tokens that the next keys see.
+    Without a cache, a pass ends with a sub-chunk, and the r tokens that the next convolutions see are kept of it.
     """
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
-        self.at_chunk: torch.Tensor | None = None  # mac: the state at the beginning of each row's chunk
         self.since: torch.Tensor | None = None  # [B, r + s, d]: with those of the r tokens before; [B, r, d] uncached
 
-    def __call__(self, memory: Any, hidden: torch.Tensor, place: Place, read: bool = True) -> Any:
-        """Read for ``hidden[B, w, d]`` unless not asked to, then write what completes a sub-chunk."""
-        size, reach = memory.long_term_memory.options.sub_chunk, memory.long_term_memory.options.key_tokens - 1
+    def __call__(self, memory: Any, hidden: torch.Tensor, place: Place) -> torch.Tensor:
+        """Read for ``hidden[B, w, d]``, then write what completes a sub-chunk; return ``[B, w, d]``."""
+        size, reach = memory.long_term_memory.options.sub_chunk, memory.long_term_memory.options.conv_tokens - 1
         cached = place.start is not None and place.tokens is not None
         if self.since is None:
             self.since = hidden.new_zeros(len(hidden), reach + size * cached, hidden.shape[-1])
         if place.start is None or place.tokens is None:
-            given, self.state = memory(hidden, self.state, place.written, read=read, before=self.since)
-            self.since = torch.cat([self.since, hidden[:, -reach:]], 1)[:, -reach:] if reach else self.since
-            return given
-        first = place.start % size
-        whole = (first + place.tokens) // size * size  # [B] tokens of this window after which a sub-chunk ends
-        own = first[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
-        window = torch.cat([self.since, torch.zeros_like(hidden)], 1)
-        window = window.scatter(1, _wide(reach + own, hidden), hidden)
-        places = torch.arange(window.shape[1], device=hidden.device)
-        rest = (whole[:, None] + places[: reach + size]).clamp(max=window.shape[1] - 1)
-        self.since = window.gather(1, _wide(rest, hidden))
-        if read and not whole.any():
-            given, self.state = memory(hidden, self.state, None, write=False)
-            return given
+            recalled, self.state = memory(hidden, self.state, place.written, before=self.since)
+            last = torch.cat([self.since, hidden[:, max(0, hidden.shape[1] - reach) :]], 1)
+            self.since = last[:, last.shape[1] - reach :]
+            return recalled
+        first = place.start[:, None] % size
+        whole = (first + place.tokens[:, None]) // size * size  # [B, 1] tokens after which a sub-chunk ends
+        places = torch.arange(reach + size + hidden.shape[1], device=hidden.device)
+        own = first + places[: hidden.shape[1]]
+        window = torch.cat([self.since, torch.zeros_like(hidden)], 1).scatter(1, _wide(reach + own, hidden), hidden)
+        self.since = window.gather(1, _wide((whole + places[: reach + size]).clamp(max=len(places) - 1), hidden))
+        if not whole.any():
+            before = window.gather(1, _wide(first + places[:reach], hidden))
+            recalled, self.state = memory(hidden, self.state, None, write=False, before=before)
+            return recalled
         before, window = window[:, :reach], window[:, reach:]
-        given, self.state = memory(window, self.state, places[:-reach or None] < whole[:, None], read=read, before=before)
-        return given and given._replace(values=given.values.gather(1, _wide(own, given.values)))
-
-    def of_chunk(self, memory: Any, hidden: torch.Tensor, place: Place) -> Any:
-        """Read the state at the beginning of each row's chunk, which the chunk's own writes leave as it is."""
-        if place.start is None or self.at_chunk is None or self.state is None:
-            given, self.state = memory(hidden, self.state, None, write=False)
-            self.at_chunk = self.state
-            return given
-        self.at_chunk = torch.where((place.start == 0).view(-1, 1, 1, 1, 1), self.state, self.at_chunk)
-        return memory(hidden, self.at_chunk, None, write=False)[0]
+        recalled, self.state = memory(window, self.state, places[: len(places) - reach] < whole, before=before)
+        return recalled.gather(1, _wide(own, recalled))
 
 
 class ChunkKeys:
@@ -111,7 +101,7 @@ class StreamCache:
 
     def __init__(self, layers: Any) -> None:
         self.memories = {layer: MemoryStream() for layer in layers}
-        self.keys: dict[str, dict[int, list[torch.Tensor]]] = {}  # by kind of a layer's call, by layer
+        self.keys: dict[int, list[torch.Tensor]] = {}  # by layer
         self.columns = 0  # of the texts so far, padding included
         self._places: torch.Tensor | None = None  # int64 [B] on the host: tokens of each row's chunk so far
 
@@ -130,10 +120,7 @@ class StreamCache:
         for memory in self.memories.values():
             for name, tensor in vars(memory).items():
                 setattr(memory, name, tensor if tensor is None else tensor[rows])
-        self.keys = {
-            kind: {layer: [tensor[rows] for tensor in pair] for layer, pair in stored.items()}
-            for kind, stored in self.keys.items()
-        }
+        self.keys = {layer: [tensor[rows] for tensor in pair] for layer, pair in self.keys.items()}
         assert self._places is not None
         self._places = self._places[rows.cpu()]
 
