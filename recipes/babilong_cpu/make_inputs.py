@@ -21,8 +21,8 @@ from verl_ext.commands.babilong.stories import ACTORS, OBJECTS, PLACES, VERBS
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.init_model.command import InitModelOptions, init_model
 
-# Hidden size 64; the spread of the weights is that of narrow models. Tied embeddings grow with the answers' logits,
-# until what attention adds to a token, the actor of its fact, is a hundredth of the variance that the memory's keys see.
+# Hidden size 64; the spread of the weights is that of narrow models. Tied embeddings would grow with the answers'
+# logits, until the actor that attention adds to a token was a hundredth of the variance that the memory's keys see.
 ARCHITECTURE = (
     "model=tiny",
     "config={hidden_size:64,intermediate_size:128,num_hidden_layers:LAYERS,num_attention_heads:2,"

@@ -1,52 +1,85 @@
 #!/usr/bin/env bash
-# From nothing to the table of README.md: prose, tokenizer, models, samples, runs with and without memory, report.
+# From nothing to the tables of README.md: prose, tokenizer, models, samples, runs with and without memory, report.
 #
 #   recipes/babilong_cpu/run.sh [FOLDER [override …]]
 #
 # FOLDER: babilong_cpu_run unless given; a folder of this script's is reused. Overrides are of every training run.
-# SEEDS="1 2 3" names the seeds, of weights, memory and order. TOKENS=1 trains model.memory.kind=recurrent_tokens, too.
+# TASK=qa2 asks for objects in place of actors. SEEDS="1 2 3 4 5" names the seeds, of weights, memory and order.
+# KINDS="memory plain" are the models to train; tokens: model.memory.kind=recurrent_tokens.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 overrides=("${@:2}")
-read -ra seeds <<< "${SEEDS:-1 2 3}"
+task=${TASK:-qa1}
+read -ra seeds <<< "${SEEDS:-1 2 3 4 5}"
+read -ra kinds <<< "${KINDS:-memory plain}"
 source "$here/../small_run.sh"
 open_run babilong_cpu "${1:-babilong_cpu_run}"
 
-# samples FOLDER SIZE NUMBER SEED [override …]: a file of qa1 whose facts lie in the first half.
+# samples FOLDER TASK SIZE NUMBER SEED [override …]: a file of facts anywhere in a text of SIZE tokens.
 samples() {
-    verl-ext babilong "output_dir=$run/$1" overwrite=true "sizes=$2" "samples=$3" "seed=$4" \
-        "model.path=$run/inputs/model_${seeds[0]}" "background=$run/inputs/background" reserve_tokens=0 \
-        "${@:5}"
+    verl-ext babilong "output_dir=$run/$task/$1" overwrite=true "tasks=[$2]" "sizes=$3" "samples=$4" "seed=$5" \
+        "model.path=$run/$task/inputs/model_${seeds[0]}" "background=$run/$task/inputs/background" reserve_tokens=0 "${@:6}"
 }
 
 say "1/4  Prose to hide facts in, a tokenizer, a Qwen3 with random weights for each seed."
-python "$here/make_inputs.py" --output "$run/inputs" --seeds "${seeds[@]}"
+case $task in
+    qa1) layers=2 memories='{layers:[1]}' ;;
+    qa2) layers=4 memories='{layers:[1,2,3],heads:2}' ;;
+    *) echo "TASK must be qa1 or qa2; got $task" >&2 && exit 2 ;;
+esac
+python "$here/make_inputs.py" --output "$run/$task/inputs" --seeds "${seeds[@]}" --layers "$layers"
 
-say "2/4  Samples: two facts alone; two facts a chunk before the question; one to five facts up to three chunks before it."
-samples facts "[0k]" 25600 1 story.questions=1
-samples near "[53]" 6400 2 story.questions=1 facts_within=0.5
-samples far "[117]" 16000 3
-samples long "[495]" 3840 5
-samples val "[117,495]" 250 4
+say "2/4  Samples: facts alone, then in texts of 4 and of 8 chunks; for the report, of 8 to 256 chunks."
+if [[ $task == qa1 ]]; then
+    samples 1 qa1 "[0k]" 11200 1
+    samples 2 qa1 "[111]" 4800 2
+    samples 3 qa1 "[239]" 8000 3
+else
+    samples 1 qa1 "[0k]" 9600 1
+    samples 2 qa2 "[0k]" 25600 2 story.max_facts=14
+    samples 3 qa2 "[111]" 12800 3
+    samples 4 qa2 "[239]" 6400 4
+fi
+samples val "$task" "[239,495,1007,2031]" 250 11
+samples long "$task" "[4079,8175]" 100 12
+mv "$run/$task/long/$task"/*.json "$run/$task/val/$task/"
 
-# train NAME SEED [override …]
+# train KIND SEED: one rank, quietly; its lines are in the run's folder.
 train() {
-    say "     $1"
-    VERL_FILE_LOGGER_PATH="$run/$1/metrics.jsonl" NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=babilong_cpu \
-        "data.train_dir=[$run/facts,$run/near,$run/far,$run/long]" "data.val_dir=$run/val" "data.cache_dir=$run/cache" \
-        "model.path=$run/inputs/model_$2" "trainer.seed=$2" "trainer.default_local_dir=$run/$1" \
-        trainer.overwrite=true "${@:3}" "${overrides[@]}"
+    local output=$run/$task/$1_$2 memory files
+    files=$(printf '%s,' "$run/$task"/[1-9])
+    case $1 in
+        memory) memory="model.memory=$memories" ;;
+        tokens) memory="model.memory.kind=recurrent_tokens" ;;
+        plain) memory="model.memory.layers=[]" ;;
+        *) echo "KINDS must be of memory, tokens, plain; got $1" >&2 && return 2 ;;
+    esac
+    mkdir -p "$output"
+    VERL_FILE_LOGGER_PATH="$output/metrics.jsonl" NPROC_PER_NODE=1 "$here/../../launch/node.sh" \
+        recipe=babilong_cpu "data.train_dir=[${files%,}]" "data.cache_dir=$run/cache" \
+        "model.path=$run/$task/inputs/model_$2" "$memory" "trainer.seed=$2" "trainer.default_local_dir=$output" \
+        trainer.overwrite=true "${overrides[@]}" > "$output/output.log" 2>&1
 }
 
-say "3/4  Training on 2 ranks, each seed with memory and without; TOKENS=1: with memory tokens as well."
-for seed in "${seeds[@]}"; do
-    train "memory_$seed" "$seed"
-    [[ -z "${TOKENS:-}" ]] || train "tokens_$seed" "$seed" model.memory.kind=recurrent_tokens
-    train "plain_$seed" "$seed" "model.memory.layers=[]"
-done
+fail() {
+    tail -n 3 "$run/$task"/*/output.log >&2
+    kill $(jobs -p) 2>/dev/null
+    exit 1
+}
 
-say "4/4  Results."
-python "$here/report.py" --run "$run"
-verl-ext show "$run"/{memory,plain}_* "html=$run/run.html"
+say "3/4  Training, two runs at a time; each one's lines are in $run/$task/KIND_SEED/output.log."
+started=0
+for seed in "${seeds[@]}"; do
+    for kind in "${kinds[@]}"; do
+        if ((started >= 2)); then wait -n || fail; fi
+        { train "$kind" "$seed" && say "     $task, $kind, seed $seed: trained"; } &
+        started=$((started + 1))
+    done
+done
+for ((left = started < 2 ? started : 2; left > 0; left--)); do wait -n || fail; done
+
+say "4/4  Answers, in several minutes."
+python "$here/report.py" --run "$run" --task "$task"
+verl-ext show "$run/$task"/*_* "html=$run/run_$task.html"
 say "Done. Everything is in $run"
