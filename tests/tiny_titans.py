@@ -19,7 +19,7 @@ _BASE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
-_MEMORY = {"chunk_size": CHUNK, "sub_chunk": 8, "layers": [1], "heads": 2, "head_dim": 6}
+_MEMORY = {"chunk_size": CHUNK, "sub_chunk": 8, "layers": [1], "heads": 2, "head_dim": 6, "depth": 2}
 
 
 def tiny_base(name: str = "qwen3", **fields: Any) -> PreTrainedConfig:

@@ -24,13 +24,13 @@ samples() {
 
 say "1/4  Prose to hide facts in, a tokenizer, a Qwen3 with random weights for each seed."
 case $task in
-    qa1) layers=2 memories='{layers:[1]}' ;;
-    qa2) layers=4 memories='{layers:[1,2,3],heads:2}' ;;
+    qa1) layers=2 memories='{layers:[1]}' lengths='[239,495,1007,2031]' long='[4079,8175]' ;;
+    qa2) layers=4 memories='{layers:[1,2,3],heads:2}' lengths='[111,239,495,1007]' long='[2031,4079]' ;;
     *) echo "TASK must be qa1 or qa2; got $task" >&2 && exit 2 ;;
 esac
 python "$here/make_inputs.py" --output "$run/$task/inputs" --seeds "${seeds[@]}" --layers "$layers"
 
-say "2/4  Samples: facts alone, then in texts of 4 and of 8 chunks; for the report, of 8 to 256 chunks."
+say "2/4  Samples: facts alone, then in longer and longer texts; for the report, up to 32 times the longest."
 if [[ $task == qa1 ]]; then
     samples 1 qa1 "[0k]" 11200 1
     samples 2 qa1 "[111]" 4800 2
@@ -39,10 +39,9 @@ else
     samples 1 qa1 "[0k]" 9600 1
     samples 2 qa2 "[0k]" 25600 2 story.max_facts=14
     samples 3 qa2 "[111]" 12800 3
-    samples 4 qa2 "[239]" 6400 4
 fi
-samples val "$task" "[239,495,1007,2031]" 250 11
-samples long "$task" "[4079,8175]" 100 12
+samples val "$task" "$lengths" 250 11
+samples long "$task" "$long" 100 12
 mv "$run/$task/long/$task"/*.json "$run/$task/val/$task/"
 
 # train KIND SEED: one rank, quietly; its lines are in the run's folder.

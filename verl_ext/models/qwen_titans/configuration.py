@@ -29,7 +29,7 @@ class MemoryOptions(Options):
     tokens: int = option(16, "tokens that a chunk hands to the next, of kind recurrent_tokens", least=1)
     heads: int = option(4, "independent memories of a layer", least=1)
     head_dim: int = option(64, "size of a head's keys and values", least=1)
-    depth: int = option(2, "layers of a head's memory: 1, a matrix (quick to learn), or 2, a network", least=1, most=2)
+    depth: int = option(1, "layers of a head's memory: 1, a matrix (quick to learn), or 2, a network", least=1, most=2)
     expansion: int = option(2, "hidden size of a head's network over head_dim, at depth 2", least=1)
     sub_chunk: int = option(64, "tokens that read, and are measured against, the same weights", least=1)
     conv_tokens: int = option(8, "tokens that a key and a query see: their own and those before", least=1)

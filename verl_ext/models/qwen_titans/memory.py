@@ -30,10 +30,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl_ext.models.qwen_titans.configuration import MemoryOptions
 
-# Rates before training. θ = INITIAL_WRITE / tokens of a sub-chunk: training raises it for what a question asks for; at
-# 1.6, the limit of `write_limit`, it had to be brought down for all other words, which a text many times as long as the
-# trained ones still showed. A token is forgotten over FORGETTING_CHUNKS chunks: a write replaces what its key recalled, so that forgetting is seldom needed,
-# and a rate that training must first bring down ends the reach of the memory.
+# Rates before training, measured in recipes/babilong_cpu. θ = INITIAL_WRITE / tokens of a sub-chunk: training raises it
+# for the tokens that answers need. From 1.6, the limit of `write_limit`, it had to be brought down for all others, and
+# what was left of it wore facts away in texts many times as long as the trained ones. A token is forgotten over
+# FORGETTING_CHUNKS chunks: a write replaces what its key recalled, so that forgetting is seldom needed.
 INITIAL_WRITE = 0.4
 INITIAL_ETA = 0.1
 FORGETTING_CHUNKS = 1024
