@@ -26,7 +26,7 @@ from verl_ext.data.dataset import DatasetOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.documents import Documents
 from verl_ext.text.plain_text import RecordTextOptions, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
@@ -120,16 +120,12 @@ class PreTrainEncoder:
         found = tokenizer.tokenize(batch)
         if found.failure:
             raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
-        counts = Counts(records=batch.num_records)
-        for bad in found.bad:
-            counts.add_bad(bad.reason, bad.line)
-        counts.add_special_tokens(int(found.special_tokens.sum()), int((found.special_tokens > 0).sum()))
         keep = self.options.max_length - ADDED + 1 + self.has_bos
         tokens, lengths = cut_documents(found.tokens.astype(np.int32), found.lengths, keep)
         mask = np.ones(len(tokens), np.int8)
         mask[np.cumsum(lengths, dtype=np.int64) - lengths] = 0
         full = found.lengths.astype(np.int32)
-        return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, counts, full)
+        return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, found.counts(), full)
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
         """Yield a line for each thing that differs from the records; total: their counts as the report has them."""

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from verl_ext.files import CATEGORIES, REPORT, cached_folder, fingerprint, write_json
+from verl_ext.files import CATEGORIES, REPORT, cached_folder, file_state, fingerprint, write_json
 from verl_ext.progress import Done, Progress
 from verl_ext.redaction import redacted
 from verl_ext.text.dataset_folder import DatasetWriter
@@ -177,8 +177,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
         elif os.path.isdir(path):
             facts += file_facts(sorted(entry.path for entry in os.scandir(path) if entry.is_file()))
         else:
-            status = os.stat(path)
-            facts.append([os.path.realpath(path), status.st_size, status.st_mtime_ns])
+            facts.append([*file_state(path)])
     return facts
 
 
@@ -218,8 +217,12 @@ def _write(
     writer = DatasetWriter(folder, texts=encoder.texts)
 
     def add(documents: Documents) -> Documents:
-        _count(documents)
-        counts[documents.category_id].add(documents.counts)
+        own, lengths = documents.counts, documents.lengths
+        own.add_documents(lengths.tolist(), int(documents.loss_mask.sum(dtype=np.int64)))
+        if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
+            cut_off = int(cut.sum(dtype=np.int64))
+            own.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=cut_off)
+        counts[documents.category_id].add(own)
         writer.add(documents)
         return documents
 
@@ -241,12 +244,3 @@ def _write(
         "total": total.as_dict(),
     }
     write_json(folder / REPORT, report)
-
-
-def _count(documents: Documents) -> None:
-    """Add the documents to their own counts: number, tokens, targets, and what was cut off."""
-    counts, lengths = documents.counts, documents.lengths
-    counts.add_documents(lengths.tolist(), int(documents.loss_mask.sum(dtype=np.int64)))
-    if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
-        tokens = int(cut.sum(dtype=np.int64))
-        counts.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=tokens)
