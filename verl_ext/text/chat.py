@@ -7,7 +7,7 @@ record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -59,7 +59,7 @@ class _Found:
     documents: list[Document] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)  # of the documents, if records give theirs
     preview: list[list[Run]] = field(default_factory=list)
-    bad: list[tuple[Place, str | None, BadRecord]] = field(default_factory=list)  # place, category, error
+    bad: list[tuple[Place, str | None, BadRecord | DataError]] = field(default_factory=list)  # place, category, error
 
     def counts_of(self, category: str | None) -> list[Counts]:
         """Return the counts of a record's source, and of its category if records give it."""
@@ -103,18 +103,14 @@ class ChatEncoder:
         """Encode a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""
         found = _Found(Counts(records=len(chunk.records)))
         items = list(self._items(chunk, found))
-        failed: tuple[Any, DataError] | None = None
         for item, encoded in zip(items, self._encoded(items), strict=True):
             try:
                 self._add(item, encoded, chunk.path, found)
-            except BadRecord as error:
+            except (BadRecord, DataError) as error:
                 found.bad.append((item.number, item.category, error))
-            except DataError as error:  # it ends the run, unless an earlier bad record does
-                failed = item.number, error
-                break
         for number, category, bad in sorted(found.bad, key=lambda bad: bad[0]):
-            if failed and failed[0] < number:
-                break
+            if isinstance(bad, DataError):  # it ends the run, unless an earlier bad record does
+                raise bad
             line = f"{chunk.place(number)}: {bad}"
             # Chats that on_unprinted=drop leaves out, and targets lost to truncation, are what the user asked for.
             is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
@@ -123,8 +119,6 @@ class ChatEncoder:
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
             for counts in found.counts_of(category):
                 counts.add_bad(bad.reason, line)
-        if failed:
-            raise failed[1]
         for counts in (found.counts, *found.by_category.values()):
             ends = counts.end_of_turn.items()
             counts.text_ends.update({end: turns for end, turns in ends if end and not self._is_one_token(end)})
@@ -245,7 +239,8 @@ class ChatEncoder:
             if item.category is not None:
                 found.categories.append(item.category)
             if len(found.preview) < self._preview:
-                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
+                decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, decode))
 
     def _document(self, item: _Item, encoded: Encoded) -> Document:
         """Make a document of a text's tokens, mask and weights; a plain text ends with EOS."""
@@ -281,6 +276,3 @@ class ChatEncoder:
         if encoded.offsets is not None:
             return encoded.offsets.first_after(character)
         return len(self._encoder.ids(text[:character]))
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -79,9 +79,9 @@ class DatasetWriter:
         for number, (path, has_weights) in enumerate(self._shards):
             if self.weighted and not has_weights:
                 _add_weights(path, _schema(True, self.texts))
-            name = _shard_name(number, len(self._shards))
-            os.replace(path, self.folder / name)
-            shards.append(_shard(self.folder / name))
+            named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
+            os.replace(path, named)
+            shards.append(Shard(named.name, os.path.getsize(named), checksum_by_blocks(named)))
         _write_metadata(self.folder, shards, _schema(self.weighted, self.texts))
 
     def abandon(self) -> None:
@@ -127,14 +127,6 @@ class DatasetWriter:
         texts = [pa.array(documents.texts[name], pa.large_string()) for name in self.texts]
         columns = [*lists[:3], *numbers, *texts, *lists[3:]]
         return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts))
-
-
-def _shard_name(number: int, of: int) -> str:
-    return f"data-{number:05d}-of-{of:05d}.arrow"
-
-
-def _shard(path: Path) -> Shard:
-    return Shard(path.name, os.path.getsize(path), checksum_by_blocks(path))
 
 
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:

@@ -44,22 +44,13 @@ def as_plain_text(tokenizer: Any) -> dict[str, bool]:
 
 @dataclass
 class ChatText:
-    """A rendered chat.
-
-    Attributes:
-        rendered: its text and targets.
-        parts: those of its targets, in order, with their weights.
-        learnt: the parts whose weight is not 0.
-        disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold the names of special tokens.
-        special_tokens: the number of these names.
-        border_tokens, dropped_reasoning, dropped_blocks: see `Counts`.
-    """
+    """A rendered chat; border_tokens, dropped_reasoning and dropped_blocks are those of `Counts`."""
 
     rendered: RenderedChat
-    parts: list[Part] = field(default_factory=list)
-    learnt: list[Part] = field(default_factory=list)
-    disguised: str | None = None
-    special_tokens: int = 0
+    parts: list[Part] = field(default_factory=list)  # of its targets, in order, with their weights
+    learnt: list[Part] = field(default_factory=list)  # those whose weight is not 0
+    disguised: str | None = None  # for `SpecialTokens.renamed_tokenizer`, if messages hold names of special tokens
+    special_tokens: int = 0  # the number of these names
     border_tokens: int = 0
     dropped_reasoning: int = 0
     dropped_blocks: int = 0
