@@ -172,7 +172,7 @@ class ListColumn:
         if view is None:
             chunk = self._chunks[number]
             offsets = _offsets(chunk)
-            values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+            values = chunk.flatten()
             if pa.types.is_boolean(values.type):
                 flat: Any = _Converted(values, lambda bits: bits.to_numpy(zero_copy_only=False))
             else:

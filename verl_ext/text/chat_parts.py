@@ -250,7 +250,7 @@ def is_opened(before: str) -> bool:
 
 @dataclass(frozen=True)
 class Learnt:
-    """The parts of turns that are learnt where a message does not say otherwise."""
+    """The parts of turns that are learnt, unless a message says otherwise."""
 
     reasoning: bool = True
     tool_calls: bool = True

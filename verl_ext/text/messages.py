@@ -101,7 +101,7 @@ class MessageReader:
         self.dropped: Counter[str] = Counter()
 
     def turns(self, raw_messages: list[Any]) -> list[Turn]:
-        """Every message; `BadRecord` says which cannot be used, and why."""
+        """Read every message. Raises `BadRecord`, which says which cannot be used, and why."""
         turns = [self._turn(raw, f"message {number}") for number, raw in enumerate(raw_messages, start=1)]
         others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
         if (other := next(others, None)) is not None and any(turn.weight != 1 for turn in turns):
