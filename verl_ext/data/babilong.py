@@ -34,7 +34,7 @@ from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, absolute_path
 from verl_ext.text.special_tokens import as_plain_text
-from verl_ext.text.tokenized import number_categories
+from verl_ext.text.tokenized import Encoder, number_categories
 from verl_ext.values import Options, option, plain
 
 FIELDS = ("input", "question", "target")
@@ -126,16 +126,11 @@ def prompt_text(context: str, question: str) -> str:
     return f"{context}\n\nQuestion: {question}\nAnswer:"
 
 
-@dataclass(frozen=True)
-class BABILongEncoder:
+class BABILongEncoder(Encoder):
     """Records as documents of prompt and answer, cut to max_length tokens; a file's category is its task and size."""
 
-    Options: ClassVar[type[SampleOptions]] = SampleOptions
-    texts: ClassVar[tuple[str, ...]] = ("question", "target")
-
-    tokenizer: Any
+    Options, texts = SampleOptions, ("question", "target")
     options: SampleOptions
-    key: str = "data.train_dir"
 
     @property
     def prompt_tokens(self) -> int:
@@ -171,8 +166,8 @@ class BABILongEncoder:
             if not records_of[file.path]:
                 raise ValueError(f"{self.key} must hold at least one record in every file; {file.path} has none")
 
+    @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line if prompts were cut; total: the counts of all records as the report has them."""
         if cut := total["over_length"]:
             yield (
                 f"{cut['truncated_documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "

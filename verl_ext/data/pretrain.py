@@ -30,7 +30,7 @@ from verl_ext.text.documents import Documents
 from verl_ext.text.plain_text import RecordTextOptions, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
-from verl_ext.text.tokenized import number_categories
+from verl_ext.text.tokenized import Encoder, number_categories
 from verl_ext.values import option
 
 ROWS = ("packed", "padded")
@@ -93,16 +93,11 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
         return replace(self, **{"max_tokens": budget, **self.implied(vars(self))})
 
 
-@dataclass(frozen=True)
-class PreTrainEncoder:
+class PreTrainEncoder(Encoder):
     """Text records as documents of BOS, text and EOS; a document's category is its file's name."""
 
-    Options: ClassVar[type[DocumentOptions]] = DocumentOptions
-    texts: ClassVar[tuple[str, ...]] = ()
-
-    tokenizer: Any
+    Options = DocumentOptions
     options: DocumentOptions
-    key: str = "data.train_dir"
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
         """Yield the files' documents; ValueError for a tokenizer without EOS or a record that cannot be used."""
@@ -127,8 +122,8 @@ class PreTrainEncoder:
         full = found.lengths.astype(np.int32)
         return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, found.counts(), full)
 
+    @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each thing that differs from the records; total: their counts as the report has them."""
         if not self.has_bos:
             yield f"the tokenizer has no bos_token: documents of {self.key} begin with the first token of their text"
         if cut := total["over_length"]:
