@@ -211,8 +211,7 @@ class ChatEncoder:
         if isinstance(chat := item.text, ChatText):
             counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
             counts.border_tokens += chat.border_tokens
-            if chat.rendered.unprinted:
-                counts.unprinted.update(chat.rendered.unprinted)
+            counts.unprinted.update(chat.unprinted)
             if len(chat.learnt) < len(chat.parts):
                 counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
             counts.dropped_reasoning += chat.dropped_reasoning

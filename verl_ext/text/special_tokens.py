@@ -51,6 +51,7 @@ class ChatText:
     learnt: list[Part] = field(default_factory=list)  # those whose weight is not 0
     disguised: str | None = None  # for `SpecialTokens.renamed_tokenizer`, if messages hold names of special tokens
     special_tokens: int = 0  # the number of these names
+    unprinted: list[str] = field(default_factory=list)  # of the record's first text: the words that its texts lack
     border_tokens: int = 0
     dropped_reasoning: int = 0
     dropped_blocks: int = 0
