@@ -29,7 +29,7 @@ from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.documents import Counts, Document, Documents, joined
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, absolute_path
@@ -150,18 +150,13 @@ class BABILongEncoder(Encoder):
                 raise ValueError(f"{self.key} must hold JSON lists of records; {batch.failure}")
             if not records:
                 continue
-            samples = self.samples(records)
-            yield Documents(
-                batch.source,
-                batch.num_bytes,
-                np.concatenate([sample.input_ids for sample in samples]),
-                np.concatenate([np.arange(-len(s.input_ids), 0) >= -s.targets for s in samples]).astype(np.int8),
-                np.array([len(sample.input_ids) for sample in samples], np.int32),
-                None,
-                Counts(records=len(records)),
-                np.array([sample.full_tokens for sample in samples], np.int32),
-                texts={name: [getattr(record, name) for record in records] for name in self.texts},
-            )
+            samples = []
+            for ids, targets, full_tokens in self.samples(records):
+                mask = (np.arange(-len(ids), 0) >= -targets).astype(np.int8)
+                samples.append(Document(ids, mask, full_length=full_tokens))
+            documents = joined(samples, batch.source, batch.num_bytes, Counts(records=len(records)))
+            documents.texts = {name: [getattr(record, name) for record in records] for name in self.texts}
+            yield documents
         for file in files:
             if not records_of[file.path]:
                 raise ValueError(f"{self.key} must hold at least one record in every file; {file.path} has none")
