@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl_ext.files import atomic_write, checksum_by_blocks, fingerprint, write_json
-from verl_ext.text.arrow_folder import STATE, Shard, read_state
+from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.documents import Documents
 
 SHARD_BYTES = 500 * 1000 * 1000
@@ -143,7 +143,7 @@ def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) ->
 
 def has_document_columns(folder: Path) -> bool:
     """Return whether every shard of a dataset is as it was written here, so that its DOCUMENT_COLUMNS hold."""
-    for shard in read_state(folder).shards:
+    for shard in read_shards(folder):
         with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
             if not MARK.items() <= (reader.schema.metadata or {}).items():
                 return False

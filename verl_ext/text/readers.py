@@ -20,7 +20,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from verl_ext.text.arrow_folder import STATE, parse_state, read_state
+from verl_ext.text.arrow_folder import STATE, parse_shards, read_shards
 from verl_ext.text.json_records import BadRecord, json_list, parse_line
 from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_url, open_source
 from verl_ext.values import DataError, first_line
@@ -316,14 +316,14 @@ def arrow_shards(folder: str) -> list[str]:
     try:
         if is_url(folder):
             with open_source(f"{folder}/{STATE}") as file:
-                state = parse_state(file.stream.read().decode("utf-8"))
+                shards = parse_shards(file.stream.read().decode("utf-8"))
         else:
-            state = read_state(Path(folder))
+            shards = read_shards(Path(folder))
     except DataError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: cannot be read as an Arrow folder: {first_line(error)}") from error
-    return [f"{folder}/{shard.name}" for shard in state.shards]
+    return [f"{folder}/{shard.name}" for shard in shards]
 
 
 def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
