@@ -103,6 +103,11 @@ class ChatEncoder:
                 self._add(item, encoded, chunk.path, found)
             except (BadRecord, DataError) as error:
                 found.bad.append((item.number, item.category, error))
+        of_source = Counts()
+        for counts in found.counts.values():
+            ends = counts.end_of_turn.items()
+            counts.text_ends.update({end: turns for end, turns in ends if end and not self._is_one_token(end)})
+            of_source.add(counts)
         for number, category, bad in sorted(found.bad, key=lambda bad: bad[0]):
             if isinstance(bad, DataError):  # it ends the run, unless an earlier bad record does
                 raise bad
@@ -112,12 +117,8 @@ class ChatEncoder:
             is_asked_for |= bad.reason.startswith("no_target_after")
             if self.options.on_bad_record == "error" and not is_asked_for:
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
-            found.counts[category].add_bad(bad.reason, line)
-        of_source = Counts()
-        for counts in found.counts.values():
-            ends = counts.end_of_turn.items()
-            counts.text_ends.update({end: turns for end, turns in ends if end and not self._is_one_token(end)})
-            of_source.add(counts)
+            for counts in (of_source, found.counts[category]):
+                counts.add_bad(bad.reason, line)
         documents = joined(found.documents, chunk.category_id, chunk.num_bytes, of_source)
         documents.preview = found.preview
         if self.options.category_field:

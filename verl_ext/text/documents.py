@@ -218,10 +218,9 @@ def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter
     stop = max_tokens if policy == "truncate" else tokens
     pieces = [document.part(start, min(start + max_tokens, stop)) for start in range(0, stop, max_tokens)]
     targets = [int(piece.loss_mask.sum()) for piece in pieces]
+    past, done = {"truncate": ("truncation", "truncated"), "split": ("split", "split")}[policy]
     if not any(targets):
-        past = {"truncate": "truncation", "split": "split"}[policy]
         raise BadRecord(f"no_target_after_{past}", f"no target is left of {tokens} tokens at max_tokens={max_tokens}")
-    done = {"truncate": "truncated", "split": "split"}[policy]
     counts[f"{done}_documents"] += 1
     counts[f"{done}_targets_lost"] += int(document.loss_mask.sum()) - sum(targets)
     if policy == "truncate":
