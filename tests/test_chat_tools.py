@@ -349,3 +349,9 @@ def test_reasoning_of_earlier_turns_is_not_missed_where_each_turn_is_learnt_with
 def test_a_record_of_several_documents_is_counted_once_as_not_printed(tmp_path: Path) -> None:
     tally = tokenized(tmp_path, HEADERS, [with_everything()], "turns=each").sources["agent"]
     assert (tally.documents, tally.unprinted) == (2, {"reasoning_content": 1, "tools": 1})
+
+
+def test_a_turn_that_is_not_printed_is_counted_if_only_later_turns_give_documents(tmp_path: Path) -> None:
+    for turns in ("all", "each"):
+        tally = tokenized(tmp_path / turns, CHATML, [agent_chat(SIT)], f"turns={turns}").sources["agent"]
+        assert (tally.documents, tally.unprinted) == (1, {"tool_calls": 1})

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from verl_ext.data.categories import CategoryNumbers
 from verl_ext.data.reading import DataFile
 from verl_ext.packing.plan import offsets_of
-from verl_ext.text.arrow_folder import STATE, Shard, read_state
+from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.dataset_folder import DOCUMENT_COLUMNS, TOKEN_COLUMNS, has_document_columns
 from verl_ext.values import first_line
 
@@ -37,7 +37,7 @@ def open_folder(folder: str, key: str) -> pa.Table:
     if problem := _folder_problem(path):
         raise ValueError(f"{key} must be {problem}")
     try:
-        shards = read_state(path).shards
+        shards = read_shards(path)
         for shard in shards:
             _check_whole(path / shard.name, shard)
         # As `datasets.load_from_disk` does, whose import takes a second. An empty dataset is saved as no file.
@@ -172,7 +172,7 @@ class ListColumn:
         if view is None:
             chunk = self._chunks[number]
             offsets = _offsets(chunk)
-            values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+            values = chunk.flatten()
             if pa.types.is_boolean(values.type):
                 flat: Any = _Converted(values, lambda bits: bits.to_numpy(zero_copy_only=False))
             else:
@@ -275,7 +275,7 @@ class TokenizedData:
         found = []
         for folder in map(Path, self.folders):
             recorded = (folder / STATE).stat().st_mtime_ns
-            for name, _, checksum in read_state(folder).shards:
+            for name, _, checksum in read_shards(folder):
                 found.append(DataFile(str(folder / name), checksum, recorded))
         return tuple(found)
 

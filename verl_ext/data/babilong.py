@@ -29,12 +29,12 @@ from verl_ext.data.dataset import DatasetOptions, missing_paths
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.documents import Counts, Document, Documents, joined
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.readers import read_batches
 from verl_ext.text.sources import SourceFile, absolute_path
 from verl_ext.text.special_tokens import as_plain_text
-from verl_ext.text.tokenized import number_categories
+from verl_ext.text.tokenized import Encoder, number_categories
 from verl_ext.values import Options, option, plain
 
 FIELDS = ("input", "question", "target")
@@ -126,16 +126,11 @@ def prompt_text(context: str, question: str) -> str:
     return f"{context}\n\nQuestion: {question}\nAnswer:"
 
 
-@dataclass(frozen=True)
-class BABILongEncoder:
+class BABILongEncoder(Encoder):
     """Records as documents of prompt and answer, cut to max_length tokens; a file's category is its task and size."""
 
-    Options: ClassVar[type[SampleOptions]] = SampleOptions
-    texts: ClassVar[tuple[str, ...]] = ("question", "target")
-
-    tokenizer: Any
+    Options, texts = SampleOptions, ("question", "target")
     options: SampleOptions
-    key: str = "data.train_dir"
 
     @property
     def prompt_tokens(self) -> int:
@@ -155,24 +150,19 @@ class BABILongEncoder:
                 raise ValueError(f"{self.key} must hold JSON lists of records; {batch.failure}")
             if not records:
                 continue
-            samples = self.samples(records)
-            yield Documents(
-                batch.source,
-                batch.num_bytes,
-                np.concatenate([sample.input_ids for sample in samples]),
-                np.concatenate([np.arange(-len(s.input_ids), 0) >= -s.targets for s in samples]).astype(np.int8),
-                np.array([len(sample.input_ids) for sample in samples], np.int32),
-                None,
-                Counts(records=len(records)),
-                np.array([sample.full_tokens for sample in samples], np.int32),
-                texts={name: [getattr(record, name) for record in records] for name in self.texts},
-            )
+            samples = []
+            for ids, targets, full_tokens in self.samples(records):
+                mask = (np.arange(-len(ids), 0) >= -targets).astype(np.int8)
+                samples.append(Document(ids, mask, full_length=full_tokens))
+            documents = joined(samples, batch.source, batch.num_bytes, Counts(records=len(records)))
+            documents.texts = {name: [getattr(record, name) for record in records] for name in self.texts}
+            yield documents
         for file in files:
             if not records_of[file.path]:
                 raise ValueError(f"{self.key} must hold at least one record in every file; {file.path} has none")
 
+    @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line if prompts were cut; total: the counts of all records as the report has them."""
         if cut := total["over_length"]:
             yield (
                 f"{cut['truncated_documents']} of {total['documents']} samples have prompts over {self.prompt_tokens} "

@@ -26,11 +26,11 @@ from verl_ext.data.dataset import DatasetOptions
 from verl_ext.data.sft import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.packing import MOST_TOKENS
-from verl_ext.text.documents import Counts, Documents
+from verl_ext.text.documents import Documents
 from verl_ext.text.plain_text import RecordTextOptions, TextTokenizer
 from verl_ext.text.readers import Batch, read_batches
 from verl_ext.text.sources import SourceFile, absolute_path, file_name, find_source_files, without_compression
-from verl_ext.text.tokenized import number_categories
+from verl_ext.text.tokenized import Encoder, number_categories
 from verl_ext.values import option
 
 ROWS = ("packed", "padded")
@@ -93,16 +93,11 @@ class PreTrainOptions(TextSetOptions, DocumentOptions):
         return replace(self, **{"max_tokens": budget, **self.implied(vars(self))})
 
 
-@dataclass(frozen=True)
-class PreTrainEncoder:
+class PreTrainEncoder(Encoder):
     """Text records as documents of BOS, text and EOS; a document's category is its file's name."""
 
-    Options: ClassVar[type[DocumentOptions]] = DocumentOptions
-    texts: ClassVar[tuple[str, ...]] = ()
-
-    tokenizer: Any
+    Options = DocumentOptions
     options: DocumentOptions
-    key: str = "data.train_dir"
 
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
         """Yield the files' documents; ValueError for a tokenizer without EOS or a record that cannot be used."""
@@ -120,19 +115,15 @@ class PreTrainEncoder:
         found = tokenizer.tokenize(batch)
         if found.failure:
             raise ValueError(f"{self.key} must hold records with a text; {found.failure}")
-        counts = Counts(records=batch.num_records)
-        for bad in found.bad:
-            counts.add_bad(bad.reason, bad.line)
-        counts.add_special_tokens(int(found.special_tokens.sum()), int((found.special_tokens > 0).sum()))
         keep = self.options.max_length - ADDED + 1 + self.has_bos
         tokens, lengths = cut_documents(found.tokens.astype(np.int32), found.lengths, keep)
         mask = np.ones(len(tokens), np.int8)
         mask[np.cumsum(lengths, dtype=np.int64) - lengths] = 0
         full = found.lengths.astype(np.int32)
-        return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, counts, full)
+        return Documents(batch.source, batch.num_bytes, tokens, mask, lengths, None, found.counts(), full)
 
+    @override
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each thing that differs from the records; total: their counts as the report has them."""
         if not self.has_bos:
             yield f"the tokenizer has no bos_token: documents of {self.key} begin with the first token of their text"
         if cut := total["over_length"]:

@@ -16,7 +16,7 @@ from verl_ext.data.left_out import DroppedDocuments
 from verl_ext.data.sft import SFTDataSet, SFTOptions
 from verl_ext.files import default_root
 from verl_ext.text.sources import SourceFile
-from verl_ext.text.tokenized import read_report, tokenized
+from verl_ext.text.tokenized import Encoder, read_report, tokenized
 from verl_ext.values import option, options_of
 
 IGNORED = -100  # the label that Hugging Face losses leave out
@@ -40,11 +40,8 @@ class TextSet(SFTDataSet):
     """Base of sets of texts, whose rows have labels besides.
 
     Whole files are tokenized once for each tokenizer and set of encoder options, whatever the split, max_samples and
-    the packs; after that rows are read from the cache.
-
-    Two constructor forms give the same rows: the family's own, with a path, a tokenizer and max_length; and verl's,
-    `(parquet_files=…, tokenizer=…, config=…, processor=None, max_samples=-1)`, whose options are the keys of `config`
-    that `Options` has. An argument that is given wins. A path may be a list of paths.
+    the packs; after that rows are read from the cache. The constructor forms are those of SFTDataSet, with a path (or a
+    list of paths), a tokenizer and max_length in the family's own.
 
     encoder: the class that makes documents of files; its `Options` are a part of the family's. cut_reason: what the
     report calls a document that lost tokens when it was tokenized; cuts_targets: these tokens were targets. split:
@@ -53,7 +50,7 @@ class TextSet(SFTDataSet):
 
     needs_tokenizer = True
     requires_max_tokens = False
-    encoder: ClassVar[Any]
+    encoder: ClassVar[type[Encoder]]
     cut_reason: str
     cuts_targets = False
     split: str | None

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from verl_ext.show.data import Row
 from verl_ext.show.roles import names_of
-from verl_ext.text.documents import CUT
+from verl_ext.text.documents import CUT, decoded
 from verl_ext.values import one_line
 
 MOST_BYTES = 16  # tokens that may form one character, and then some
@@ -50,28 +50,19 @@ def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
     while begin < len(ids):
         end = begin + 1
         is_special = ids[begin] in special
-        text = decoded(ids, begin, end, tokenizer.decode)
+        text = decoded(row.input_ids, begin, end, tokenizer.decode)
         while CUT in text and not is_special and end < len(ids) and end - begin < MOST_BYTES:
             if ids[end] in special or mask[end] != mask[begin]:
                 break
             end += 1
-            text = decoded(ids, begin, end, tokenizer.decode)
+            text = decoded(row.input_ids, begin, end, tokenizer.decode)
         if CUT in text and end > begin + 1:  # bytes of no character: shown one by one
             end = begin + 1
-            text = decoded(ids, begin, end, tokenizer.decode)
+            text = decoded(row.input_ids, begin, end, tokenizer.decode)
         weight = weights[begin] if mask[begin] else 0.0
         cells.append(Cell(text, tuple(ids[begin:end]), mask[begin], is_special, weight))
         begin = end
     return cells
-
-
-def decoded(ids: Sequence[int], begin: int, end: int, decode: Decode) -> str:
-    """Decode tokens begin..end-1 after the one before, without which some tokenizers drop a leading space."""
-    if begin:
-        before, text = decode(list(ids[begin - 1 : begin])), decode(list(ids[begin - 1 : end]))
-        if CUT not in before and text.startswith(before):
-            return text[len(before) :]
-    return decode(list(ids[begin:end]))
 
 
 def _markers(tokenizer: Any) -> set[int]:

@@ -24,15 +24,8 @@ class Shard(NamedTuple):
     xxh3_128: str | None = None
 
 
-class ArrowState(NamedTuple):
-    """The shards, and the fingerprint of `datasets`, which is one of the content if verl-ext wrote it."""
-
-    fingerprint: str | None
-    shards: tuple[Shard, ...]
-
-
-def parse_state(content: str) -> ArrowState:
-    """Return what a state.json says.
+def parse_shards(content: str) -> tuple[Shard, ...]:
+    """Return the shards that the content of a state.json names.
 
     Raises ValueError for anything that cannot be used, in a few words that follow the folder's name.
     """
@@ -43,20 +36,18 @@ def parse_state(content: str) -> ArrowState:
     if state.get("_indices_data_files"):
         raise ValueError("its rows are in an order of their own: save it anew")
     shards = tuple(_shard(file) for file in files)
-    names = [shard.name for shard in shards]
-    if len({*names}) != len(names):
+    if len({shard.name for shard in shards}) != len(shards):
         raise ValueError(f"its {STATE} names a file twice")
-    fingerprint = state.get("_fingerprint")
-    return ArrowState(fingerprint if isinstance(fingerprint, str) else None, shards)
+    return shards
 
 
-def read_state(folder: Path) -> ArrowState:
-    """Return the state of a local folder. Raises ValueError as `parse_state`, and for a link out of the folder."""
-    state = parse_state((folder / STATE).read_text(encoding="utf-8"))
-    for shard in state.shards:
+def read_shards(folder: Path) -> tuple[Shard, ...]:
+    """Return the shards of a local folder. Raises ValueError as `parse_shards`, and for a link out of the folder."""
+    shards = parse_shards((folder / STATE).read_text(encoding="utf-8"))
+    for shard in shards:
         if not is_inside(folder / shard.name, folder):
             raise ValueError(f"its {shard.name} is a link out of the folder")
-    return state
+    return shards
 
 
 def _shard(file: dict[str, Any]) -> Shard:

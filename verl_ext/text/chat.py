@@ -4,10 +4,10 @@ record --parse_record--> Chat --ChatRenderer--> ChatText, with spans --TextEncod
                          PlainText ---------------------------------> ids, with EOS              --> Document
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +35,7 @@ class _Item:
     """A text of a record, of which a chat with turns=each has several."""
 
     number: Place
-    category: str | None
+    category: str
     text: str | TextFile | ChatText
     weight: float | None
     content: Chat | PlainText
@@ -54,16 +54,11 @@ class ShownText:
 class _Found:
     """The results of a chunk so far."""
 
-    counts: Counts
-    by_category: dict[str, Counts] = field(default_factory=dict)
+    counts: dict[str, Counts] = field(default_factory=lambda: defaultdict(Counts))  # by category, "" if none is given
     documents: list[Document] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)  # of the documents, if records give theirs
+    categories: list[str] = field(default_factory=list)  # of the documents
     preview: list[list[Run]] = field(default_factory=list)
-    bad: list[tuple[Place, str | None, BadRecord]] = field(default_factory=list)  # place, category, error
-
-    def counts_of(self, category: str | None) -> list[Counts]:
-        """Return the counts of a record's source, and of its category if records give it."""
-        return [self.counts, *([self.by_category.setdefault(category, Counts())] if category is not None else [])]
+    bad: list[tuple[Place, str, BadRecord | DataError]] = field(default_factory=list)  # place, category, error
 
 
 class ChatEncoder:
@@ -101,42 +96,38 @@ class ChatEncoder:
 
     def encode(self, chunk: Chunk) -> Documents:
         """Encode a chunk. Raises `DataError` for the first bad record under `on_bad_record=error`."""
-        found = _Found(Counts(records=len(chunk.records)))
+        found = _Found()
         items = list(self._items(chunk, found))
-        failed: tuple[Any, DataError] | None = None
         for item, encoded in zip(items, self._encoded(items), strict=True):
             try:
                 self._add(item, encoded, chunk.path, found)
-            except BadRecord as error:
+            except (BadRecord, DataError) as error:
                 found.bad.append((item.number, item.category, error))
-            except DataError as error:  # it ends the run, unless an earlier bad record does
-                failed = item.number, error
-                break
+        of_source = Counts()
+        for counts in found.counts.values():
+            ends = counts.end_of_turn.items()
+            counts.text_ends.update({end: turns for end, turns in ends if end and not self._is_one_token(end)})
+            of_source.add(counts)
         for number, category, bad in sorted(found.bad, key=lambda bad: bad[0]):
-            if failed and failed[0] < number:
-                break
+            if isinstance(bad, DataError):  # it ends the run, unless an earlier bad record does
+                raise bad
             line = f"{chunk.place(number)}: {bad}"
             # Chats that on_unprinted=drop leaves out, and targets lost to truncation, are what the user asked for.
             is_asked_for = bad.reason == "unprinted" and self.options.on_unprinted != "error"
             is_asked_for |= bad.reason.startswith("no_target_after")
             if self.options.on_bad_record == "error" and not is_asked_for:
                 raise DataError(f"{line} ({bad.reason}; on_bad_record=skip leaves such records out)")
-            for counts in found.counts_of(category):
+            for counts in (of_source, found.counts[category]):
                 counts.add_bad(bad.reason, line)
-        if failed:
-            raise failed[1]
-        for counts in (found.counts, *found.by_category.values()):
-            ends = counts.end_of_turn.items()
-            counts.text_ends.update({end: turns for end, turns in ends if end and not self._is_one_token(end)})
-        documents = joined(found.documents, chunk.category_id, chunk.num_bytes, found.counts)
+        documents = joined(found.documents, chunk.category_id, chunk.num_bytes, of_source)
         documents.preview = found.preview
-        if found.by_category:
-            documents.category_names, documents.category_counts = found.categories, found.by_category
+        if self.options.category_field:
+            documents.category_names, documents.category_counts = found.categories, dict(found.counts)
         return documents
 
     def shown(self, chunk: Chunk) -> Iterator[ShownText]:
         """Yield the texts of a chunk's records, without those that give no document."""
-        items = list(self._items(chunk, _Found(Counts())))
+        items = list(self._items(chunk, _Found()))
         for item, encoded in zip(items, self._encoded(items), strict=True):
             try:
                 if isinstance(encoded, Exception):
@@ -161,24 +152,23 @@ class ChatEncoder:
         """Yield the texts of every record; add unusable records to `found.bad`."""
         category_field = self.options.category_field
         for number, raw in chunk.records:
-            category = self.sources[chunk.category_id - 1] if category_field else None
+            category = self.sources[chunk.category_id - 1] if category_field else ""
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
                 if category_field:
                     own = category_of(raw, category_field)
-                    found.counts.uncategorised += own is None
                     category = category if own is None else own
+                    found.counts[category].uncategorised += own is None
                 record = parse_record(raw, self.options.columns, drop_media=self.options.media == "drop")
                 texts = self._texts(record.content)
-                self._count_fields(record, found.counts_of(category))
+                self._count_fields(record, found.counts[category])
                 for text in texts:
                     yield _Item(number, category, text, record.weight, record.content)
             except RecursionError:
                 found.bad.append((number, category, BadRecord("malformed_json", "the record is nested too deep")))
             except BadRecord as error:
                 found.bad.append((number, category, error))
-            for counts in found.counts_of(category)[1:]:
-                counts.records += 1
+            found.counts[category].records += 1
 
     def _texts(self, content: Chat | PlainText) -> Sequence[str | TextFile | ChatText]:
         texts: list[str | TextFile | ChatText]
@@ -193,7 +183,7 @@ class ChatEncoder:
         """The renderer, made for the first chat: plain texts need no chat template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
 
-    def _count_fields(self, record: Record, counts: list[Counts]) -> None:
+    def _count_fields(self, record: Record, counts: Counts) -> None:
         """Count the fields that nothing reads; a message's field counts if the template does not name it."""
         if not (record.unused or record.message_fields or record.dropped):
             return
@@ -202,9 +192,8 @@ class ChatEncoder:
         for name, messages in record.message_fields.items():
             if name not in self._chats.template_words:
                 unused[one_line(f"messages.{name}")] += messages
-        for each in counts:
-            each.unused_fields.update(unused)
-            each.dropped_media.update(record.dropped)
+        counts.unused_fields.update(unused)
+        counts.dropped_media.update(record.dropped)
 
     def _encoded(self, items: list[_Item]) -> list[Any]:
         """Encode every text; return `Encoded` or the error for each."""
@@ -218,34 +207,29 @@ class ChatEncoder:
         """Add a text's documents, cut if they are too long, and their counts. Raises `BadRecord`."""
         if isinstance(encoded, Exception):
             raise encoded
-        document, over_length = self._document(item, encoded), Counter[str]()
-        for counts in found.counts_of(item.category):
-            counts.add_special_tokens(encoded.special_tokens)
-            if isinstance(chat := item.text, ChatText):
-                counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
-                counts.border_tokens += chat.border_tokens
-                if chat.rendered.unprinted:
-                    counts.unprinted.update(chat.rendered.unprinted)
-                if len(chat.learnt) < len(chat.parts):
-                    counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
-                counts.dropped_reasoning += chat.dropped_reasoning
-                counts.dropped_blocks += chat.dropped_blocks
+        document, counts = self._document(item, encoded), found.counts[item.category]
+        counts.add_special_tokens(encoded.special_tokens)
+        if isinstance(chat := item.text, ChatText):
+            counts.end_of_turn.update(t.closed_by for t in chat.rendered.targets if t.closed_by is not None)
+            counts.border_tokens += chat.border_tokens
+            counts.unprinted.update(chat.unprinted)
+            if len(chat.learnt) < len(chat.parts):
+                counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
+            counts.dropped_reasoning += chat.dropped_reasoning
+            counts.dropped_blocks += chat.dropped_blocks
         try:
-            pieces = fit(document, self.options.max_tokens, self.options.over_length, over_length)
+            pieces = fit(document, self.options.max_tokens, self.options.over_length, counts.over_length)
         except DataError as error:
             raise DataError(f"{path}:{item.number}: {error}") from error
-        for counts in found.counts_of(item.category):
-            counts.over_length.update(over_length)
-            counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
-            for piece in pieces:
-                for kind, tokens in piece.tokens_by_kind() if piece.parts else ():
-                    counts.target_kinds[kind] += tokens
+        counts.add_documents((len(p.input_ids) for p in pieces), sum(int(p.loss_mask.sum()) for p in pieces))
         for piece in pieces:
+            for kind, tokens in piece.tokens_by_kind() if piece.parts else ():
+                counts.target_kinds[kind] += tokens
             found.documents.append(piece)
-            if item.category is not None:
-                found.categories.append(item.category)
+            found.categories.append(item.category)
             if len(found.preview) < self._preview:
-                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, self._decode))
+                decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+                found.preview.append(preview_of(piece.input_ids, piece.loss_mask, decode))
 
     def _document(self, item: _Item, encoded: Encoded) -> Document:
         """Make a document of a text's tokens, mask and weights; a plain text ends with EOS."""
@@ -281,6 +265,3 @@ class ChatEncoder:
         if encoded.offsets is not None:
             return encoded.offsets.first_after(character)
         return len(self._encoder.ids(text[:character]))
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -12,14 +12,13 @@ refused.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from verl_ext.text.chat_marks import Place
-from verl_ext.text.chat_template import Span
+from verl_ext.text.chat_template import Span, any_of
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
 
@@ -39,15 +38,9 @@ _WORDS_OF_TAGS = ("think", "THINK", "channel", "tool_call")  # looked for first:
 assert all(any(word in tag for word in _WORDS_OF_TAGS) for tag in _TAGS)
 _KIND_OF_TAG = {tag: kind for pair, kind in TAGS.items() for tag in pair}
 _OPENER = {closer: opener for (opener, closer), kind in TAGS.items() if kind == REASONING}
-
-
-def _any_of(tags: Iterable[str]) -> str:
-    return "|".join(map(re.escape, tags))
-
-
-_TAG = re.compile(_any_of(_TAGS))
-_CLOSER = re.compile(rf"(?:{_any_of(_OPENER)})\s*")
-_THINK_TAG = re.compile(_any_of([*_OPENER.values(), *_OPENER]))
+_TAG = any_of(_TAGS)
+_CLOSER = re.compile(rf"(?:{any_of(_OPENER).pattern})\s*")
+_THINK_TAG = any_of([*_OPENER.values(), *_OPENER])
 _BLOCK = re.compile("|".join(rf"{re.escape(a)}(?:.*?){re.escape(b)}\s*" for a, b in TAGS), re.DOTALL)
 _EMPTY = re.compile("|".join(rf"\s*(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for b, a in _OPENER.items()))
 # A whole block without words, with the line ends that part it from the answer.
@@ -87,11 +80,6 @@ class Target:
     borders: list[Border] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
 
-    @property
-    def span(self) -> Span:
-        """The characters start..stop."""
-        return self.start, self.stop
-
 
 @dataclass
 class RenderedChat:
@@ -104,7 +92,7 @@ class RenderedChat:
     @property
     def spans(self) -> list[Span]:
         """The characters of each target."""
-        return [target.span for target in self.targets]
+        return [(target.start, target.stop) for target in self.targets]
 
 
 def add_borders(rendered: RenderedChat, chat: Chat, places: Sequence[Place], special: re.Pattern[str]) -> None:
@@ -185,11 +173,16 @@ def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str
 
 def _stretches(text: str, target: Target, places: Sequence[Place], mask: TurnMask) -> Iterator[Stretch]:
     """Yield the weights of a target's characters; text of the template has that of the words beside it."""
-    for place, border in _placed(places, target):
+    for border in target.borders:
+        inside = [place for place in places if place.last <= border.stop and _kind(place) == border.kind]
+        places = [place for place in places if place not in inside]
+        if not inside:
+            continue
+        place = inside[-1]
         name = "content" if _kind(place) == ANSWER else next(filter(mask.stretches.get, REASONING_FIELDS), "")
         given = mask.stretches.get(name) if _kind(place) != TOOL_CALL else None
         if given is None:
-            yield border, 1.0
+            yield border.stop, 1.0
             continue
         words, end = place.words.text.rstrip(), _end(text, place)
         lead = len(place.words.text) - len(place.words.text.lstrip())
@@ -207,16 +200,7 @@ def _stretches(text: str, target: Target, places: Sequence[Place], mask: TurnMas
                     )
                 yield at, weight_before
             before, weight_before = stop, weight
-        yield border, 1.0 if weight_before is None else weight_before
-
-
-def _placed(places: Sequence[Place], target: Target) -> Iterator[tuple[Place, int]]:
-    """Yield the places that lie last in a part of a target, with the end of that part."""
-    for border in target.borders:
-        inside = [place for place in places if place.last <= border.stop and _kind(place) == border.kind]
-        places = [place for place in places if place not in inside]
-        for place in inside[-1:]:
-            yield place, border.stop
+        yield border.stop, 1.0 if weight_before is None else weight_before
 
 
 def blocks(text: str, start: int, stop: int, is_opened: bool) -> tuple[list[Border], list[Span]]:
@@ -266,7 +250,7 @@ def is_opened(before: str) -> bool:
 
 @dataclass(frozen=True)
 class Learnt:
-    """The parts of turns that are learnt where a message does not say otherwise."""
+    """The parts of turns that are learnt, unless a message says otherwise."""
 
     reasoning: bool = True
     tool_calls: bool = True
@@ -279,7 +263,7 @@ class Learnt:
         parts: list[Part] = []
         for target in rendered.targets:
             mask = chat.masks.get(target.message)
-            learnt = self._usual if mask is None else self._by_kind(mask)
+            learnt = self._by_kind(mask)
             borders, empty = _with_tags(rendered.text, target) if has_tags else (target.borders, [])
             start = target.start
             for stop, kind, doubts in borders:
@@ -299,11 +283,6 @@ class Learnt:
                     parts.append(Part(start, stop, kind, weight))
                 start = stop
         return parts
-
-    @cached_property
-    def _usual(self) -> dict[str, bool]:
-        """The kinds that are learnt in turns without weights of their own."""
-        return self._by_kind(None)
 
     def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
         """Return whether parts of a turn are learnt, by their kind; those of other kinds always are."""

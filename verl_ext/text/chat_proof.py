@@ -39,17 +39,12 @@ Change = tuple[str, tuple[Any, ...]]  # a method of words, such as strip, and it
 
 @dataclass
 class _Notes:
-    """The questions of a template, and the words that it may print.
+    """The questions of a template, and the words that it may print."""
 
-    Attributes:
-        questions: (leaf, changes of the words before, method, arguments, answer).
-        printed: a leaf and the changes of its words, by the number of its stand-in.
-        is_proof: False once something was asked that cannot be recorded.
-    """
-
+    # The field asked, the changes of its words before, and the method, its arguments and its answer.
     questions: set[tuple[Leaf, tuple[Change, ...], str, tuple[Any, ...], Any]] = field(default_factory=set)
-    printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)
-    is_proof: bool = True
+    printed: list[tuple[Leaf, tuple[Change, ...]]] = field(default_factory=list)  # by the number of their stand-in
+    is_proof: bool = True  # False once something was asked that cannot be recorded
 
     def words(self, text: str, leaf: Leaf, changes: tuple[Change, ...] = ()) -> "_Words":
         """Put the stand-in for the words of a field after these changes into a text, in place of any other."""
@@ -147,21 +142,14 @@ for _kind in (_Opaque, _Words):
 
 @dataclass
 class _Shape:
-    """The texts around the words of a chat, and its targets.
+    """The texts around the words of a chat, and its targets."""
 
-    Attributes:
-        around: the texts before, between and after words.
-        between: the numbers of the stand-ins between these texts.
-        targets: start, and the ends of its parts, as (characters of the texts around, words before), and the target.
-        unprinted: the kinds of words that the template leaves out.
-        notes: the questions that a chat of this shape must answer alike.
-    """
-
-    around: list[str]
-    between: list[int]
+    around: list[str]  # before, between and after words
+    between: list[int]  # the numbers of the stand-ins between these texts
+    # Each one's start, the ends of its parts, both as (characters of the texts around, words before), and the target.
     targets: list[tuple[tuple[int, int], list[tuple[int, int]], Target]]
-    unprinted: list[str]
-    notes: _Notes
+    unprinted: list[str]  # the kinds of words that the template leaves out
+    notes: _Notes  # the questions that a chat of this shape must answer alike
 
     def located(self, chat: Chat) -> RenderedChat | None:
         """Render a chat of this shape; None if its words answer a question of the template differently."""

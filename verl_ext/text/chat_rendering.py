@@ -136,7 +136,7 @@ class ChatRenderer:
     def texts(self, chat: Chat) -> list[ChatText]:
         """Render a chat, or with `turns=each` every turn to be learnt. Raises `BadRecord`.
 
-        Words that are not printed, and that `on_unprinted` accepts, are noted with the first text that lacks them.
+        Words that are not printed, and that `on_unprinted` accepts, are noted with the first text.
         """
         on_found = self._options.special_tokens_in_text
         texts = []
@@ -152,14 +152,10 @@ class ChatRenderer:
             text.learnt = [part for part in text.parts if part.weight]
             text.dropped_blocks = int(is_drawn)
             texts.append(text)
-        unprinted: set[str] = set()
-        for rendered in (text.rendered for text in texts):
-            left_out = rendered.unprinted
-            rendered.unprinted = [kind for kind in left_out if kind not in unprinted]
-            unprinted.update(left_out)
+        unprinted = sorted({kind for text in texts for kind in text.rendered.unprinted})
         learnt = [text for text in texts if text.rendered.targets]
         if unprinted and (self._options.on_unprinted != "warn" or not learnt):
-            message = f"the chat template leaves out: {', '.join(sorted(unprinted))}"
+            message = f"the chat template leaves out: {', '.join(unprinted)}"
             if self._options.on_unprinted != "warn":
                 raise BadRecord("unprinted", message)
             raise BadRecord("no_target", f"there is nothing to learn: {message}")
@@ -167,6 +163,7 @@ class ChatRenderer:
             raise BadRecord("no_target", "the chat template marks no assistant turn")
         if not (learnt := [text for text in learnt if text.learnt]):
             raise BadRecord("no_target", "no part of an assistant turn is to be learnt")
+        learnt[0].unprinted = unprinted
         return learnt
 
     def prompt(self, chat: Chat, turn: int) -> str:

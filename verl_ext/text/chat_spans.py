@@ -21,13 +21,13 @@ The words of one message that follow each other in the text are a run. Templates
     runs        0           1                         2          1 (the last run of message 1)
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby, pairwise
 from typing import Any
 
 from verl_ext.text.chat_marks import TOOLS, WAYS, Marks, Place, framing_key, unmarked_fields
-from verl_ext.text.chat_parts import RenderedChat, Span, Target, add_borders
-from verl_ext.text.chat_template import ChatTemplate, common_prefix, longest_prefix_in
+from verl_ext.text.chat_parts import RenderedChat, Target, add_borders
+from verl_ext.text.chat_template import ChatTemplate, common_prefix, joined_spans, longest_prefix_in
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import Chat, Message, functions_called
 
@@ -314,7 +314,7 @@ class _Located:
         the end of the turn.
         """
         _, blocks = self.template.render_with_generation(self.chat)
-        blocks, turns, targets = _joined(blocks), self.turns(), []
+        blocks, turns, targets = joined_spans(blocks), self.turns(), []
         for turn in turns.targets:
             inside = [block for block in blocks if turn.start < block[1] and block[0] < turn.stop]
             if not inside:
@@ -339,16 +339,6 @@ def _length_but_space(given: str, text: str) -> int:
             return 0
         at += 1
     return at + common_prefix(given[len(core) :], text[at:]) if at else 0
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Join spans that touch."""
-    joined: list[Span] = []
-    for start, end in spans:
-        if joined and start <= joined[-1][1]:
-            start = joined.pop()[0]
-        joined.append((start, end))
-    return joined
 
 
 def _mismatch(index: int, what: str) -> BadRecord:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -312,9 +312,19 @@ def _other_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if arguments is not None else call
 
 
-def any_of(names: Sequence[str] | set[str]) -> re.Pattern[str]:
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern of any of `names`, the longest first; without names it matches nowhere."""
     return re.compile("|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name)))) or "(?!)")
+
+
+def joined_spans(spans: Iterable[Span]) -> list[Span]:
+    """Join spans that touch, of ascending ones."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and start <= joined[-1][1]:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return joined
 
 
 def common_prefix(a: str, b: str) -> int:

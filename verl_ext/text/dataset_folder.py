@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl_ext.files import atomic_write, checksum_by_blocks, fingerprint, write_json
-from verl_ext.text.arrow_folder import STATE, Shard, read_state
+from verl_ext.text.arrow_folder import STATE, Shard, read_shards
 from verl_ext.text.documents import Documents
 
 SHARD_BYTES = 500 * 1000 * 1000
@@ -79,9 +79,9 @@ class DatasetWriter:
         for number, (path, has_weights) in enumerate(self._shards):
             if self.weighted and not has_weights:
                 _add_weights(path, _schema(True, self.texts))
-            name = _shard_name(number, len(self._shards))
-            os.replace(path, self.folder / name)
-            shards.append(_shard(self.folder / name))
+            named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
+            os.replace(path, named)
+            shards.append(Shard(named.name, os.path.getsize(named), checksum_by_blocks(named)))
         _write_metadata(self.folder, shards, _schema(self.weighted, self.texts))
 
     def abandon(self) -> None:
@@ -129,14 +129,6 @@ class DatasetWriter:
         return pa.RecordBatch.from_arrays(columns, schema=_schema(self.weighted, self.texts))
 
 
-def _shard_name(number: int, of: int) -> str:
-    return f"data-{number:05d}-of-{of:05d}.arrow"
-
-
-def _shard(path: Path) -> Shard:
-    return Shard(path.name, os.path.getsize(path), checksum_by_blocks(path))
-
-
 def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
     """Write dataset_info.json and state.json as `Dataset.save_to_disk` does, with size and checksum of our shards."""
     from datasets import DatasetInfo, Features  # here, because importing it takes a second
@@ -151,7 +143,7 @@ def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) ->
 
 def has_document_columns(folder: Path) -> bool:
     """Return whether every shard of a dataset is as it was written here, so that its DOCUMENT_COLUMNS hold."""
-    for shard in read_state(folder).shards:
+    for shard in read_shards(folder):
         with pa.memory_map(str(folder / shard.name)) as source, pa.ipc.open_stream(source) as reader:
             if not MARK.items() <= (reader.schema.metadata or {}).items():
                 return False

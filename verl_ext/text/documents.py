@@ -12,7 +12,7 @@ A preview is a document as text with its targets marked, in colour on a terminal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,46 +31,30 @@ Run = tuple[bool, str]  # True for a run of targets; its text
 
 @dataclass
 class Counts:
-    """The counts of one source or category.
-
-    Attributes:
-        lengths: documents by length.
-        special_tokens: records with names of special tokens encoded as text, and occurrences of these names.
-        border_tokens: tokens of targets that also hold text from outside.
-        bad: unusable records by reason.
-        examples: the first places of each reason.
-        end_of_turn: target turns by the text that ends them ('' for none).
-        text_ends: those of them whose end has several tokens.
-        target_kinds: target tokens of chats by the kind of their part of a turn.
-        context_parts: parts of target turns that are no targets, by kind.
-        dropped_reasoning: target turns whose reasoning was left out.
-        dropped_blocks: texts of chats that `drop_empty_reasoning` drew.
-        unprinted: records by the kind of words that the chat template leaves out.
-        unused_fields: records (or messages, as `messages.<field>`) with a field that nothing reads.
-        dropped_media: images, audio and video left out.
-        uncategorised: records without a value of `category_field`.
-    """
+    """The counts of one source or category."""
 
     records: int = 0
     documents: int = 0
     tokens: int = 0
     target_tokens: int = 0
-    lengths: Counter[int] = field(default_factory=Counter)
-    over_length: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)  # documents by length
+    over_length: Counter[str] = field(default_factory=Counter)  # what `fit` did
+    # Records with names of special tokens encoded as text, and occurrences of these names.
     special_tokens: Counter[str] = field(default_factory=Counter)
-    border_tokens: int = 0
-    bad: Counter[str] = field(default_factory=Counter)
-    end_of_turn: Counter[str] = field(default_factory=Counter)
-    text_ends: Counter[str] = field(default_factory=Counter)
-    target_kinds: Counter[str] = field(default_factory=Counter)
-    context_parts: Counter[str] = field(default_factory=Counter)
-    dropped_reasoning: int = 0
-    dropped_blocks: int = 0
-    unprinted: Counter[str] = field(default_factory=Counter)
+    border_tokens: int = 0  # of targets, which also hold text from outside
+    bad: Counter[str] = field(default_factory=Counter)  # unusable records by reason
+    end_of_turn: Counter[str] = field(default_factory=Counter)  # target turns by the text that ends them, "" for none
+    text_ends: Counter[str] = field(default_factory=Counter)  # those of them whose end has several tokens
+    target_kinds: Counter[str] = field(default_factory=Counter)  # target tokens of chats by the kind of their part
+    context_parts: Counter[str] = field(default_factory=Counter)  # parts of target turns that are no targets, by kind
+    dropped_reasoning: int = 0  # target turns whose reasoning was left out
+    dropped_blocks: int = 0  # texts of chats that `drop_empty_reasoning` drew
+    unprinted: Counter[str] = field(default_factory=Counter)  # records by the kind of words that the template lacks
+    # Records (or messages, as `messages.<field>`) with a field that nothing reads.
     unused_fields: Counter[str] = field(default_factory=Counter)
-    dropped_media: Counter[str] = field(default_factory=Counter)
-    uncategorised: int = 0
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    dropped_media: Counter[str] = field(default_factory=Counter)  # images, audio and video left out
+    uncategorised: int = 0  # records without a value of `category_field`
+    examples: dict[str, list[str]] = field(default_factory=dict)  # the first places of each reason
 
     def add_bad(self, reason: str, example: str) -> None:
         """Count a record that cannot be used; `example` names its place and the reason."""
@@ -111,11 +95,10 @@ class Counts:
 
     def length_quantile(self, fraction: float) -> int:
         """Return the shortest length that at least `fraction` of the documents do not exceed (nearest rank), or 0."""
-        lengths = sorted(self.lengths)
-        upto = accumulate(self.lengths[length] for length in lengths)
-        return next(
-            (length for length, seen in zip(lengths, upto, strict=True) if seen >= fraction * self.documents), 0
-        )
+        if not self.lengths:
+            return 0
+        lengths, documents = list(self.lengths), list(self.lengths.values())
+        return int(np.quantile(lengths, fraction, method="inverted_cdf", weights=documents))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts for the report; the order of keys does not depend on that of the records."""
@@ -168,37 +151,21 @@ class Document:
 
 @dataclass
 class Documents:
-    """The documents of a chunk of records.
+    """The documents of a chunk of records, one after the other: D of them, ΣT tokens."""
 
-    Attributes:
-        category_id: the number of their source, from 1.
-        num_bytes: the bytes of the source's files that the records take.
-        input_ids: int32[ΣT].
-        loss_mask: int8[ΣT].
-        lengths: int32[D], the tokens of each document.
-        weights: float32[ΣT], None if no target has one.
-        counts: the counts of the records.
-        full_lengths: int32[D], the tokens before a cut; None if none was cut.
-        category_names: the category of each document, if records give theirs.
-        category_counts: the counts of each of these categories.
-        category_ids: int32[D], the numbers of category_names, which the process that writes assigns.
-        preview: the first documents, decoded.
-        texts: further columns, with a text of each document.
-    """
-
-    category_id: int
-    num_bytes: int
-    input_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.int8]
-    lengths: NDArray[np.int32]
-    weights: NDArray[np.float32] | None
+    category_id: int  # the number of their source, from 1
+    num_bytes: int  # of the source's files, which the records take
+    input_ids: NDArray[np.int32]  # [ΣT]
+    loss_mask: NDArray[np.int8]  # [ΣT]
+    lengths: NDArray[np.int32]  # [D]
+    weights: NDArray[np.float32] | None  # [ΣT]; None: no target has one
     counts: Counts
-    full_lengths: NDArray[np.int32] | None = None
-    category_names: list[str] | None = None
-    category_counts: dict[str, Counts] = field(default_factory=dict)
-    category_ids: NDArray[np.int32] | None = None
-    preview: list[list[Run]] = field(default_factory=list)
-    texts: dict[str, list[str]] = field(default_factory=dict)
+    full_lengths: NDArray[np.int32] | None = None  # [D], the tokens before a cut; None: none was cut
+    category_names: list[str] | None = None  # of each document, if records give theirs
+    category_counts: dict[str, Counts] = field(default_factory=dict)  # of each of these categories
+    category_ids: NDArray[np.int32] | None = None  # [D], the numbers that the writing process gives category_names
+    preview: list[list[Run]] = field(default_factory=list)  # the first documents, decoded
+    texts: dict[str, list[str]] = field(default_factory=dict)  # further columns, with a text of each document
 
     @property
     def records(self) -> int:
@@ -251,10 +218,9 @@ def fit(document: Document, max_tokens: int | None, policy: str, counts: Counter
     stop = max_tokens if policy == "truncate" else tokens
     pieces = [document.part(start, min(start + max_tokens, stop)) for start in range(0, stop, max_tokens)]
     targets = [int(piece.loss_mask.sum()) for piece in pieces]
+    past, done = {"truncate": ("truncation", "truncated"), "split": ("split", "split")}[policy]
     if not any(targets):
-        past = {"truncate": "truncation", "split": "split"}[policy]
         raise BadRecord(f"no_target_after_{past}", f"no target is left of {tokens} tokens at max_tokens={max_tokens}")
-    done = {"truncate": "truncated", "split": "split"}[policy]
     counts[f"{done}_documents"] += 1
     counts[f"{done}_targets_lost"] += int(document.loss_mask.sum()) - sum(targets)
     if policy == "truncate":
@@ -272,26 +238,26 @@ def preview_of(input_ids: np.ndarray, loss_mask: np.ndarray, decode: Callable[[l
 
     Long runs, and a document of many runs, are shortened in the middle.
     """
+
+    def run(start: int, stop: int) -> str:
+        if stop - start <= RUN_TOKENS:
+            return decoded(input_ids, start, stop, decode)
+        half = RUN_TOKENS // 2
+        head = decoded(input_ids, start, start + half, decode)
+        tail = decoded(input_ids, stop - half, stop, decode)
+        return f"{head.rstrip(CUT)} … {stop - start - 2 * half:,} tokens … {tail.lstrip(CUT)}"
+
     borders = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(loss_mask)]
     spans, half = list(pairwise(borders)), RUNS // 2
     kept = spans if len(spans) <= RUNS else spans[:half] + spans[-half:]
-    shown = [(bool(loss_mask[start]), _run(input_ids, start, stop, decode)) for start, stop in kept]
+    shown = [(bool(loss_mask[start]), run(start, stop)) for start, stop in kept]
     if len(spans) > RUNS:
         shown.insert(half, (False, f" … {spans[-half][0] - spans[half - 1][1]:,} tokens … "))
     return shown
 
 
-def _run(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], str]) -> str:
-    if stop - start <= RUN_TOKENS:
-        return _decoded(ids, start, stop, decode)
-    half = RUN_TOKENS // 2
-    head = _decoded(ids, start, start + half, decode).rstrip(CUT)
-    tail = _decoded(ids, stop - half, stop, decode).lstrip(CUT)
-    return f"{head} … {stop - start - 2 * half:,} tokens … {tail}"
-
-
-def _decoded(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], str]) -> str:
-    """Decode tokens start..stop after the one before, without which some tokenizers drop a leading space."""
+def decoded(ids: np.ndarray, start: int, stop: int, decode: Callable[[list[int]], str]) -> str:
+    """Decode tokens start..stop-1 after the one before, without which some tokenizers drop a leading space."""
     if start:
         before, text = decode(ids[start - 1 : start].tolist()), decode(ids[start - 1 : stop].tolist())
         if CUT not in before and text.startswith(before):

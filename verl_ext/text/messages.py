@@ -32,8 +32,8 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
 }
 _LEARN_FIELDS = ("weight", "loss", "train", "training", "trainable")
-_LEARN_PARTS = ("train_on_reasoning", "train_on_tool_calls", "train_detail")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_PART_FIELDS = ("train_on_reasoning", "train_on_tool_calls", "train_detail", *REASONING_FIELDS)
 TEMPLATE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS))
 TOOL_FIELDS = ("tools", "functions")
 MEDIA = ("image", "audio", "video")
@@ -47,20 +47,11 @@ Stretch = tuple[int, float]  # characters up to this one, from the end of the st
 
 @dataclass(slots=True)
 class TurnMask:
-    """The weights that a record gives to parts of a turn.
+    """The weights that a record gives to parts of a turn."""
 
-    Attributes:
-        reasoning: whether reasoning is learnt; None: as the options say.
-        tool_calls: whether tool calls are learnt; None: as the options say.
-        stretches: the weights of the characters of a field, by its name.
-    """
-
-    reasoning: bool | None = None
-    tool_calls: bool | None = None
-    stretches: dict[str, list[Stretch]] = field(default_factory=dict)
-
-
-_NO_MASK = TurnMask()
+    reasoning: bool | None = None  # whether it is learnt; None: as the options say
+    tool_calls: bool | None = None  # likewise
+    stretches: dict[str, list[Stretch]] = field(default_factory=dict)  # of the characters of a field, by its name
 
 
 @dataclass(slots=True)
@@ -110,7 +101,7 @@ class MessageReader:
         self.dropped: Counter[str] = Counter()
 
     def turns(self, raw_messages: list[Any]) -> list[Turn]:
-        """Every message; `BadRecord` says which cannot be used, and why."""
+        """Read every message. Raises `BadRecord`, which says which cannot be used, and why."""
         turns = [self._turn(raw, f"message {number}") for number, raw in enumerate(raw_messages, start=1)]
         others = (i for i, turn in enumerate(turns) if turn.weight and turn.message["role"] != "assistant")
         if (other := next(others, None)) is not None and any(turn.weight != 1 for turn in turns):
@@ -141,11 +132,11 @@ class MessageReader:
         text = fields.pop("value", None) if text is None else text
         if text is None and not fields.get("tool_calls"):
             raise BadRecord("non_string_content", f"{where} ({role}) has no content")
-        if isinstance(text, str) and fields.keys().isdisjoint((*_LEARN_PARTS, *REASONING_FIELDS)):
-            content, mask = text, _NO_MASK
-        else:
-            content, mask = self._parts(fields, text if text is not None else "", where)
-        if role != "assistant" and any(weight for found in mask.stretches.values() for _, weight in found):
+        content, mask = text, None
+        if not isinstance(text, str) or not fields.keys().isdisjoint(_PART_FIELDS):
+            content, mask = self._parts(fields, "" if text is None else text, where)
+        weighed = mask.stretches.values() if mask else ()
+        if role != "assistant" and any(weight for found in weighed for _, weight in found):
             raise BadRecord("bad_weight", f"{where} ({role}) has a part to be learnt; only assistant turns can be")
         message = {"role": role, "content": content, **fields}
         if role == "function_call":
@@ -159,18 +150,24 @@ class MessageReader:
             calls = message["tool_calls"] = from_json(message["tool_calls"], f"{where}: tool_calls")
             if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
                 raise BadRecord("bad_tools", f"{where}: tool_calls must be a list of objects")
-        return Turn(message, weight, None if mask is _NO_MASK or mask == _NO_MASK else mask, tools)
+        return Turn(message, weight, mask, tools)
 
-    def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask]:
-        """Return a message's text and the weights of its parts, whose fields are taken out."""
+    def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask | None]:
+        """Return a message's text and the weights of its parts, if any are given; their fields are taken out."""
         mask = TurnMask()
         content = self._text(text, mask, "content", where)
         for name in REASONING_FIELDS:
             if isinstance(fields.get(name), list):
                 fields[name] = self._text(fields[name], mask, name, where)
-        if not fields.keys().isdisjoint(_LEARN_PARTS):
-            self._read_parts(fields, content, mask, where)
-        return content, mask
+        for name in ("reasoning", "tool_calls"):
+            if (value := fields.pop(f"train_on_{name}", None)) is not None:
+                setattr(mask, name, bool(_flag(value, f"{where}: train_on_{name}")))
+        if (details := fields.pop("train_detail", None)) is not None:
+            if mask.stretches or self.dropped:
+                needed = "must count characters of a content that is one string, from which no media is left out"
+                raise BadRecord("bad_weight", f"{where}: train_detail {needed}")
+            mask.stretches["content"] = _details(details, len(content), f"{where}: train_detail")
+        return content, mask if mask != TurnMask() else None
 
     def _text(self, text: Any, mask: TurnMask, name: str, where: str) -> str:
         """Return the text of a field; join text parts (`{"type": "text", "text": …}`), and note their weights."""
@@ -186,17 +183,6 @@ class MessageReader:
                     mask.stretches[name] = list(zip(ends, weighed, strict=True))
                 return "".join(part["text"] for part in parts)
         raise BadRecord("non_string_content", f"{where}: {name} must be text; got {type(text).__name__}")
-
-    def _read_parts(self, fields: dict[str, Any], content: str, mask: TurnMask, where: str) -> None:
-        """Take the fields about parts of a turn out of a message."""
-        for name in ("reasoning", "tool_calls"):
-            if (value := fields.pop(f"train_on_{name}", None)) is not None:
-                setattr(mask, name, bool(_flag(value, f"{where}: train_on_{name}")))
-        if (details := fields.pop("train_detail", None)) is not None:
-            if mask.stretches or self.dropped:
-                needed = "must count characters of a content that is one string, from which no media is left out"
-                raise BadRecord("bad_weight", f"{where}: train_detail {needed}")
-            mask.stretches["content"] = _details(details, len(content), f"{where}: train_detail")
 
     def _is_media(self, part: dict[str, Any], where: str) -> bool:
         kind = part.get("type")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.text.documents import Counts
 from verl_ext.text.encoders import Encoded, TextEncoder
 from verl_ext.text.json_records import BadRecord, RecordOptions, check_characters, read_record
 from verl_ext.text.readers import Batch, Chunk, TextFile
@@ -77,6 +78,16 @@ class PlainDocuments:
     bad: list[BadText]
     failure: str | None
     special_tokens: np.ndarray
+
+    def counts(self, written: int | None = None) -> Counts:
+        """Count the records and what is special or bad about them: of all, or up to the last document `written`."""
+        special = self.special_tokens[:written]
+        bad = [record for record in self.bad if written is None or record.after < written]
+        counts = Counts(records=len(special) + len(bad))
+        counts.add_special_tokens(int(special.sum()), int((special > 0).sum()))
+        for record in bad:
+            counts.add_bad(record.reason, record.line)
+        return counts
 
 
 class TextTokenizer:

@@ -20,7 +20,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from verl_ext.text.arrow_folder import STATE, parse_state, read_state
+from verl_ext.text.arrow_folder import STATE, parse_shards, read_shards
 from verl_ext.text.json_records import BadRecord, json_list, parse_line
 from verl_ext.text.sources import SourceFile, encoding_problem, hub_tables, is_url, open_source
 from verl_ext.values import DataError, first_line
@@ -132,14 +132,14 @@ def read_chunks(source: SourceFile, size: ChunkSize = CHUNK) -> Iterator[Chunk]:
         raise DataError(f"{source.path}: cannot be read: {first_line(error)}") from error
 
 
-def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Records]) -> Pieces:
+def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[SourceFile, BinaryIO], Records]) -> Pieces:
     """Yield the records that `read` finds in the file's bytes."""
     with open_source(source.path) as file:
         if problem := encoding_problem(file.stream.peek(4)[:4]):
             raise DataError(f"{source.path}: must be UTF-8; {problem}")
         records: list[NumberedRecord] = []
         size = position = 0
-        for record, length in read(file.stream):
+        for record, length in read(source, file.stream):
             size += length
             if record is not None:
                 records.append(record)
@@ -150,11 +150,7 @@ def _pieces(source: SourceFile, limit: ChunkSize, read: Callable[[BinaryIO], Rec
         yield records, max((source.num_bytes or file.position) - position, 0), size
 
 
-def _jsonl(source: SourceFile, limit: ChunkSize) -> Pieces:
-    return _pieces(source, limit, _lines)
-
-
-def _lines(stream: BinaryIO) -> Records:
+def _lines(_: SourceFile, stream: BinaryIO) -> Records:
     """Yield the lines of a file, numbered from 1; None stands for one without text."""
     for number, line in enumerate(stream, start=1):
         yield ((number, line) if _has_text(line) else None), len(line)
@@ -172,7 +168,7 @@ def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
     if first is None:
         raise DataError(f"{source.path}: must be JSON; it is empty")
     if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-        return _pieces(source, limit, partial(json_list, source.path))
+        return _pieces(source, limit, lambda source, stream: json_list(source.path, stream))
     try:
         parse_line(first)
     except BadRecord as error:
@@ -183,13 +179,11 @@ def _json(source: SourceFile, limit: ChunkSize) -> Pieces:
     return _pieces(source, limit, _lines)
 
 
-def _csv(source: SourceFile, limit: ChunkSize) -> Pieces:
+def _rows(source: SourceFile, stream: BinaryIO) -> Records:
+    """Yield the rows of a file, numbered by their first line."""
     csv.field_size_limit(sys.maxsize)
-    return _pieces(source, limit, lambda stream: _rows(source, io.TextIOWrapper(stream, "utf-8-sig", newline="")))
-
-
-def _rows(source: SourceFile, stream: io.TextIOWrapper) -> Records:
-    reader = csv.reader(stream, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
+    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
     try:
         header = next(filter(None, reader), [])
         if repeated := _repeated(name for name in header if name):
@@ -200,7 +194,7 @@ def _rows(source: SourceFile, stream: io.TextIOWrapper) -> Records:
             if row:
                 yield (line, _row_record(header, row)), sum(map(len, row))
             line = reader.line_num + 1
-        stream.detach()  # it would close the file, whose end is yet to be checked
+        text.detach()  # it would close the file, whose end is yet to be checked
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
 
@@ -322,14 +316,14 @@ def arrow_shards(folder: str) -> list[str]:
     try:
         if is_url(folder):
             with open_source(f"{folder}/{STATE}") as file:
-                state = parse_state(file.stream.read().decode("utf-8"))
+                shards = parse_shards(file.stream.read().decode("utf-8"))
         else:
-            state = read_state(Path(folder))
+            shards = read_shards(Path(folder))
     except DataError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: cannot be read as an Arrow folder: {first_line(error)}") from error
-    return [f"{folder}/{shard.name}" for shard in state.shards]
+    return [f"{folder}/{shard.name}" for shard in shards]
 
 
 def _hub(source: SourceFile, limit: ChunkSize) -> Pieces:
@@ -382,11 +376,11 @@ def _without_none(value: Any) -> Any:
 
 
 READERS: dict[str, Callable[[SourceFile, ChunkSize], Pieces]] = {
-    "jsonl": _jsonl,
+    "jsonl": partial(_pieces, read=_lines),
     "json": _json,
     "parquet": _parquet,
-    "csv": _csv,
-    "tsv": _csv,
+    "csv": partial(_pieces, read=_rows),
+    "tsv": partial(_pieces, read=_rows),
     "text": _text,
     "arrow": _arrow,
     "hub": _hub,

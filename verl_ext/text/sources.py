@@ -320,7 +320,7 @@ class OpenedFile:
 
 
 def encoding_problem(start: bytes) -> str | None:
-    """Return what a file is, by its first four bytes, that is not in UTF-8; None for one that may be."""
+    """Name the encoding of a file that cannot be UTF-8, by its first four bytes; None if it can be."""
     if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         return "it is UTF-32"
     if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
-from verl_ext.text.chat_parts import Part, RenderedChat, Span
+from verl_ext.text.chat_parts import Part, RenderedChat
 from verl_ext.text.chat_proof import ProvenChats
-from verl_ext.text.chat_template import any_of
+from verl_ext.text.chat_template import Span, any_of, joined_spans
 from verl_ext.text.json_records import BadRecord
 from verl_ext.text.messages import Chat
 
@@ -44,22 +44,14 @@ def as_plain_text(tokenizer: Any) -> dict[str, bool]:
 
 @dataclass
 class ChatText:
-    """A rendered chat.
-
-    Attributes:
-        rendered: its text and targets.
-        parts: those of its targets, in order, with their weights.
-        learnt: the parts whose weight is not 0.
-        disguised: the text for `SpecialTokens.renamed_tokenizer`, if messages hold the names of special tokens.
-        special_tokens: the number of these names.
-        border_tokens, dropped_reasoning, dropped_blocks: see `Counts`.
-    """
+    """A rendered chat; border_tokens, dropped_reasoning and dropped_blocks are those of `Counts`."""
 
     rendered: RenderedChat
-    parts: list[Part] = field(default_factory=list)
-    learnt: list[Part] = field(default_factory=list)
-    disguised: str | None = None
-    special_tokens: int = 0
+    parts: list[Part] = field(default_factory=list)  # of its targets, in order, with their weights
+    learnt: list[Part] = field(default_factory=list)  # those whose weight is not 0
+    disguised: str | None = None  # for `SpecialTokens.renamed_tokenizer`, if messages hold names of special tokens
+    special_tokens: int = 0  # the number of these names
+    unprinted: list[str] = field(default_factory=list)  # of the record's first text: the words that its texts lack
     border_tokens: int = 0
     dropped_reasoning: int = 0
     dropped_blocks: int = 0
@@ -72,11 +64,7 @@ class ChatText:
     @property
     def spans(self) -> list[Span]:
         """The characters that are learnt, as few spans."""
-        spans: list[Span] = []
-        for part in self.learnt:
-            start = spans.pop()[0] if spans and spans[-1][1] == part.start else part.start
-            spans.append((start, part.stop))
-        return spans
+        return joined_spans((part.start, part.stop) for part in self.learnt)
 
 
 class SpecialTokens:
@@ -94,7 +82,7 @@ class SpecialTokens:
             if name:
                 special.setdefault(name, AddedToken(name, normalized=False))
         self._added = {name: special[name] for name in sorted(special, key=len, reverse=True) if name}
-        self._pattern = any_of(set(self._added))
+        self._pattern = any_of(self._added)
         # No text may become these: all but the unknown token, unless that also begins or ends documents.
         control = [
             name
@@ -104,7 +92,7 @@ class SpecialTokens:
         self._ids = np.array([tokenizer.convert_tokens_to_ids(name) for name in control], dtype=np.int64)
         # Stand-ins in messages, and the names of the template's own tokens in the copy of the tokenizer.
         self._hidden = _stand_ins(self._added, _HIDDEN)
-        self._hidden_pattern = any_of(set(self._hidden.values()))
+        self._hidden_pattern = any_of(self._hidden.values())
         self._disguises = _stand_ins(self._added, _DISGUISED)
 
     @property
@@ -133,8 +121,11 @@ class SpecialTokens:
         Raises `BadRecord`: for `error`, if a rendered message holds the name of a special token; for `encode`, if its
         place in the rendered text cannot be found, or the tokenizer is not a fast one.
         """
-        if on_found == "keep" or not self._may_hold(strings := strings_of(chat)):
+        if on_found == "keep":
             return ChatText(chats.located(chat))
+        strings = strings_of(chat)
+        if not self._match_normalized and not any(self._pattern.search(text) for text in strings):
+            return ChatText(chats.located(chat))  # almost always, so that this check is the only cost
         first = next((found[0][0] for text in strings if (found := self.found(text))), None)
         if any(_STAND_INS.search(text) for text in strings):
             if first is not None:
@@ -154,10 +145,6 @@ class SpecialTokens:
             return ChatText(rendered)
         disguised = self._pattern.sub(lambda match: self._disguises[match[0]], hidden)
         return ChatText(rendered, disguised=self._shown(disguised), special_tokens=count)
-
-    def _may_hold(self, strings: list[str]) -> bool:
-        """Tell whether text could give a special token: almost never, so that this check is the only cost."""
-        return self._match_normalized or any(self._pattern.search(text) for text in strings)
 
     @cached_property
     def _match_normalized(self) -> bool:

@@ -11,26 +11,26 @@ does it once, for all processes that open the folder:
         report.json            what became of the records, by category
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from verl_ext.files import CATEGORIES, REPORT, cached_folder, fingerprint, write_json
+from verl_ext.files import CATEGORIES, REPORT, cached_folder, file_state, fingerprint, write_json
 from verl_ext.progress import Done, Progress
 from verl_ext.redaction import redacted
 from verl_ext.text.dataset_folder import DatasetWriter
 from verl_ext.text.documents import Counts, Documents
 from verl_ext.text.sources import SourceFile, is_url, remote_facts, total_bytes
-from verl_ext.values import Options
 
 FORMAT = 4  # to be raised when the same files are written as something else
 BATCH_BYTES = 4 << 20  # of text tokenized together: enough work for the tokenizer's threads
@@ -39,32 +39,29 @@ _logger = logging.getLogger(__name__)
 _reported: set[tuple[Path, str]] = set()
 
 
-class Encoder(Protocol):
-    """Makes documents of files, which follow from the files, the tokenizer and the options alone.
+@dataclass(frozen=True)
+class Encoder:
+    """Base of encoders: documents of files, which follow from the files, the tokenizer and the options alone.
 
-    key: the config key of the files, for errors; texts: the names of further columns that its documents have.
+    Options: the class of `options`; texts: the names of further columns that the documents have; key: the config key of
+    the files, for errors.
     """
 
-    texts: ClassVar[tuple[str, ...]]
+    Options: ClassVar[type[Any]]
+    texts: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of transformers."""
+    tokenizer: Any
+    options: Any
+    key: str = "data.train_dir"
 
-    @property
-    def options(self) -> Options:
-        """The options that the documents follow from."""
-
-    @property
-    def key(self) -> str:
-        """The config key of the files."""
-
+    @abstractmethod
     def encode(self, files: Sequence[SourceFile], batch_bytes: int) -> Iterator[Documents]:
         """Yield the files' documents, those of about `batch_bytes` of text at a time.
 
         Their counts have the records, the bad ones and the special tokens. ValueError for a record that ends the run.
         """
 
+    @abstractmethod
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
         """Yield a line for each thing that is not as the records have it; total: their counts in the report."""
 
@@ -161,7 +158,7 @@ def number_categories(
     """Return (the files with their categories' numbers, number -> name), from 1 in the order of their first files."""
     categories = [(file, category_of(file)) for file in files]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in categories), start=1)}
-    numbered = [dataclasses.replace(file, category_id=numbers[name]) for file, name in categories]
+    numbered = [replace(file, category_id=numbers[name]) for file, name in categories]
     return numbered, {number: name for name, number in numbers.items()}
 
 
@@ -177,8 +174,7 @@ def file_facts(paths: Iterable[str]) -> list[list[Any]]:
         elif os.path.isdir(path):
             facts += file_facts(sorted(entry.path for entry in os.scandir(path) if entry.is_file()))
         else:
-            status = os.stat(path)
-            facts.append([os.path.realpath(path), status.st_size, status.st_mtime_ns])
+            facts.append([*file_state(path)])
     return facts
 
 
@@ -218,8 +214,12 @@ def _write(
     writer = DatasetWriter(folder, texts=encoder.texts)
 
     def add(documents: Documents) -> Documents:
-        _count(documents)
-        counts[documents.category_id].add(documents.counts)
+        own, lengths = documents.counts, documents.lengths
+        own.add_documents(lengths.tolist(), int(documents.loss_mask.sum(dtype=np.int64)))
+        if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
+            cut_off = int(cut.sum(dtype=np.int64))
+            own.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=cut_off)
+        counts[documents.category_id].add(own)
         writer.add(documents)
         return documents
 
@@ -241,12 +241,3 @@ def _write(
         "total": total.as_dict(),
     }
     write_json(folder / REPORT, report)
-
-
-def _count(documents: Documents) -> None:
-    """Add the documents to their own counts: number, tokens, targets, and what was cut off."""
-    counts, lengths = documents.counts, documents.lengths
-    counts.add_documents(lengths.tolist(), int(documents.loss_mask.sum(dtype=np.int64)))
-    if documents.full_lengths is not None and (cut := documents.full_lengths - lengths).any():
-        tokens = int(cut.sum(dtype=np.int64))
-        counts.over_length.update(truncated_documents=int((cut > 0).sum()), truncated_tokens=tokens)

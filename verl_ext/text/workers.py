@@ -55,8 +55,7 @@ def ordered_results(
         return
     # Workers are forks of a server that has imported what they need, which takes seconds. This process, whose libraries
     # may hold threads and locks, is never forked.
-    is_server = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if is_server else "spawn")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload, work.__module__])
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(make_state, work))
     try:

@@ -34,15 +34,15 @@ MEGATRON_SURPLUS = 0.005  # megatron-core's mid_level_dataset_surplus
 Order = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 
-def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, block: int = BLOCK) -> Order:
+def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Order:
     """Return (int16[n]: source of each sample, int64[n]: its number in that source).
 
     Sources of weight 0 are not drawn.
 
     Raises:
-        ValueError: weights negative, all zero or not finite; more than 32,767 of them; `key` is named.
+        ValueError: weights negative, all zero or not finite; more than 32,767 of them.
     """
-    check_weights(weights, key)
+    check_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)
     exact = [Fraction(repr(float(weight))) for weight in weights if weight > 0]
     scale = math.lcm(*(weight.denominator for weight in exact))
@@ -62,15 +62,13 @@ def blend_order(weights: Sequence[float], n: int, key: str = "data.blend", *, bl
     return source, _sample_numbers(source, len(weights), block)
 
 
-def megatron_blend_order(
-    weights: Sequence[float], n: int, key: str = "data.blend", *, compiled: bool = True, block: int = BLOCK
-) -> Order:
+def megatron_blend_order(weights: Sequence[float], n: int, *, compiled: bool = True, block: int = BLOCK) -> Order:
     """Return the order by megatron-core's rule: the arrays of a BlendedDataset of these weights and n samples.
 
     One of BlendedMegatronDatasetBuilder is given weights that are `normalised` already, and normalises them again.
     `compiled`: use megatron-core's loop if it is installed. Raises ValueError as `blend_order` does.
     """
-    check_weights(weights, key)
+    check_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)
     shares = normalised([weight for weight in weights if weight > 0])
     number, sample = np.empty(n, np.int16), np.empty(n, np.int64)
@@ -84,7 +82,7 @@ def megatron_blend_order(
 
 
 # Values of data.blend_rule.
-BLEND_RULES: dict[str, Callable[[Sequence[float], int, str], Order]] = {
+BLEND_RULES: dict[str, Callable[[Sequence[float], int], Order]] = {
     "tijdeman": blend_order,
     "megatron": megatron_blend_order,
 }

@@ -49,7 +49,7 @@ class IndexWriter:
     def __init__(self, prefix: str | Path, dtype: DTypeLike, key: str = "model.path") -> None:
         self.dtype = np.dtype(dtype)
         self.key = key
-        self.num_documents = self.num_tokens = 0
+        self.num_documents = 0
         self.files = (f"{prefix}.bin", f"{prefix}.idx")
         self._code = next(code for code, kind in DTYPES.items() if kind == self.dtype)
         self._open: dict[str, BinaryIO] = {}
@@ -86,7 +86,6 @@ class IndexWriter:
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._idx.write(lengths.astype(np.int32).data)
         self.num_documents += len(lengths)
-        self.num_tokens += len(tokens)
 
     def close(self, block: int = BLOCK) -> None:
         """Write the pointers and document indices, then the header, and close the files."""

@@ -221,7 +221,7 @@ def cached_blend(
     check_weights(weights, key)
     names = ("source", "sample")
     facts = [[float(weight) for weight in weights], n, rule]
-    folder = _cached(root, "blend", facts, lambda: dict(zip(names, BLEND_RULES[rule](weights, n, key), strict=True)))
+    folder = _cached(root, "blend", facts, lambda: dict(zip(names, BLEND_RULES[rule](weights, n), strict=True)))
     arrays = _mapped(folder, dict.fromkeys(names, (n,)))
     return arrays["source"], arrays["sample"]
 

@@ -55,17 +55,13 @@ class TextIndexes:
         counts = self.counts[key]
         tokens, lengths = self._fitting(documents, counts)
         self._writer.add(tokens, lengths)
-        special = documents.special_tokens[: len(lengths)]
         counts.add_documents(lengths.tolist())
-        counts.add_special_tokens(int(special.sum()), int((special > 0).sum()))
         is_full = self.is_full(documents.source)
-        bad = [bad for bad in documents.bad if bad.after < len(lengths) or not is_full]
-        for record in bad:
-            counts.add_bad(record.reason, record.line)
-        counts.records += len(lengths) + len(bad)
+        read = documents.counts(len(lengths) if is_full else None)
+        counts.add(read)
         if documents.failure and not is_full:
             raise DataError(documents.failure)
-        return Written(documents.num_bytes, len(lengths) + len(bad), len(tokens))
+        return Written(documents.num_bytes, read.records, len(tokens))
 
     def _fitting(self, documents: PlainDocuments, counts: Counts) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the documents' tokens and lengths up to `max_tokens`."""
