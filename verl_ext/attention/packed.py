@@ -5,7 +5,7 @@ Registered through transformers' ``AttentionInterface``, so that no model is pat
 on, by the `running_pack` of its module (verl_ext.layers.pack).
 
 The ranks of Ulysses exchange heads before and after the kernel (heads.py). With a :class:`ContextLayout` they do so
-inside a group of ranks, and keys and values travel between groups before the kernel (context.py).
+inside a group of ranks, and keys and values travel between groups before the kernel or while it runs (context.py).
 """
 
 from collections.abc import Callable

@@ -155,6 +155,7 @@ def _flash_forward(
     options: Any,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert (options.dropout, options.softcap) == (0, None), "choose_backend refuses both"
     padded, lengths = flash_arguments(query, value, layout)
     found = torch.ops.aten._flash_attention_forward(
         query, key, padded, *lengths, 0.0, causal, return_debug_mask=False, **_flash_windows(options)
@@ -191,5 +192,4 @@ def flash_with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
 ) -> torch.Tensor:
     """Attend with sinks by torch's flash kernels, or by those that it was given; half precision on CUDA."""
-    assert not options.dropout, "a flash kernel's backward would need its random numbers"
     return LseAttention.apply(query, key, value, options.sinks, layout, options, FLASH)
