@@ -22,7 +22,8 @@ from verl_ext.attention import (
     has_flash_attn,
     unusable,
 )
-from verl_ext.attention.kernels import KERNELS, KernelOptions, by_groups_of_heads, in_autocast_dtype, sdpa, varlen
+from verl_ext.attention.head_groups import by_groups_of_heads
+from verl_ext.attention.kernels import KERNELS, KernelOptions, in_autocast_dtype, sdpa, varlen
 
 
 def test_the_fastest_backend_of_a_device_is_chosen():

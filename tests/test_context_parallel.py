@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise, product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -11,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.collectives import recorded_all_to_alls
+from tests.flash_stand_ins import register_flash_stand_ins
 from tests.ranks import run_ranks
 from verl_ext.attention import DocumentLayout, SequenceShards
-from verl_ext.attention.context import ContextGroups, ContextLayout, KeyExchange
-from verl_ext.attention.kernels import KernelOptions, sdpa
-from verl_ext.attention.packed import packed_attention
+from verl_ext.attention.context import ContextGroups, ContextLayout
+from verl_ext.attention.exchange import KeyExchange
+from verl_ext.attention.kernels import KERNELS, KernelOptions, sdpa
+from verl_ext.attention.packed import packed_attention, set_backend
+from verl_ext.attention.scores import FLASH, LseAttention
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4))
 
@@ -28,11 +32,17 @@ def _seen(lengths, window):
     return (document[:, None] == document[None, :]) & (distance >= 0) & (distance < (window or len(tokens)))
 
 
-def _crosses(lengths, window, shards):
-    """Whether a token sees one that lies with another group."""
+def _foreign_keys(lengths, window, shards):
+    """The keys that groups see of other groups' tokens, counted once for each group."""
     place = torch.arange(sum(lengths))
     group = shards.by_position(place // (len(place) // shards.context))
-    return bool((_seen(lengths, window) & (group[:, None] != group[None, :])).any())
+    foreign = _seen(lengths, window) & (group[:, None] != group[None, :])
+    return sum(int(foreign[group == each].any(0).sum()) for each in range(shards.context))
+
+
+def _crosses(lengths, window, shards):
+    """Whether a token sees one that lies with another group."""
+    return _foreign_keys(lengths, window, shards) > 0
 
 
 def whole_attention(query, key, value, lengths, window):
@@ -77,7 +87,7 @@ def compositions(tokens: int) -> Iterator[tuple[int, ...]]:
         yield tuple(end - start for start, end in pairwise(ends))
 
 
-def _attended(kernel, lengths, context, window, query, key, value):
+def _attended(attend, lengths, context, window, query, key, value):
     """``[T, H, E]`` of all groups, and whether any sent something, by an exchange inside this process."""
     ranks = [SequenceShards(1, context, rank) for rank in range(context)]
     pack = DocumentLayout.from_lengths(lengths, "cpu")
@@ -85,18 +95,33 @@ def _attended(kernel, lengths, context, window, query, key, value):
     exchanges = [layout.exchange(window) for layout in layouts]
     sent = []
 
-    def exchange(received, _, receive_sizes, send_sizes, group):
+    def exchange(received, _, receive_sizes, send_sizes, group, async_op):
         whole = torch.cat([key, value], dim=-1)
         sent.append(send_sizes)
         come = (_sent(other, e, whole, group.group) for other, e in zip(ranks, exchanges, strict=True))
-        received.copy_(torch.cat([whole[:0], *chain(*come)]))
+        received.fill_(-1)  # until it is waited for
+        return SimpleNamespace(wait=lambda: received.copy_(torch.cat([whole[:0], *chain(*come)])))
 
     with patch("torch.distributed.all_to_all_single", exchange):
         outputs = [
-            layout.attend(kernel, *map(rank.slice, (query, key, value)), KernelOptions(window=window))
+            attend(layout, *map(rank.slice, (query, key, value)), KernelOptions(window=window))
             for rank, layout in zip(ranks, layouts, strict=True)
         ]
     return ranks[0].by_position(torch.cat(outputs)), any(map(any, sent))
+
+
+def _of_whole_keys(kernel):
+    """Attention whose kernel is called when all keys are there."""
+    return lambda layout, *given: layout.attend(kernel, *given)
+
+
+def _in_parts(layout, query, key, value, options):
+    """Attention of own keys before those of other groups have come, where it can be had."""
+    register_flash_stand_ins()
+    kernel = layout.overlapped(FLASH, options)
+    if kernel is None:
+        return layout.attend(sdpa, query, key, value, options)
+    return LseAttention.apply(query, key, value, None, layout, options, kernel)
 
 
 def _keys_seen(query, key, value, layout, options):
@@ -121,7 +146,9 @@ def test_every_query_of_every_small_pack_sees_the_keys_of_its_document_and_no_ot
         start = torch.cat([torch.full((n,), end - n) for n, end in zip(lengths, accumulate(lengths), strict=True)])
         for window in (None, 1, 2, 5) if tokens < 12 else (None,):
             first = start if window is None else start.maximum(position - window + 1)
-            seen, sent = _attended(_keys_seen, lengths, context, window, rows, rows, rows.expand(-1, 1, 2))
+            seen, sent = _attended(
+                _of_whole_keys(_keys_seen), lengths, context, window, rows, rows, rows.expand(-1, 1, 2)
+            )
             assert torch.equal(seen.squeeze(1), torch.stack([first, position], dim=1)), (lengths, window)
             assert sent is _crosses(lengths, window, SequenceShards(1, context)), (lengths, window)
 
@@ -138,10 +165,12 @@ def test_groups_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengt
     generator = torch.Generator().manual_seed(len(lengths))
     query, key, value = (
         torch.randn(sum(lengths), heads, size, generator=generator, dtype=torch.float64)
-        for heads, size in ((4, 4), (2, 4), (2, 6))
+        for heads, size in ((4, 6), (2, 6), (2, 4))
     )
-    whole, _ = _attended(sdpa, lengths, context, window, query, key, value)
-    torch.testing.assert_close(whole, whole_attention(query, key, value, lengths, window))
+    expected = whole_attention(query, key, value, lengths, window)
+    for attend in (_of_whole_keys(sdpa), _in_parts):
+        whole, _ = _attended(attend, lengths, context, window, query, key, value)
+        torch.testing.assert_close(whole, expected)
 
 
 def test_a_layout_that_leaves_rows_of_a_kernel_uncovered_is_refused():
@@ -200,11 +229,13 @@ def _tensors(dtype: torch.dtype, tokens: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in HEADS)
 
 
-def _attend() -> dict:
+def _attend(backend: str) -> dict:
     """By case: this rank's attention, gradients of its queries, keys and values, and bytes of its collectives."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    register_flash_stand_ins()
+    set_backend(KERNELS[backend])
     answers = {}
     meshes = {shape: init_device_mesh("cpu", shape[::-1], mesh_dim_names=("across", "inside")) for shape in SHAPES}
     for case in CASES:
@@ -223,8 +254,9 @@ def _attend() -> dict:
     return answers
 
 
-def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack():
-    answers = run_ranks(_attend, 4)
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend):
+    answers = run_ranks(_attend, 4, backend)
     for case in CASES:
         ulysses, groups, lengths, window, dtype = case
         *tensors, weights = (x.double() for x in _tensors(dtype, sum(lengths)))
@@ -239,9 +271,15 @@ def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack():
         # One of queries, keys and values and one of the output inside a group, around one of keys and values between
         # groups if a document crosses; as many of gradients.
         inside = [sum(lengths) // 4 * heads * size * dtype.itemsize for heads, size in HEADS]
-        for _, sent in found:
-            forward = sent[: len(sent) // 2]
-            if ulysses > 1:
-                assert [forward[0], forward[-1]] == [sum(inside[:3]), inside[3]]
-                forward = forward[1:-1]
-            assert len(forward) == _crosses(lengths, window, whole), case
+        a_key = sum(heads * size * dtype.itemsize for heads, size in HEADS[1:3])
+        edges = [sum(inside[:3]), inside[3]]
+        for direction in (0, 1):
+            across = []
+            for _, sent in found:
+                half = sent[direction * len(sent) // 2 : (direction + 1) * len(sent) // 2]
+                if ulysses > 1:
+                    assert [half[0], half[-1]] == edges[:: 1 - 2 * direction]
+                    half = half[1:-1]
+                assert len(half) == _crosses(lengths, window, whole), case
+                across += half
+            assert sum(across) == _foreign_keys(lengths, window, whole) * a_key, case

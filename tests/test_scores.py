@@ -5,9 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.flash_stand_ins import register_flash_stand_ins
 from verl_ext.attention import DocumentLayout
-from verl_ext.attention.kernels import KernelOptions, by_groups_of_heads, choose_backend, sdpa
-from verl_ext.attention.scores import SinkAttention
+from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_groups_of_heads
+from verl_ext.attention.kernels import KernelOptions, choose_backend, sdpa
+from verl_ext.attention.scores import FLASH, LseAttention, LseKernel, flash_with_sinks
 
 # Queries and keys of each document: as many, or more keys, as with the keys of other groups of ranks.
 SHAPES = [((5, 3, 9), (5, 3, 9)), ((5, 3, 9), (12, 3, 20)), ((600,), (640,))]
@@ -38,32 +40,6 @@ def whole(query, key, value, layout, options):
             logits = torch.cat([logits, options.sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
         outputs.append(torch.einsum("hqk,khe->qhe", logits.softmax(-1)[..., : len(k)], v))
     return torch.cat(outputs)
-
-
-def flash_forward(query, key, value, layout, options):
-    """What a flash kernel's forward gives: outputs without the sink, and the log-sum-exp ``[H, T]``."""
-    lse = torch.cat(
-        [
-            _scores(q, k, options, unseen).logsumexp(-1)
-            for q, k, _, unseen in _documents(query, key, value, layout, options)
-        ],
-        dim=1,
-    )
-    return whole(query, key, value, layout, options._replace(sinks=None)), lse
-
-
-def flash_backward(grad, query, key, value, output, lse, layout, options):
-    """What a flash kernel's backward does with the output and log-sum-exp that it is handed."""
-    gradients, shared, start = [], query.size(1) // key.size(1), 0
-    for q, k, v, unseen in _documents(query, key, value, layout, options):
-        rows = slice(start, start := start + len(q))
-        p = (_scores(q, k, options, unseen) - lse[:, rows, None]).exp()
-        delta = (grad[rows] * output[rows]).sum(-1).t()[..., None]
-        ds = p * (torch.einsum("qhe,khe->hqk", grad[rows], v) - delta) * (options.scale or q.size(-1) ** -0.5)
-        dk, dv = torch.einsum("hqk,qhe->khe", ds, q), torch.einsum("hqk,qhe->khe", p, grad[rows])
-        of_keys = [x.unflatten(1, (key.size(1), shared)).sum(2) for x in (dk, dv)]
-        gradients.append((torch.einsum("hqk,khe->qhe", ds, k), *of_keys))
-    return tuple(map(torch.cat, zip(*gradients, strict=True)))
 
 
 def _inputs(queries, keys):
@@ -103,22 +79,39 @@ def test_groups_of_heads_have_their_own_sinks(softcap):
 @pytest.mark.parametrize(("queries", "keys"), SHAPES[:2])
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_flash_backward_that_is_handed_the_sink_in_its_log_sum_exp_gives_the_right_gradients(queries, keys, window):
-    def attend(query, key, value, layout, options):
-        return SinkAttention.apply(query, key, value, options.sinks, layout, options, flash_forward, flash_backward)
+    register_flash_stand_ins()
+    _compare(flash_with_sinks, queries, keys, KernelOptions(scale=0.3, window=window))
 
-    _compare(attend, queries, keys, KernelOptions(scale=0.3, window=window))
+
+@pytest.mark.parametrize("group_bytes", [1, 2 * 8 * 4 * 17])  # one query head at a time, two
+def test_a_backward_over_groups_of_heads_is_that_of_all_heads(group_bytes):
+    register_flash_stand_ins()
+    heads = []
+
+    def backward(*given):
+        heads.append(given[1].size(1))
+        return FLASH.backward(*given)
+
+    def attend(query, key, value, layout, options):
+        kernel = backward_by_groups_of_heads(LseKernel(FLASH.forward, backward), group_bytes)
+        return LseAttention.apply(query, key, value, options.sinks, layout, options, kernel)
+
+    _compare(attend, *SHAPES[1], KernelOptions())
+    assert heads == ([1] * 4 if group_bytes == 1 else [2] * 2)
 
 
 def test_the_gradient_of_a_scaled_output_would_be_wrong():
     """The test of the backward can fail: with the sink outside of the log-sum-exp, queries get other gradients."""
+    register_flash_stand_ins()
 
     def backward(grad, query, key, value, output, lse, layout, options):
-        of_kernel, without = flash_forward(query, key, value, layout, options)
+        of_kernel, without = FLASH.forward(query, key, value, layout, options)
         scaled = grad * (without - lse).exp().t()[..., None]
-        return flash_backward(scaled, query, key, value, of_kernel, without, layout, options)
+        return FLASH.backward(scaled, query, key, value, of_kernel, without, layout, options)
 
     def attend(query, key, value, layout, options):
-        return SinkAttention.apply(query, key, value, options.sinks, layout, options, flash_forward, backward)
+        kernel = LseKernel(FLASH.forward, backward)
+        return LseAttention.apply(query, key, value, options.sinks, layout, options, kernel)
 
     with pytest.raises(AssertionError):
         _compare(attend, *SHAPES[0], KernelOptions())

@@ -3,13 +3,19 @@
 A kernel may be twice as far off as the same formula written out in its own precision, and no further.
 """
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.attention import DocumentLayout, document_layout, has_flash_attn
+from tests.flash_stand_ins import register_flash_stand_ins
+from verl_ext.attention import DocumentLayout, SequenceShards, document_layout, has_flash_attn
+from verl_ext.attention.context import ContextGroups, ContextLayout
 from verl_ext.attention.kernels import KERNELS, KernelOptions
+from verl_ext.attention.scores import LseAttention
 
 FLASH = pytest.mark.skipif(not has_flash_attn(), reason="needs the flash-attn package")
 BACKENDS = [pytest.param("flash_attn", marks=FLASH), "varlen", "sdpa"]
@@ -140,3 +146,34 @@ def test_a_document_is_untouched_by_its_neighbours_to_the_last_bit(name, device)
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True, True, True]
     for x in torch.autograd.grad(before[3].float().square().sum(), inputs):
         assert [bool(part.any()) for part in x.split(lengths)] == [False, False, False, True, False]
+
+
+def test_keys_that_come_while_a_kernel_computes_are_joined_as_exactly(device):
+    """Of two groups that share a document, the one of the chunks 1 and 2; chunk 0 comes, and its gradients leave."""
+    if device.type == "cpu":
+        register_flash_stand_ins()
+    chunk, sent = 130, []
+    inputs, upstream = tensors([4 * chunk], (4, 2, 128), device)
+    rows = slice(chunk, 3 * chunk)
+
+    def exchange(received, leaving, *sizes, group, async_op):
+        sent.append(leaving)
+        received.zero_()
+        comes = torch.cat([x.detach()[:chunk] for x in inputs[1:]], dim=-1) if len(sent) == 1 else received.clone()
+        return SimpleNamespace(wait=lambda: received.copy_(comes))
+
+    groups = ContextGroups(SequenceShards(1, 2, 1), None, None)
+    layout = ContextLayout.from_layout(layout_of([4 * chunk], device), groups)
+    own = [x.detach()[rows].requires_grad_() for x in inputs]
+    with patch("torch.distributed.all_to_all_single", exchange):
+        kernel = layout.overlapped(KERNELS["varlen"].lse, KernelOptions())
+        output = LseAttention.apply(*own, None, layout, KernelOptions(), kernel)
+        found = with_gradients(output, own, upstream[rows])
+    exact = [x.detach().double()[: 3 * chunk].requires_grad_() for x in inputs]
+    truth = written_out(exact[0][rows], *exact[1:], [2 * chunk], None, [3 * chunk])
+    want = with_gradients(truth, exact, upstream[rows].double())
+    comes_back = sent[1].split(128, dim=-1)
+    pairs = [(found[0], want[0]), *((ours, whole[rows]) for ours, whole in zip(found[1:], want[1:], strict=True))]
+    pairs += [(ours, whole[:chunk]) for ours, whole in zip(comes_back, want[2:], strict=True)]
+    for ours, true in pairs:
+        assert float((ours.double() - true).norm()) <= 1e-2 * float(true.norm())

@@ -1,18 +1,15 @@
-"""Keys and values between the groups of ranks that share a pack (`parallel.context_parallel_size`).
+"""Attention of a rank to the keys and values of other groups of ranks (`parallel.context_parallel_size`).
 
-A rank has the queries of its group's two chunks. It needs the keys of their documents from the beginning, or from as
-far back as a window reaches:
+Keys and values travel between groups (exchange.py), and their gradients return the same way and are added on the rank
+that they came from. A kernel that returns its log-sum-exp sees own keys while those of others travel:
 
 ```
-chunks        │   0   │   1   │   2   │   3   │
-documents     │ A         │ B             │ C │
-group 0       │ q k   │   ····│·······│ q k   │      B's keys come from group 1, for the queries of chunk 3
-group 1       │·······│ q k   │ q k   │              A's from group 0, for those of chunk 1
+forward     send keys ─► own keys ─► wait ─► foreign keys     out = Σ_i exp(lse_i - lse) out_i, lse = log Σ_i exp(lse_i)
+backward    foreign keys ─► send gradients ─► own keys ─► wait     exact for each part, given out and lse (scores.py)
 ```
 
-The documents alone decide which rank needs which keys, so no rank has to ask. Gradients of keys and values return the
-same way and are added on the rank that they came from. The keys that a rank knows lie in one tensor, in the order of
-the pack, and attention reads them there: one kernel call for both chunks if their keys lie apart, else one for each.
+For other kernels, and in layers with a window, which fetch little, all keys lie in one tensor, in the order of the
+pack, before a kernel runs: one call for both chunks if their keys lie apart, else one for each.
 
 Legend: T tokens of a pack with padding, L tokens of a chunk, H query and K key/value heads of a rank inside attention,
 E head size.
@@ -20,13 +17,15 @@ E head size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_ext.attention.layout import DocumentLayout, SequenceShards, pieces
+from verl_ext.attention.exchange import KeyExchange, KeyParts, size
+from verl_ext.attention.layout import DocumentLayout, SequenceShards
+from verl_ext.attention.scores import LseKernel, share
 
 
 @dataclass(frozen=True)
@@ -42,132 +41,6 @@ class ContextGroups:
     shards: SequenceShards
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
-
-
-class KernelCall(NamedTuple):
-    """One call of a kernel: queries of this rank, the known keys that they see, and the documents of both."""
-
-    queries: slice
-    keys: slice
-    layout: DocumentLayout
-
-
-@dataclass(frozen=True)
-class KeyExchange:
-    """The exchange and the kernel calls of a layer; rows are the 2·L tokens that this rank has of its heads.
-
-    Attributes:
-        send: the rows for other groups, in the order of the groups; send_sizes: the number for each group.
-        receive_sizes: the number of rows that come from each group.
-        known: the number of keys that this rank has in the end, in the pack's order.
-        own: the places of this rank's own rows among the known keys, by chunk.
-        received: the places of the rows of other groups among the known keys, in the order of their arrival.
-        calls: one or two kernel calls, which share out all queries of this rank.
-        needs_no_exchange: whether no group needs a key of another.
-    """
-
-    send: tuple[slice, ...]
-    send_sizes: list[int]
-    receive_sizes: list[int]
-    known: int
-    own: tuple[slice, ...]
-    received: tuple[slice, ...]
-    calls: tuple[KernelCall, ...]
-    needs_no_exchange: bool
-
-    def __post_init__(self) -> None:
-        end = 0
-        for call in self.calls:
-            assert call.queries.start == end, "calls follow each other"
-            assert call.layout.offsets[-1] == _size(call.queries)
-            assert call.layout.keys.offsets[-1] == _size(call.keys)
-            end = call.queries.stop
-        assert end == sum(map(_size, self.own)), "each query is in one call"
-
-    @classmethod
-    def from_offsets(
-        cls, offsets: Sequence[int], shards: SequenceShards, window: int | None, device: Any
-    ) -> "KeyExchange":
-        """Work out the exchange for documents [offsets[d], offsets[d + 1]) that end at T, and layers of a window."""
-        length = offsets[-1] // len(shards.chunks)
-        runs = [Run(chunk * length, (chunk + 1) * length) for chunk in shards.chunks]
-        held = [runs[2 * group : 2 * group + 2] for group in range(shards.context)]
-        needs = [_needed(offsets, own, runs, window) for own in held]
-        sent = [[need for own in held[shards.group] for need in needed if need.end == own.end] for needed in needs]
-        come = [[need for other in others for need in needs[shards.group] if need.end == other.end] for others in held]
-        mine = held[shards.group]
-        known = sorted([*mine, *needs[shards.group]])
-        return cls(
-            send=tuple(_rows(mine, run) for run in chain(*sent)),
-            send_sizes=[_tokens(part) for part in sent],
-            receive_sizes=[_tokens(part) for part in come],
-            known=_tokens(known),
-            own=tuple(_rows(known, run) for run in mine),
-            received=tuple(_rows(known, run) for run in chain(*come)),
-            calls=_calls(offsets, mine, known, window, device),
-            needs_no_exchange=not any(needs),
-        )
-
-
-class Run(NamedTuple):
-    """The tokens [start, end) of a pack."""
-
-    start: int
-    end: int
-
-
-def _tokens(runs: Sequence[Run]) -> int:
-    return sum(run.end - run.start for run in runs)
-
-
-def _rows(runs: Sequence[Run], part: Run) -> slice:
-    """Return the place of a part of the pack among runs that are stored one after the other."""
-    before = 0
-    for run in runs:
-        if run.start <= part.start < run.end:
-            return slice(before + part.start - run.start, before + part.end - run.start)
-        before += run.end - run.start
-    raise AssertionError(f"{part} is in none of {runs}")
-
-
-def _first_key(offsets: Sequence[int], first: int, window: int | None) -> int:
-    """Return the earliest token that the token `first` sees."""
-    document, _, _ = next(pieces(offsets, first, first + 1))
-    return offsets[document] if window is None else max(offsets[document], first - window + 1)
-
-
-def _needed(offsets: Sequence[int], own: Sequence[Run], runs: Sequence[Run], window: int | None) -> list[Run]:
-    """Return the parts of other chunks that the queries of a group's own chunks see, each up to its chunk's end."""
-    first = {query: _first_key(offsets, query.start, window) for query in own}
-    needed = []
-    for run in runs:
-        seen_by = [query for query in own if first[query] < run.end <= query.start]
-        if run not in own and seen_by:
-            needed.append(Run(max(run.start, min(first[query] for query in seen_by)), run.end))
-    return needed
-
-
-def _calls(
-    offsets: Sequence[int], own: Sequence[Run], known: Sequence[Run], window: int | None, device: Any
-) -> tuple[KernelCall, ...]:
-    """Return one call if the keys of both chunks lie apart, so that no key is seen twice; else a call for each."""
-    keys = [Run(_first_key(offsets, run.start, window), run.end) for run in own]
-    lengths = [_lengths(offsets, run, key.start) for run, key in zip(own, keys, strict=True)]
-    if keys[0].end <= keys[1].start:
-        queries, seen = ([*early, *late] for early, late in zip(*lengths, strict=True))
-        layout = DocumentLayout.from_lengths(queries, device, seen)
-        return (KernelCall(slice(0, _tokens(own)), slice(0, _tokens(known)), layout),)
-    return tuple(
-        KernelCall(_rows(own, run), _rows(known, key), DocumentLayout.from_lengths(queries, device, seen))
-        for run, key, (queries, seen) in zip(own, keys, lengths, strict=True)
-    )
-
-
-def _lengths(offsets: Sequence[int], run: Run, first_key: int) -> tuple[list[int], list[int]]:
-    """Return the number of queries, and of keys from ``first_key`` on, that each document has in a run."""
-    found = list(pieces(offsets, *run))
-    queries = [end - start for _, start, end in found]
-    return queries, [end - max(offsets[document], first_key) for document, _, end in found]
 
 
 @dataclass(frozen=True)
@@ -192,6 +65,18 @@ class ContextLayout(DocumentLayout):
             self.exchanges[window] = KeyExchange.from_offsets(self.offsets, self.groups.shards, window, device)
         return self.exchanges[window]
 
+    def overlapped(self, kernel: LseKernel, options: Any) -> LseKernel | None:
+        """Return a kernel that sees own keys while those of others travel; None in layers where few or none do."""
+        exchange = self.exchange(options.window)
+        if options.window is not None or exchange.needs_no_exchange:
+            return None
+        both = _Overlapped(kernel, exchange, self._parts, self.groups.across)
+        return LseKernel(both.forward, both.backward)
+
+    @cached_property
+    def _parts(self) -> KeyParts:
+        return KeyParts.from_exchange(self.exchange(None), self.offsets, self.cu_seqlens.device)
+
     def _calls(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any) -> list[tuple]:
         """Return the calls for this rank's rows ``[2·L, heads, ·]``, with the keys and values of other groups."""
         exchange = self.exchange(options.window)
@@ -205,6 +90,54 @@ class ContextLayout(DocumentLayout):
         ]
 
 
+@dataclass(frozen=True)
+class _Overlapped:
+    """An :class:`LseKernel` of all keys from one that sees own keys while those of other groups travel."""
+
+    kernel: LseKernel
+    exchange: KeyExchange
+    parts: KeyParts
+    across: dist.ProcessGroup
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return outputs, their log-sum-exp, and the foreign keys and values side by side for the backward."""
+        exchange, widths = self.exchange, [key.size(-1), value.size(-1)]
+        rows = torch.cat([_rows(x, exchange.send) for x in (key, value)], dim=-1)
+        foreign, work = _start(rows, exchange.send_sizes, exchange.receive_sizes, self.across)
+        output, lse = self.kernel.forward(query, key, value, self.parts.own, options)
+        work.wait()
+        foreign = _placed(torch.empty_like(foreign), self.parts.places, foreign)
+        for call in self.parts.foreign:
+            keys, values = foreign[call.keys].split(widths, dim=-1)
+            at, queries = call.queries, query[call.queries]
+            more, more_lse = self.kernel.forward(queries, keys, values, call.layout, options, causal=False)
+            whole = torch.logaddexp(lse[:, at], more_lse)
+            output[at] = (output[at] * share(lse[:, at], whole)).addcmul_(more, share(more_lse, whole))
+            lse[:, at] = whole
+        return output, lse, foreign
+
+    def backward(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of this rank's rows, with what the queries of other groups add to them."""
+        grad, query, key, value, output, lse, foreign, _, options = given
+        exchange, widths = self.exchange, [key.size(-1), value.size(-1)]
+        of_foreign, of_queries = torch.zeros_like(foreign), []
+        for call in self.parts.foreign:
+            at, (keys, values) = call.queries, foreign[call.keys].split(widths, dim=-1)
+            seen = grad[at], query[at], keys, values, output[at], lse[:, at]
+            dq, dk, dv = self.kernel.backward(*seen, call.layout, options, causal=False)
+            of_foreign[call.keys] += torch.cat([dk, dv], dim=-1)
+            of_queries.append(dq)
+        of_foreign = _rows(of_foreign, self.parts.places)
+        returned, work = _start(of_foreign, exchange.receive_sizes, exchange.send_sizes, self.across)
+        dq, dk, dv = self.kernel.backward(grad, query, key, value, output, lse, self.parts.own, options)
+        for call, more in zip(self.parts.foreign, of_queries, strict=True):
+            dq[call.queries] += more
+        work.wait()
+        return dq, *_with_returned(torch.cat([dk, dv], dim=-1), returned, exchange).split(widths, dim=-1)
+
+
 class _Gather(torch.autograd.Function):
     """The exchange of keys and values: ``[known part, K, E]`` of each kernel call, from this rank's ``[2·L, K, E]``."""
 
@@ -212,43 +145,52 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, key: torch.Tensor, value: torch.Tensor, exchange: KeyExchange, across: dist.ProcessGroup
     ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange, ctx.across, ctx.sizes = exchange, across, (key.size(-1), value.size(-1))
+        ctx.exchange, ctx.across, ctx.widths = exchange, across, (key.size(-1), value.size(-1))
         own = torch.cat([key, value], dim=-1)
-        rows = [own[part] for part in exchange.send]
-        received = _all_to_all(rows, own, exchange.send_sizes, exchange.receive_sizes, across)
-        known = own.new_empty(exchange.known, *own.shape[1:])
-        for place, part in zip(exchange.own, own.chunk(2), strict=True):
-            known[place] = part
-        for place, part in zip(exchange.received, received.split([*map(_size, exchange.received)]), strict=True):
-            known[place] = part
-        return tuple(part for call in exchange.calls for part in known[call.keys].split(ctx.sizes, dim=-1))
+        received, work = _start(_rows(own, exchange.send), exchange.send_sizes, exchange.receive_sizes, across)
+        known = _placed(own.new_empty(exchange.known, *own.shape[1:]), exchange.own, own)
+        work.wait()
+        _placed(known, exchange.received, received)
+        return tuple(part for call in exchange.calls for part in known[call.keys].split(ctx.widths, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         exchange: KeyExchange = ctx.exchange
-        known = grad_outputs[0].new_zeros(exchange.known, grad_outputs[0].size(1), sum(ctx.sizes))
+        known = grad_outputs[0].new_zeros(exchange.known, grad_outputs[0].size(1), sum(ctx.widths))
         grads = iter(grad_outputs)
         for call in exchange.calls:
-            for part in known[call.keys].split(ctx.sizes, dim=-1):
+            for part in known[call.keys].split(ctx.widths, dim=-1):
                 part += next(grads)
-        rows = [known[place] for place in exchange.received]
-        returned = _all_to_all(rows, known, exchange.receive_sizes, exchange.send_sizes, ctx.across)
-        # Each group's share is rounded once. Their sum is not rounded in between.
-        total = torch.cat([known[place] for place in exchange.own]).to(torch.promote_types(known.dtype, torch.float32))
-        for place, part in zip(exchange.send, returned.split([*map(_size, exchange.send)]), strict=True):
-            total[place] += part
-        key, value = total.to(known.dtype).split(ctx.sizes, dim=-1)
+        rows = _rows(known, exchange.received)
+        returned, work = _start(rows, exchange.receive_sizes, exchange.send_sizes, ctx.across)
+        work.wait()
+        key, value = _with_returned(_rows(known, exchange.own), returned, exchange).split(ctx.widths, dim=-1)
         return key, value, None, None
 
 
-def _all_to_all(
-    rows: Sequence[torch.Tensor], like: torch.Tensor, send: list[int], receive: list[int], across: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send rows to each rank of the group, and return the rows ``[sum(receive), …]`` that come from each."""
-    received = like.new_empty(sum(receive), *like.shape[1:])
-    dist.all_to_all_single(received, torch.cat([like[:0], *rows]), receive, send, group=across)
-    return received
+def _rows(x: torch.Tensor, places: Sequence[slice]) -> torch.Tensor:
+    """Return the rows of some places, one after the other."""
+    return torch.cat([x[:0], *(x[place] for place in places)])
 
 
-def _size(place: slice) -> int:
-    return place.stop - place.start
+def _placed(x: torch.Tensor, places: Sequence[slice], rows: torch.Tensor) -> torch.Tensor:
+    """Write rows to their places in ``x``, the inverse of :func:`_rows`, and return it."""
+    for place, part in zip(places, rows.split([*map(size, places)]), strict=True):
+        x[place] = part
+    return x
+
+
+def _with_returned(own: torch.Tensor, returned: torch.Tensor, exchange: KeyExchange) -> torch.Tensor:
+    """Add the gradients that other groups return for this rank's rows; their sum is rounded once."""
+    total = own.to(torch.promote_types(own.dtype, torch.float32))
+    for place, part in zip(exchange.send, returned.split([*map(size, exchange.send)]), strict=True):
+        total[place] += part
+    return total.to(own.dtype)
+
+
+def _start(
+    rows: torch.Tensor, send: list[int], receive: list[int], across: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work]:
+    """Send rows to each rank of the group; return the rows that come, and the work to wait for before they are read."""
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    return received, dist.all_to_all_single(received, rows, receive, send, group=across, async_op=True)

@@ -30,11 +30,10 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from verl_ext.attention.layout import DocumentLayout
-from verl_ext.attention.scores import blocks, flash_with_sinks
+from verl_ext.attention.scores import FLASH, LseKernel, blocks, flash_arguments, flash_with_sinks
 from verl_ext.values import Options, check_choice, first_line, option
 
 PACKED_ATTENTION = "verl_ext_packed"  # its name in `model.override_config.attn_implementation`
-GROUP_BYTES = 2**30  # of query heads in fp32 that a kernel is given at a time
 _QUERY_BLOCK = 512  # queries of one call of sdpa with a window
 
 
@@ -126,7 +125,7 @@ def varlen(
     # An early varlen_attn (torch 2.11) takes grouped heads without being told, as its kernel does.
     is_told = query.size(1) > key.size(1) and "enable_gqa" in signature(varlen_attn).parameters
     grouped: dict[str, Any] = {"enable_gqa": True} if is_told else {}
-    padded, lengths = _flash_arguments(query, value, layout)
+    padded, lengths = flash_arguments(query, value, layout)
     window = options.flash_window
     output = varlen_attn(query, key, padded, *lengths, scale=options.scale, window_size=window, **grouped)
     assert isinstance(output, torch.Tensor)
@@ -141,7 +140,7 @@ def flash_attn(
 
     if options.sinks is not None:  # the package's function gives no log-sum-exp to its backward
         return flash_with_sinks(query, key, value, layout, options)
-    padded, lengths = _flash_arguments(query, value, layout)
+    padded, lengths = flash_arguments(query, value, layout)
     output = flash_attn_varlen_func(
         query,
         key,
@@ -157,58 +156,28 @@ def flash_attn(
     return output[..., : value.size(-1)]
 
 
-def _flash_arguments(
-    query: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
-) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Return values padded to the width of the queries, and the lengths of queries and keys, for a flash kernel.
+class Kernel(NamedTuple):
+    """A kernel of packs.
 
-    Latent attention has narrower values. The causal rule of flash kernels takes queries for a document's last tokens.
-    """
-    padded = F.pad(value, (0, query.size(-1) - value.size(-1)))
-    keys = layout.keys
-    return padded, (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)
-
-
-def by_groups_of_heads(
-    kernel: Callable[..., torch.Tensor], group_bytes: int = GROUP_BYTES
-) -> Callable[..., torch.Tensor]:
-    """Run the kernel over groups of query heads, as many at a time as have `group_bytes` in fp32; at least one.
-
-    Flash attention's backward sums dq in fp32, and holds dk and dv for every query head of a call. With 32 query heads
-    and 8 key heads this is 4.5 times the size of the queries; a group at a time takes its share of that. If all heads
-    together are no larger than `group_bytes`, there is one call.
+    Attributes:
+        whole: returns ``[T, H, E]`` for (query, key, value, layout, options).
+        lse: the same with its log-sum-exp, for keys that come in parts; None: it gives none, or takes none back.
     """
 
-    def grouped(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
-    ) -> torch.Tensor:
-        heads, shared = query.size(1), query.size(1) // key.size(1)
-        most = group_bytes // (4 * query[:, 0].numel())
-        # A group is a part of the heads that share a key head, or several whole sets of them.
-        sizes = [
-            size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)
-        ]
-        size = max([size for size in sizes if size <= most], default=1)
-        if size == heads:
-            return kernel(query, key, value, layout, options)
-        of_keys = max(size // shared, 1)
-        keys, values = key.split(of_keys, 1), value.split(of_keys, 1)
-        calls = (
-            kernel(q, keys[first], values[first], layout, options.of_heads(index * size, size))
-            for index, q in enumerate(query.split(size, 1))
-            for first in [index * size // (shared * of_keys)]
-        )
-        return torch.cat(list(calls), dim=1)
+    whole: Callable[..., torch.Tensor]
+    lse: LseKernel | None = None
 
-    return grouped
+    def __call__(self, *given: Any) -> torch.Tensor:
+        """Attend to keys that are all there."""
+        return self.whole(*given)
 
 
-KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "flash_attn": flash_attn,
-    "fa3": varlen,  # `unusable` has given torch the kernels
-    "fa4": varlen,
-    "varlen": varlen,
-    "sdpa": sdpa,
+KERNELS: dict[str, Kernel] = {
+    "flash_attn": Kernel(flash_attn),  # the package's own backward takes no log-sum-exp
+    "fa3": Kernel(varlen, FLASH),  # `unusable` has given torch the kernels
+    "fa4": Kernel(varlen, FLASH),
+    "varlen": Kernel(varlen, FLASH),
+    "sdpa": Kernel(sdpa),
 }
 BACKENDS = tuple(KERNELS)
 KERNEL_NAMES = {"varlen": "varlen (FA2)", "fa3": "varlen (FA3)", "fa4": "varlen (FA4)"}  # else the backend's name

@@ -5,7 +5,7 @@ Registered through transformers' ``AttentionInterface``, so that no model is pat
 on, by the `running_pack` of its module (verl_ext.layers.pack).
 
 The ranks of Ulysses exchange heads before and after the kernel (heads.py). With a :class:`ContextLayout` they do so
-inside a group of ranks, and keys and values travel between groups before the kernel (context.py).
+inside a group of ranks, and keys and values travel between groups before the kernel or while it runs (context.py).
 """
 
 from collections.abc import Callable
@@ -18,24 +18,26 @@ from transformers import AttentionInterface
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
 
 from verl_ext.attention.context import ContextLayout
+from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_groups_of_heads
 from verl_ext.attention.heads import HeadPadding, join_heads, split_heads
 from verl_ext.attention.kernels import (
     KERNELS,
     PACKED_ATTENTION,
+    Kernel,
     KernelOptions,
-    by_groups_of_heads,
     choose_backend,
     flash_limit,
     gpu_capability,
     in_autocast_dtype,
 )
 from verl_ext.attention.layout import DocumentLayout
+from verl_ext.attention.scores import LseAttention
 
-_requested: str | Callable[..., torch.Tensor] = "auto"
+_requested: str | Kernel = "auto"
 _layout_required = False
 
 
-def set_backend(requested: str | Callable[..., torch.Tensor]) -> None:
+def set_backend(requested: str | Kernel) -> None:
     """Choose the kernel of this process: its name in `attention.backend`, ``auto`` to decide by device, or a kernel."""
     global _requested
     _requested = requested
@@ -113,7 +115,11 @@ def packed_attention(
     if sinks is not None and ranks > 1:  # those of the heads that this rank computes, zero heads included
         sinks = padding.query(sinks.view(1, 1, -1, 1)).flatten().chunk(ranks)[dist.get_rank(group)]
     options = KernelOptions(scaling, sliding_window, dropout, softcap, sinks)
-    output = document_layout.attend(by_groups_of_heads(kernel), query, key, value, options)
+    overlapped = shared.overlapped(backward_by_groups_of_heads(kernel.lse), options) if shared and kernel.lse else None
+    if overlapped is None:
+        output = document_layout.attend(by_groups_of_heads(kernel.whole), query, key, value, options)
+    else:
+        output = LseAttention.apply(query, key, value, sinks, document_layout, options, overlapped)
     output = output.unflatten(0, (rows, length))
     if ranks > 1:
         output = join_heads(output, group)

@@ -7,16 +7,18 @@ Flash kernels know no sinks, but their backward needs none. It computes the prob
 log-sum-exp that it is handed, and ds = p (dp - rowsum(dout · out)). Handed lse' = logaddexp(lse, sink) and the output
 with the sink in it, it gives the right gradients of queries, keys and values, and d(sink) is
 -Σ_t exp(sink - lse'_t) rowsum(dout_t · out_t). Scaling a kernel's output by sigmoid(lse - sink) gives the same output
-and wrong gradients, because a flash backward drops the gradient of lse.
+and wrong gradients, because a flash backward drops the gradient of lse. Keys that come in parts are joined in the same
+way (context.py).
 
 Legend: T tokens of a micro-batch with padding, H query heads, K key/value heads, E head size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from verl_ext.attention.layout import DocumentLayout
@@ -66,20 +68,21 @@ def _block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: i
     return torch.einsum("hqk,khe->qhe", weights, value)
 
 
-def flash_with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
-) -> torch.Tensor:
-    """Attend with sinks by torch's flash kernels, or by those that it was given; half precision on CUDA."""
-    assert not options.dropout, "a flash kernel's backward would need its random numbers"
-    return SinkAttention.apply(query, key, value, options.sinks, layout, options, _flash_forward, _flash_backward)
+class LseKernel(NamedTuple):
+    """A kernel that returns its log-sum-exp, and whose backward is exact for that of more keys.
 
-
-class SinkAttention(torch.autograd.Function):
-    """Attention with a sink around a forward that returns its log-sum-exp, and its own backward.
-
-    The forward returns ``[T, H, E]`` and ``lse[H, T]`` for (query, key, value, layout, options); the backward returns
-    the gradients of the three for (dout, query, key, value, out, lse, layout, options).
+    Attributes:
+        forward: returns ``out[T, H, E]`` and ``lse[H, T]`` for (query, key, value, layout, options), and tensors of its
+            own; with ``causal=False`` a query sees all keys of its document.
+        backward: returns the gradients of the three for (dout, query, key, value, out, lse, *tensors, layout, options).
     """
+
+    forward: Callable[..., tuple[torch.Tensor, ...]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class LseAttention(torch.autograd.Function):
+    """Attention by an :class:`LseKernel`, with a sink ``[H]`` or None in its log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -87,34 +90,55 @@ class SinkAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        sinks: torch.Tensor,
+        sinks: torch.Tensor | None,
         layout: DocumentLayout,
         options: Any,
-        forward: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        kernel: LseKernel,
     ) -> torch.Tensor:
-        """Scale the kernel's output by the share that the sink leaves, and keep the log-sum-exp with the sink."""
-        output, lse = forward(query, key, value, layout, options)
-        whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
-        output = (output * (lse - whole).exp().t().unsqueeze(-1)).to(output.dtype)
-        ctx.save_for_backward(query, key, value, sinks, output, whole)
-        ctx.layout, ctx.options, ctx.of_kernel = layout, options, backward
+        """Scale the kernel's output by the share that a sink leaves, and keep the log-sum-exp with the sink."""
+        output, lse, *kept = kernel.forward(query, key, value, layout, options)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))  # [H, T]
+            output = (output * share(lse, whole)).to(output.dtype)
+            lse = whole
+        ctx.save_for_backward(query, key, value, sinks, output, lse, *kept)
+        ctx.layout, ctx.options, ctx.kernel = layout, options, kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
         """Hand the kernel's backward the output and the log-sum-exp with the sink in them."""
-        query, key, value, sinks, output, whole = ctx.saved_tensors
+        query, key, value, sinks, output, lse, *kept = ctx.saved_tensors
         (grad,) = grad_outputs
-        gradients = ctx.of_kernel(grad.contiguous(), query, key, value, output, whole, ctx.layout, ctx.options)
-        of_rows = (grad.to(whole.dtype) * output.to(whole.dtype)).sum(-1).t()  # [H, T]
-        of_sinks = -((sinks.to(whole.dtype).unsqueeze(1) - whole).exp() * of_rows).sum(1)
-        return *gradients, of_sinks.to(sinks.dtype), None, None, None, None
+        given = (grad.contiguous(), query, key, value, output, lse, *kept)
+        gradients = ctx.kernel.backward(*given, ctx.layout, ctx.options)
+        of_sinks = None
+        if sinks is not None:
+            of_rows = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1).t()  # [H, T]
+            of_sinks = -((sinks.to(lse.dtype).unsqueeze(1) - lse).exp() * of_rows).sum(1).to(sinks.dtype)
+        return *gradients, of_sinks, None, None, None
 
 
-def _flash_arguments(layout: DocumentLayout) -> Iterator[Any]:
+def share(lse: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the factor ``[T, H, 1]`` on an output of log-sum-exp ``lse[H, T]`` inside one of ``whole[H, T]``."""
+    return (lse - whole).exp().t().unsqueeze(-1)
+
+
+def flash_arguments(
+    query: torch.Tensor, value: torch.Tensor, layout: DocumentLayout
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Return values padded to the width of the queries, and the lengths of queries and keys, for a flash kernel.
+
+    Latent attention has narrower values. The causal rule of flash kernels takes queries for a document's last tokens.
+    """
     keys = layout.keys
-    yield from (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length, 0.0, True)
+    return _widened(value, query), (layout.cu_seqlens, keys.cu_seqlens, layout.max_length, keys.max_length)
+
+
+def _widened(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    missing = query.size(-1) - x.size(-1)
+    assert missing >= 0, "a pad by less than nothing would cut"
+    return F.pad(x, (0, missing)) if missing else x  # a pad by nothing would copy
 
 
 def _flash_windows(options: Any) -> dict[str, Any]:
@@ -124,12 +148,19 @@ def _flash_windows(options: Any) -> dict[str, Any]:
 
 
 def _flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: DocumentLayout,
+    options: Any,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert (options.dropout, options.softcap) == (0, None), "choose_backend refuses both"
+    padded, lengths = flash_arguments(query, value, layout)
     found = torch.ops.aten._flash_attention_forward(
-        query, key, value, *_flash_arguments(layout), return_debug_mask=False, **_flash_windows(options)
+        query, key, padded, *lengths, 0.0, causal, return_debug_mask=False, **_flash_windows(options)
     )
-    return found[0], found[1]
+    return found[0][..., : value.size(-1)], found[1]
 
 
 def _flash_backward(
@@ -141,10 +172,24 @@ def _flash_backward(
     lse: torch.Tensor,
     layout: DocumentLayout,
     options: Any,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    padded, lengths = flash_arguments(query, value, layout)
+    grad, output = _widened(grad, query), _widened(output, query)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return torch.ops.aten._flash_attention_backward(
-        *(grad, query, key, value, output, lse, *_flash_arguments(layout)),
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, padded, output, lse.contiguous(), *lengths, 0.0, causal),
         *(no_dropout, torch.empty(0, device=query.device)),
         **_flash_windows(options),
     )
+    return dq, dk, dv[..., : value.size(-1)]
+
+
+FLASH = LseKernel(_flash_forward, _flash_backward)  # torch's flash kernels, or those that it was given
+
+
+def flash_with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
+) -> torch.Tensor:
+    """Attend with sinks by torch's flash kernels, or by those that it was given; half precision on CUDA."""
+    return LseAttention.apply(query, key, value, options.sinks, layout, options, FLASH)

@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from verl_ext.attention import DocumentLayout
-from verl_ext.attention.kernels import KernelOptions
 from verl_ext.cpu_platform import CPUPlatform
 from verl_ext.memory_plan.caching_allocator import Event
 
@@ -348,48 +346,3 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 def _number(tensor: torch.Tensor) -> bool | int | float:
     """Return the value that a number on the fake GPU is read as: a flag is true, so that no step is skipped."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
-
-
-class _Attention(torch.autograd.Function):
-    """The memory of an attention kernel that keeps its inputs, its output and a number a row, and no scores.
-
-    documents: their number for FlashAttention-2 with cumulative lengths (flash-attn 2.8, torch's varlen_attn). Its
-    backward sums dq in fp32, padded by up to 128 tokens a document, and computes dk and dv for every query head. None:
-    a kernel that does neither.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: int | None) -> torch.Tensor:
-        out = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.size(1), q.size(0), dtype=torch.float32))
-        ctx.documents = documents
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
-        inside = []
-        if ctx.documents is not None:
-            rows, heads = q.size(0) + 128 * ctx.documents, q.size(1)
-            inside += [q.new_empty(rows, heads, -(-q.size(2) // 32) * 32, dtype=torch.float32)]
-            inside += [q.new_empty(rows, heads, dtype=torch.float32)]
-            inside += [k.new_empty(k.size(0), heads, k.size(2)) for _ in (k, v) if heads != k.size(1)]
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        del inside
-        return (*gradients, None)
-
-
-def flash_memory(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: KernelOptions
-) -> torch.Tensor:
-    """Take the memory of flash attention, as a kernel of :data:`verl_ext.attention.kernels.KERNELS` would."""
-    padded = torch.nn.functional.pad(value, (0, query.size(-1) - value.size(-1)))
-    return _Attention.apply(query, key, padded, len(layout.offsets) - 1)[..., : value.size(-1)]
-
-
-def fake_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
-) -> torch.Tensor:
-    """Stand in for ``scaled_dot_product_attention`` of ``[1, heads, T, E]``, without scores in memory."""
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return _Attention.apply(q, k, v, None).transpose(0, 1).unsqueeze(0)

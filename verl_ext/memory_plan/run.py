@@ -26,8 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from verl_ext.memory_plan.attention_memory import LSE_MEMORY, fake_sdpa, flash_memory
 from verl_ext.memory_plan.caching_allocator import reserved
-from verl_ext.memory_plan.fake_gpu import GPU, FakePlatform, MemoryTracker, fake_sdpa, flash_memory, register_gpu
+from verl_ext.memory_plan.fake_gpu import GPU, FakePlatform, MemoryTracker, register_gpu
 from verl_ext.memory_plan.traffic import Received, Traffic
 from verl_ext.packing import CostModel
 
@@ -150,9 +151,10 @@ def _place(model: Any, full_state: Any, mesh: Any = None, cpu_offload: Any = Non
 def predicted(job: Job) -> Prediction:
     """Run a job on the fake GPU."""
     from verl_ext.attention import packed
-    from verl_ext.attention.kernels import KERNELS
+    from verl_ext.attention.kernels import KERNELS, Kernel
 
-    packed.set_backend(KERNELS["sdpa"] if job.backend == "sdpa" else flash_memory)
+    kernel = KERNELS[job.backend]
+    packed.set_backend(kernel if job.backend == "sdpa" else Kernel(flash_memory, kernel.lse and LSE_MEMORY))
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     dist.init_process_group("fake", rank=job.rank, world_size=job.world_size)
     tracker = MemoryTracker(GPU, block=512 if job.on_gpu else 1)

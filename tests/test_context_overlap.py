@@ -1,0 +1,173 @@
+"""Keys and values that travel between groups of ranks while a kernel computes."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.flash_stand_ins import register_flash_stand_ins
+from tests.packed_engine import build_worker, train_step
+from tests.ranks import run_ranks
+from tests.reference import Reference, documents_of_answers, load_eager, pack_row
+from verl_ext.attention import DocumentLayout, SequenceShards
+from verl_ext.attention.context import ContextGroups, ContextLayout
+from verl_ext.attention.kernels import KERNELS, Kernel, KernelOptions, sdpa
+from verl_ext.attention.packed import packed_attention, set_backend
+from verl_ext.attention.scores import FLASH, LseAttention, LseKernel
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
+from verl_ext.trainer.batch import StepCollator
+
+
+def _recorded(kernel: LseKernel, events: list[str]) -> LseKernel:
+    """The kernel, which writes down whether its keys are own ones."""
+
+    def noted(function):
+        def call(*given, causal=True):
+            events.append("own" if causal else "foreign")
+            return function(*given, causal=causal)
+
+        return call
+
+    return LseKernel(*map(noted, kernel))
+
+
+# Of two groups, group 0 has the chunks 0 and 3, group 1 those between; chunks of 4 tokens.
+@pytest.mark.parametrize(
+    ("lengths", "group", "foreign"),
+    [
+        ([16], 0, 1),  # chunk 3 sees those between
+        ([16], 1, 2),  # chunk 1 and chunk 2 see chunk 0
+        ([6, 10], 0, 1),
+        ([6, 10], 1, 1),  # chunk 2 has its document from the beginning
+        ([8, 8], 0, 1),
+        ([4, 12], 1, 0),  # it sends alone
+    ],
+)
+def test_own_keys_are_seen_between_the_sending_and_the_waiting(lengths, group, foreign):
+    register_flash_stand_ins()
+    events = []
+
+    def exchange(received, sent, *sizes, group, async_op):
+        assert async_op
+        events.append("send")
+        received.fill_(torch.nan)
+
+        def wait():
+            events.append("wait")
+            received.fill_(0)
+
+        return SimpleNamespace(wait=wait)
+
+    groups = ContextGroups(SequenceShards(1, 2, group), None, None)
+    layout = ContextLayout.from_layout(DocumentLayout.from_lengths(lengths, "cpu"), groups)
+    inputs = [torch.randn(8, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    kernel = layout.overlapped(_recorded(FLASH, events), KernelOptions())
+    with patch("torch.distributed.all_to_all_single", exchange):
+        output = LseAttention.apply(*inputs, None, layout, KernelOptions(), kernel)
+        assert events == ["send", "own", "wait", *["foreign"] * foreign]
+        events.clear()
+        output.sum().backward()
+    assert events == [*["foreign"] * foreign, "send", "own", "wait"]
+    assert all(x.isfinite().all() for x in (output, *(x.grad for x in inputs)))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lengths", "window", "is_overlapped"),
+    [
+        ("varlen", [16], None, True),
+        ("varlen", [4, 4, 4, 4], None, False),  # no document crosses
+        ("varlen", [16], 3, False),  # two keys a chunk travel
+        ("flash_attn", [16], None, False),
+        ("sdpa", [16], None, False),
+    ],
+)
+def test_layers_that_gain_nothing_and_kernels_without_a_log_sum_exp_are_called_once_all_keys_are_there(
+    kernel, lengths, window, is_overlapped, monkeypatch
+):
+    called = []
+    noted = Kernel(lambda *given: called.append("whole") or sdpa(*given), KERNELS[kernel].lse and FLASH)
+    monkeypatch.setattr(LseAttention, "apply", lambda query, *_: called.append("parts") or query)
+    monkeypatch.setattr("verl_ext.attention.packed._requested", noted)
+    monkeypatch.setattr("torch.distributed.all_to_all_single", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    layout = ContextLayout.from_layout(
+        DocumentLayout.from_lengths(lengths, "cpu"), ContextGroups(SequenceShards(1, 2, 0), None, None)
+    )
+    inputs = [torch.zeros(1, heads, 8, 8) for heads in (4, 2, 2)]
+    packed_attention(torch.nn.Module(), *inputs, sliding_window=window, document_layout=layout)
+    assert set(called) == {"parts" if is_overlapped else "whole"}
+
+
+# --- on ranks -------------------------------------------------------------------------------------------------------
+
+PACKS = ([24], [3, 1, 20], [11, 2, 10, 1], [6, 12, 6])
+
+
+def _with_sinks(ulysses: int, groups: int) -> list[list[torch.Tensor]]:
+    """By pack: how far outputs and gradients of keys in parts are from those of a kernel that has sinks itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    register_flash_stand_ins()
+    mesh = init_device_mesh("cpu", (groups, ulysses), mesh_dim_names=("across", "inside"))
+    shards = SequenceShards(ulysses, groups, dist.get_rank())
+    owned = ContextGroups(shards, mesh.get_group("inside"), mesh.get_group("across"))
+    differences = []
+    for lengths in PACKS:
+        found = []
+        for backend in ("sdpa", "varlen"):
+            set_backend(KERNELS[backend])
+            torch.manual_seed(0)
+            tensors = [torch.randn(24, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+            inputs = [shards.slice(x).transpose(0, 1)[None].requires_grad_() for x in tensors]
+            sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+            layout = ContextLayout.from_layout(DocumentLayout.from_lengths(lengths, "cpu"), owned)
+            output, _ = packed_attention(torch.nn.Module(), *inputs, s_aux=sinks, document_layout=layout)
+            (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+            found.append([output.detach(), *(x.grad for x in (*inputs, sinks))])
+        differences.append([(ours - plain).abs().max() for plain, ours in zip(*found, strict=True)])
+    return differences
+
+
+@pytest.mark.parametrize(("ulysses", "groups"), [(1, 2), (2, 2)])
+def test_sinks_are_joined_with_keys_that_come_in_parts(ulysses, groups):
+    answers = run_ranks(_with_sinks, ulysses * groups, ulysses, groups)
+    assert torch.tensor(answers).max() < 1e-12
+
+
+DOCUMENTS = documents_of_answers(21, 2, 13, 30, 9, 17)
+MICRO_BATCHES = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[3]], [DOCUMENTS[4], DOCUMENTS[2], DOCUMENTS[5]]]
+
+
+def _step(model: str, checkpointing: bool):
+    """A step on 2 × 2 ranks, and by name what this rank did between groups, in order."""
+    register_flash_stand_ins()
+    events, original = [], dist.all_to_all_single
+
+    def sent(*given, async_op=False, **named):
+        events.extend(["send"] if async_op else [])
+        return original(*given, async_op=async_op, **named)
+
+    options = ["parallel.context_parallel_size=2", f"model.enable_gradient_checkpointing={checkpointing}"]
+    engine = build_worker(model, 2, options).engine
+    set_backend(Kernel(sdpa, _recorded(FLASH, events)))
+    collate = StepCollator(LossSpec("token", torch.ones(1).numpy()), CategoryTable((), ()))
+    with patch.object(dist, "all_to_all_single", sent):
+        step = train_step(engine, [pack_row(pack) for pack in MICRO_BATCHES], collate, 3, "fused")
+    return step, events
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_step_in_parts_equals_plain_hugging_face_and_sends_in_the_same_order_on_every_rank(checkpointing, tiny_model):
+    answers = run_ranks(_step, 4, str(tiny_model), checkpointing)
+    plain = load_eager(str(tiny_model))
+    expected = Reference(plain, DOCUMENTS).step(MICRO_BATCHES, "token", {})
+    step = answers[0][0]
+    assert step.report["train/loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert max(expected.gradient_errors(step.gradients).values()) < 1e-5
+    passes = 3 if checkpointing else 2  # forward, backward, and a forward again
+    layers = plain.config.num_hidden_layers * len(MICRO_BATCHES)
+    for _, events in answers:
+        assert [event for event in events if event != "foreign"] == ["send", "own"] * passes * layers
+    assert any("foreign" in events for _, events in answers)

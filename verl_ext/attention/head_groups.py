@@ -1,0 +1,72 @@
+"""Kernels over groups of query heads, for the memory of their backward.
+
+Flash attention's backward sums dq in fp32, and holds dk and dv for every query head of a call. With 32 query heads and
+8 key heads this is 4.5 times the size of the queries; a group at a time takes its share of that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl_ext.attention.layout import DocumentLayout
+from verl_ext.attention.scores import LseKernel
+
+GROUP_BYTES = 2**30  # of query heads in fp32 that a kernel is given at a time
+
+
+def by_groups_of_heads(
+    kernel: Callable[..., torch.Tensor], group_bytes: int = GROUP_BYTES
+) -> Callable[..., torch.Tensor]:
+    """Run the kernel over groups of query heads, as many at a time as have `group_bytes` in fp32; at least one.
+
+    If all heads together are no larger than `group_bytes`, there is one call.
+    """
+
+    def grouped(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: DocumentLayout, options: Any
+    ) -> torch.Tensor:
+        size, of_keys, shared = _heads_of_a_call(query, key, group_bytes)
+        if size == query.size(1):
+            return kernel(query, key, value, layout, options)
+        keys, values = key.split(of_keys, 1), value.split(of_keys, 1)
+        calls = (
+            kernel(q, keys[first], values[first], layout, options.of_heads(index * size, size))
+            for index, q in enumerate(query.split(size, 1))
+            for first in [index * size // (shared * of_keys)]
+        )
+        return torch.cat(list(calls), dim=1)
+
+    return grouped
+
+
+def backward_by_groups_of_heads(kernel: LseKernel, group_bytes: int = GROUP_BYTES) -> LseKernel:
+    """Run the backward alone over groups of query heads: a forward holds nothing in fp32."""
+
+    def backward(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad, query, key, value, output, lse, *others = given
+        size, of_keys, shared = _heads_of_a_call(query, key, group_bytes)
+        if size == query.size(1):
+            return kernel.backward(*given, **named)
+        dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
+        for first in range(0, query.size(1), size):
+            heads, keys = slice(first, first + size), slice(first // shared, first // shared + of_keys)
+            seen = grad[:, heads], query[:, heads], key[:, keys], value[:, keys], output[:, heads], lse[heads]
+            found = kernel.backward(*seen, *others, **named)
+            for total, part in zip((dq[:, heads], dk[:, keys], dv[:, keys]), found, strict=True):
+                total += part
+        return dq, dk, dv
+
+    return LseKernel(kernel.forward, backward)
+
+
+def _heads_of_a_call(query: torch.Tensor, key: torch.Tensor, group_bytes: int) -> tuple[int, int, int]:
+    """Return the query heads and key heads of a call, and the query heads that share a key head.
+
+    A group is a part of the heads that share a key head, or several whole sets of them.
+    """
+    heads, shared = query.size(1), query.size(1) // key.size(1)
+    most = group_bytes // (4 * query[:, 0].numel())
+    sizes = [size for size in range(1, heads + 1) if heads % size == 0 and (shared % size == 0 or size % shared == 0)]
+    size = max([size for size in sizes if size <= most], default=1)
+    return size, max(size // shared, 1), shared
