@@ -77,7 +77,7 @@ def test_a_precision_that_is_given_is_kept():
 
 
 def test_what_a_given_precision_leaves_out_is_that_of_the_device():
-    config = compose(["engine.mixed_precision.reduce_dtype=fp32"])
+    config = compose(["engine.mixed_precision.reduce_dtype=fp32", "engine.mixed_precision.param_dtype=null"])
     resolve_device(config, None)
     assert config.engine.mixed_precision == FP32
 

@@ -117,8 +117,9 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
         config.trainer.device = accelerator or "cpu"
     on_cpu = config.trainer.device == "cpu"
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
-    with open_dict(config):  # what is not given must not become verl's bf16
-        config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **given}
+    with open_dict(config):  # what is null or not given must not become verl's bf16
+        kept = {name: dtype for name, dtype in given.items() if dtype is not None}
+        config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **kept}
     if config.loss.head_block_mib is None:  # each block of a GPU reads and writes the fp32 gradient of the weight
         config.loss.head_block_mib = 256 if on_cpu else 1024
     if on_cpu and config.model.use_liger is True:
