@@ -20,8 +20,7 @@ from transformers import (
 
 from tests.checked import checked
 from verl_ext.config import compose
-from verl_ext.config.check import check_categories
-from verl_ext.config.positions import check_positions, model_positions
+from verl_ext.config.check import check_categories, check_positions, model_positions
 from verl_ext.config.support import attention_dropout
 from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions

@@ -18,12 +18,13 @@ from verl.workers.config.optimizer import build_optimizer
 from verl_ext.config.model import ModelFacts, override
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
 from verl_ext.config.schema import foreign_option_problems
-from verl_ext.config.support import CP, SP
+from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
+from verl_ext.layers.mixers import positions_of_padding
 from verl_ext.values import choice_problem, first_line, refuse, show
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -122,18 +123,52 @@ def batch_problem(config: Any, ranks: int) -> str | None:
     )
 
 
-def check_categories(loss: Any, names: Sequence[str], key: str = "loss.category_weights") -> None:
+def check_categories(loss: Any, names: Sequence[str]) -> None:
     """Raise ValueError for weights of categories that the data lacks, or that leave the data no weight at all.
 
     Args:
         loss: its options.
         names: the categories that the training data has.
-        key: the option, for messages.
     """
-    weights = loss.category_weights or {}
+    key, weights = "loss.category_weights", loss.category_weights or {}
     refuse(choice_problem(f"a name in {key}", name, names) for name in weights)
     if names and all(weights.get(name, 1.0) == 0 for name in names):
         raise ValueError(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
+
+
+def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
+    """Raise ValueError if a document reaches positions that the model does not have.
+
+    They restart with every document, so a pack may be longer; a document, of at most min(longest_document, max_tokens)
+    tokens, may not.
+    """
+    positions = model_positions(hf_config)
+    longest = min(longest_document, max_tokens)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"data.max_tokens must be at most the model's {positions} positions while a document is longer than those; "
+            f"got {max_tokens} and a longest document of {longest} tokens: lower it with data.over_length=drop, "
+            "truncate or split, or extend the model by model.override_config"
+        )
+
+
+def model_positions(hf_config: Any) -> int | None:
+    """Return the positions that a model was made for, its RoPE scaling included; None if its config names none.
+
+    Some configs (Llama 3) give max_position_embeddings with the scaling included, others (YaRN for Qwen) without: the
+    larger reading is taken.
+    """
+    text = hf_config.get_text_config()
+    positions = base = getattr(text, "max_position_embeddings", None)
+    if not positions:
+        return None
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one for each layer type
+    for rope in ropes:
+        if isinstance(rope, dict) and rope.get("factor"):
+            positions = max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or base)))
+    cls = model_class(hf_config)
+    return int(positions) - (positions_of_padding(cls, text) if cls is not None else 0)
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:

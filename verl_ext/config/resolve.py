@@ -53,12 +53,9 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
     notices = resolve_config(composed) + resolve_device(composed, machine.accelerator)
     notices += resolve_plan(composed, planned)
     config = RunConfig.from_composed(composed, machine)
-    batches, accumulation = config.trainer.log_every_batches, 1
-    if batches is not None:
-        data = config.data
-        accumulation = max(
-            data.train_batch_size // (max(config.data_parallel_size, 1) * data.micro_batch_size_per_gpu), 1
-        )
+    if (batches := config.trainer.log_every_batches) is not None:
+        packs = max(config.data_parallel_size, 1) * config.data.micro_batch_size_per_gpu
+        accumulation = max(config.data.train_batch_size // packs, 1)
         log_freq = math.ceil(batches / accumulation)
         config = replace(config, trainer=replace(config.trainer, log_freq=log_freq))
         notices.append(

@@ -30,7 +30,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "engine.infer_micro_batch_size_per_gpu": (None, _PACKS_SET_IT),
     "engine.infer_max_token_len_per_gpu": (None, _PACKS_SET_IT),
 }
-_CHOICES = {"engine.strategy": ("fsdp", "fsdp2")}
 _DTYPES = ("fp32", "bf16", "fp16")
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 # key: (whether it holds, the requirement)
@@ -56,8 +55,7 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
         value = select(values, key)
         if not any(line.startswith(f"{key} ") for line in ill_typed) and not holds(value):
             yield f"{key} must be {requirement}; got {show(value)}"
-    for key, choices in _CHOICES.items():
-        yield choice_problem(key, select(values, key), choices)
+    yield choice_problem("engine.strategy", values["engine"]["strategy"], ("fsdp", "fsdp2"))
     for name, dtype in (values["engine"].get("mixed_precision") or {}).items():
         if dtype:
             yield choice_problem(f"engine.mixed_precision.{name}", dtype, _DTYPES)

@@ -9,7 +9,7 @@ warning, as it is of a tracker: training goes on.
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.utils.tracking import ValidationGenerationsLogger
 
@@ -19,18 +19,15 @@ from verl_ext.trainer.answers import NoAnswers
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.tracking import continued_lines, log_tracker_errors
 
-if TYPE_CHECKING:
-    from verl_ext.trainer.trainer import SFTTrainer
-
 
 class AnswersHook(Hook):
     """The evaluation by answers, if `eval.prompts` is given: its metrics are logged, and its table written."""
 
-    def __init__(self, trainer: "SFTTrainer") -> None:
-        super().__init__(trainer)
+    def pre_train(self) -> None:
+        """Keep the table's lines of the steps done."""
         self._tables = ValidationGenerationsLogger(self.options.project_name, self.options.experiment_name)
-        if trainer.is_rank0 and trainer.answers is not None:
-            continued_lines(self.run.output / ANSWERS, trainer.first_step)
+        if self.trainer.is_rank0 and self.trainer.answers is not None:
+            continued_lines(self.run.output / ANSWERS, self.trainer.first_step)
 
     def pre_step(self, step: int) -> None:
         """Ask before the first step of a run that begins, as step 0."""

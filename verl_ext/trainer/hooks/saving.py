@@ -57,9 +57,7 @@ class SavingHook(Hook):
         else:
             with self._tolerate_failed_save():
                 checkpoints.save(step)
-        seconds = time.perf_counter() - since
-        for hook in self.trainer.hooks:
-            hook.post_save(step, seconds)
+        self.trainer.log({"train/save_pause": time.perf_counter() - since}, step)
 
     @contextlib.contextmanager
     def _training_waits(self, step: int) -> Iterator[None]:

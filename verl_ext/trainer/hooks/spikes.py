@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from verl_ext.checkpoint.layout import SPIKES
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.trainer.hooks.tracking import continued_lines
 from verl_ext.values import reason_of
-
-if TYPE_CHECKING:
-    from verl_ext.trainer.trainer import SFTTrainer
 
 WINDOW, LEAST = 64, 8  # losses that the median is of, and the fewest that it is taken of
 
@@ -44,10 +41,10 @@ class SpikeHook(Hook):
     A checkpoint holds the recent losses and the number of spikes.
     """
 
-    def __init__(self, trainer: "SFTTrainer") -> None:
-        super().__init__(trainer)
-        if trainer.is_rank0 and self.options.spike_factor is not None:
-            continued_lines(self.run.output / SPIKES, trainer.first_step)
+    def pre_train(self) -> None:
+        """Keep the file's lines of the steps done."""
+        if self.trainer.is_rank0 and self.options.spike_factor is not None:
+            continued_lines(self.run.output / SPIKES, self.trainer.first_step)
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Write the step to the file if it is a spike or was skipped. All data-parallel ranks have the same loss."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import torch
@@ -27,9 +27,6 @@ from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.values import first_line, reason_of
 
-if TYPE_CHECKING:
-    from verl_ext.trainer.trainer import SFTTrainer
-
 # tracker: (variable of its run's id, variable that lets a run of that id be continued)
 _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
 
@@ -37,8 +34,9 @@ _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RU
 class TrackingHook(Hook):
     """The log of the metrics of every `trainer.log_freq` steps, and of other hooks, on rank 0."""
 
-    def __init__(self, trainer: "SFTTrainer") -> None:
-        super().__init__(trainer)
+    def pre_train(self) -> None:
+        """Open the loggers."""
+        trainer = self.trainer
         self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
         given = self.options.gpu_peak_tflops
         self.peak_flops = given and given * 1e12
@@ -73,16 +71,12 @@ class TrackingHook(Hook):
         tokens_per_second, flops_per_second = self.trainer.progress.rates()
         metrics["train/tokens_per_second"] = tokens_per_second
         metrics["train/memory_gib"] = get_torch_device().max_memory_reserved() / 2**30  # rank 0's peak
-        metrics["perf/tokens_per_second_per_gpu"] = tokens_per_second / self.run.world_size
+        metrics["perf/tokens_per_second_per_gpu"] = tokens_per_second / self.run.config.machine.world_size
         if self.peak_flops is not None and flops_per_second is not None:
-            metrics["perf/mfu"] = flops_per_second / (self.peak_flops * self.run.world_size)
+            metrics["perf/mfu"] = flops_per_second / (self.peak_flops * self.run.config.machine.world_size)
         metrics |= peaks
         self.trainer.progress.show(metrics)
         self.log(metrics, step)
-
-    def post_save(self, step: int, seconds: float) -> None:
-        """Log how long training waited for a checkpoint."""
-        self.log({"train/save_pause": seconds}, step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Give metrics to verl's tracking."""
