@@ -144,6 +144,9 @@ TABLE = [
     ({"optim__optimizer": "AdamZ"}, 1, None, "optim.optimizer must be one of ASGD, Adadelta, "),
     ({"optim__optimizer": "AdamZ"}, 1, None, "; got AdamZ (nearest: Adam"),
     ({"optim__optimizer_impl": "no.such"}, 1, None, "optim.optimizer_impl must be a module that is installed; got no."),
+    ({"optim__optimizer_impl": None}, 1, None, "optim.optimizer_impl must be a module that is installed; got null"),
+    ({"optim__warmup_style": "linear"}, 1, None, "optim.warmup_style must be one of constant, cosine; got linear"),
+    ({"checkpoint__save_contents": 3}, 1, None, "checkpoint.save_contents must be a list of model, optimizer, extra"),
     (
         {"optim__override_optimizer_config": {"fussed": True}},
         1,

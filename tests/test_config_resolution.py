@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_ext.checkpoint.resume import OutputAction, check_output
 from verl_ext.config import compose, compose_run
 from verl_ext.config.resolve import BF16, FP32, resolve_device
 
@@ -68,6 +69,20 @@ def test_a_gpu_that_torch_cannot_start_is_refused_unless_the_cpu_is_asked_for(
 def test_an_npu_is_refused():
     with pytest.raises(ValueError, match=r"^NPUs are not supported: trainer\.device must be cuda or cpu"):
         resolve_device(compose([]), "npu")
+
+
+@pytest.mark.parametrize("given", ["abc", "3", "null"])
+def test_overrides_of_a_models_config_are_a_mapping(given):
+    told = rf"^model\.override_config must map keys of the model's config to values; got {given}$"
+    with pytest.raises(ValueError, match=told):
+        compose([f"model.override_config={given}"])
+
+
+def test_a_folder_may_have_a_number_as_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compose(["trainer.default_local_dir=20260301", "model.path=7", "data.train_dir=2024"])
+    assert (config.trainer.default_local_dir, config.model.path, config.data.train_dir) == ("20260301", "7", "2024")
+    assert check_output(config).action is OutputAction.FRESH
 
 
 def test_a_precision_that_is_given_is_kept():

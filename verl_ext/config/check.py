@@ -180,10 +180,10 @@ def path_problems(config: RunConfig) -> Iterator[str]:
         value = getattr(options, name)
         if value and _is_missing(str(value)):
             yield f"model.{name} must be an existing folder or a hub name; got {value}"
-    adapter = options.lora_adapter_path
+    adapter = str(options.lora_adapter_path or "")
     if adapter and not options.lora_rank:
         yield f"model.lora_rank must be at least 1 with model.lora_adapter_path={adapter}; got 0"
-    if adapter and os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+    if os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         yield f"model.lora_adapter_path must hold an adapter_config.json; got {adapter}"
     resume = config.trainer.resume_from_path
     if resume and config.trainer.resume_mode != "disable" and not os.path.isdir(os.path.expanduser(resume)):
@@ -221,6 +221,8 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 def optimizer_problem(config: RunConfig) -> str | None:
     """Refuse an optimizer that does not exist or take its options; one of two small tensors is built to see."""
     optim, key = config.optim, "optim.optimizer_impl"
+    if not isinstance(optim.optimizer_impl, str):
+        return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"
     try:
         names = vars(importlib.import_module(optim.optimizer_impl))
     except ImportError as error:

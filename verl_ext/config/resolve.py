@@ -74,9 +74,13 @@ def resolve_config(config: DictConfig) -> list[str]:
     Letters of names that Hydra's grammar lacks are put back too.
     """
     restore(config)
+    if not OmegaConf.is_dict(given := config.model.override_config):
+        raise ValueError(f"model.override_config must map keys of the model's config to values; got {show(given)}")
     for key in PATHS:
         value = OmegaConf.select(config, key)
-        if isinstance(value, str) and (value == "" or value.startswith("~")):
+        if isinstance(value, int | float):
+            OmegaConf.update(config, key, show(value))  # of a folder whose name is a number
+        elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
     notices = model_kind(config).resolve_attention(config)
     custom = config.data.custom_cls
