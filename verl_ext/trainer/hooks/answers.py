@@ -6,10 +6,7 @@ Trackers get these rows as their own tables, by verl. A failure of the server or
 warning, as it is of a tracker: training goes on.
 """
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from verl.utils.tracking import ValidationGenerationsLogger
 
@@ -17,7 +14,7 @@ from verl_ext.checkpoint.layout import ANSWERS
 from verl_ext.redaction import redacted_text
 from verl_ext.trainer.answers import NoAnswers
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
-from verl_ext.trainer.hooks.tracking import continued_lines, log_tracker_errors
+from verl_ext.trainer.hooks.tracking import append_lines, continued_lines, log_tracker_errors
 
 
 class AnswersHook(Hook):
@@ -53,11 +50,8 @@ class AnswersHook(Hook):
                 return
             self.trainer.log(metrics, step)
             if self.trainer.is_rank0 and table:
-                with log_tracker_errors(f"the answers of step {step} are lost"):
-                    self._write(table, step)
-
-    def _write(self, table: Sequence[Mapping[str, Any]], step: int) -> None:
-        with (self.run.output / ANSWERS).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
-        rows = [[row["prompt"], row["answer"], row["score"]] for row in table]
-        self._tables.log(self.options.loggers, rows, step)
+                loss = f"the answers of step {step} are lost"
+                append_lines(self.run.output / ANSWERS, table, loss)
+                with log_tracker_errors(loss):
+                    rows = [[row["prompt"], row["answer"], row["score"]] for row in table]
+                    self._tables.log(self.options.loggers, rows, step)

@@ -14,10 +14,8 @@ Nothing is summed by document while training goes on: ℓ_t of the step's tokens
 and read by the steps that are written.
 """
 
-import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +25,7 @@ from numpy.typing import NDArray
 
 from verl_ext.checkpoint.layout import SPIKES
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
-from verl_ext.trainer.hooks.tracking import continued_lines
-from verl_ext.values import reason_of
+from verl_ext.trainer.hooks.tracking import append_lines, continued_lines
 
 WINDOW, LEAST = 64, 8  # losses that the median is of, and the fewest that it is taken of
 
@@ -63,9 +60,11 @@ class SpikeHook(Hook):
         packs = self.run.plan.rank_packs(step - 1, rank.rank, rank.size)
         documents = sorted(rank.gather(self._documents(packs, outcome)), key=_badness)
         if self.trainer.is_rank0:
-            facts = {"step": step, "reason": "spike" if is_spike else "skipped", "loss": _as_json(loss)}
+            facts: dict[str, Any] = {"step": step, "reason": "spike" if is_spike else "skipped", "loss": _as_json(loss)}
             facts |= {"reference": reference, "packs": self.run.plan.packs(step - 1).tolist()}
-            self._write({**facts, "documents": [{**one, "loss": _as_json(one["loss"])} for one in documents]})
+            facts["documents"] = [{**one, "loss": _as_json(one["loss"])} for one in documents]
+            path = self.run.output / SPIKES
+            append_lines(path, [facts], f"{path} lacks the documents of step {step}")
         over = f" is over {factor:g} × the median {reference:.4g}" if is_spike else ", skipped"
         self.trainer.progress.say(
             f"step {step}: loss {loss:.4g}{over}; its documents are in {SPIKES}{worst_line(documents)}"
@@ -103,14 +102,6 @@ class SpikeHook(Hook):
                 }
             )
         return found
-
-    def _write(self, facts: dict[str, Any]) -> None:
-        path = self.run.output / SPIKES
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(facts, ensure_ascii=False, allow_nan=False) + "\n")
-        except OSError as error:
-            print(f"warning: {path} cannot be written: {reason_of(error)}", file=sys.stderr, flush=True)
 
 
 def worst_line(documents: Sequence[Document]) -> str:

@@ -8,7 +8,7 @@ wandb and swanlab read an id, and whether its run may be continued, from the env
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,12 @@ def _without_terminal() -> Iterator[None]:
             yield
         finally:
             sys.stdin = terminal
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]], loss: str) -> None:
+    """Append rows to a JSONL file; if the disk is full, warn of their loss."""
+    with log_tracker_errors(loss), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def continued_lines(path: Path, first_step: int) -> None:
