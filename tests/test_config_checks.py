@@ -145,6 +145,7 @@ TABLE = [
     ({"optim__optimizer": "AdamZ"}, 1, None, "; got AdamZ (nearest: Adam"),
     ({"optim__optimizer_impl": "no.such"}, 1, None, "optim.optimizer_impl must be a module that is installed; got no."),
     ({"optim__optimizer_impl": None}, 1, None, "optim.optimizer_impl must be a module that is installed; got null"),
+    ({"optim__optimizer_impl": "abc"}, 1, None, "optim.optimizer_impl must be a module of optimizers; got abc"),
     ({"optim__warmup_style": "linear"}, 1, None, "optim.warmup_style must be one of constant, cosine; got linear"),
     ({"checkpoint__save_contents": 3}, 1, None, "checkpoint.save_contents must be a list of model, optimizer, extra"),
     (

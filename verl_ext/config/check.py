@@ -227,9 +227,11 @@ def optimizer_problem(config: RunConfig) -> str | None:
         names = vars(importlib.import_module(optim.optimizer_impl))
     except ImportError as error:
         return f"{key} must be a module that is installed; got {optim.optimizer_impl} ({first_line(error)})"
-    kinds = [name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
+    kinds = {name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
+    if not kinds:
+        return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
     if optim.optimizer not in names:
-        return choice_problem("optim.optimizer", optim.optimizer, sorted(set(kinds) - {"Optimizer"}))
+        return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
     try:
         build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], optim)
     except (TypeError, ValueError) as error:

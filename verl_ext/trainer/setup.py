@@ -43,7 +43,7 @@ from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import leaves, refuse, show
+from verl_ext.values import first_line, leaves, refuse, show
 
 _TOTAL = "trainer.total_training_steps"
 _SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
@@ -351,8 +351,8 @@ def _tokenizer(model: Any) -> Any:
     path = model.tokenizer_path or model.path
     try:
         tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold a tokenizer; got {path} ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # files that are no tokenizer, or that of a later version, fail in many ways
+        raise ValueError(f"{key} must hold a tokenizer; got {path} ({first_line(error)})") from None
     check_tokenizer(tokenizer, path, key)
     check_round_trip(tokenizer, path, key)
     return tokenizer
