@@ -298,6 +298,8 @@ def test_packages_that_are_not_installed_name_the_extra(good):
 def test_a_model_folder_without_config_json_is_told(good, tmp_path):
     found = lines(changed(good, model__path=str(tmp_path)))
     assert found[0].startswith(f"model.path must hold a model's config.json; got {tmp_path}")
+    found = lines(changed(good, model__hf_config_path=str(tmp_path)))
+    assert found[0].startswith(f"model.hf_config_path must hold a model's config.json; got {tmp_path}")
 
 
 def test_weights_of_categories_that_the_data_lacks_are_refused():

@@ -72,7 +72,8 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
 def _hf_config(config: RunConfig, path: str) -> Any:
     """Read the config of the model, and set `model.override_config` on it."""
     options = config.model_options
-    hf_config = read_hf_config(os.path.expanduser(path), bool(options.trust_remote_code))
+    key = "model.hf_config_path" if options.hf_config_path else "model.path"
+    hf_config = read_hf_config(os.path.expanduser(path), bool(options.trust_remote_code), key)
     override(hf_config, options.override_config)
     coefficient = options.override_config.get("router_aux_loss_coef")
     if coefficient and not asks_for_router_loss(hf_config):
@@ -248,7 +249,7 @@ def _is_missing(path: str) -> bool:
     return is_local and not os.path.isdir(os.path.expanduser(path))
 
 
-def read_hf_config(path: str, trusted: bool = False) -> Any:
+def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") -> Any:
     """Read the Hugging Face config of a folder or Hub name; trusted: its own code may run. ValueError without one."""
     from transformers import AutoConfig
 
@@ -258,4 +259,4 @@ def read_hf_config(path: str, trusted: bool = False) -> Any:
     except Exception as error:  # a config's class raises whatever the values lead it to
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
-        raise ValueError(f"model.path must hold a model's config.json; got {path} ({reason})") from error
+        raise ValueError(f"{key} must hold a model's config.json; got {path} ({reason})") from error
