@@ -20,8 +20,7 @@ from transformers import (
 
 from tests.checked import checked
 from verl_ext.config import compose
-from verl_ext.config.check import check_categories
-from verl_ext.config.positions import check_positions, model_positions
+from verl_ext.config.check import check_categories, check_positions, model_positions
 from verl_ext.config.support import attention_dropout
 from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions
@@ -145,6 +144,10 @@ TABLE = [
     ({"optim__optimizer": "AdamZ"}, 1, None, "optim.optimizer must be one of ASGD, Adadelta, "),
     ({"optim__optimizer": "AdamZ"}, 1, None, "; got AdamZ (nearest: Adam"),
     ({"optim__optimizer_impl": "no.such"}, 1, None, "optim.optimizer_impl must be a module that is installed; got no."),
+    ({"optim__optimizer_impl": None}, 1, None, "optim.optimizer_impl must be a module that is installed; got null"),
+    ({"optim__optimizer_impl": "abc"}, 1, None, "optim.optimizer_impl must be a module of optimizers; got abc"),
+    ({"optim__warmup_style": "linear"}, 1, None, "optim.warmup_style must be one of constant, cosine; got linear"),
+    ({"checkpoint__save_contents": 3}, 1, None, "checkpoint.save_contents must be a list of model, optimizer, extra"),
     (
         {"optim__override_optimizer_config": {"fussed": True}},
         1,
@@ -295,6 +298,8 @@ def test_packages_that_are_not_installed_name_the_extra(good):
 def test_a_model_folder_without_config_json_is_told(good, tmp_path):
     found = lines(changed(good, model__path=str(tmp_path)))
     assert found[0].startswith(f"model.path must hold a model's config.json; got {tmp_path}")
+    found = lines(changed(good, model__hf_config_path=str(tmp_path)))
+    assert found[0].startswith(f"model.hf_config_path must hold a model's config.json; got {tmp_path}")
 
 
 def test_weights_of_categories_that_the_data_lacks_are_refused():

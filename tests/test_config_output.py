@@ -45,7 +45,7 @@ def test_a_folder_with_files_needs_overwrite(run):
 def test_a_complete_checkpoint_is_resumed(run):
     folder, config = run
     checkpoint = write_checkpoint(folder)
-    assert check_output(config(), 2) == OutputDecision(OutputAction.RESUME, str(checkpoint))
+    assert check_output(config(), 2) == OutputDecision(OutputAction.RESUME, (checkpoint,))
     assert check_output(config("trainer.overwrite=true")).action is OutputAction.REPLACE
 
 
@@ -86,14 +86,12 @@ def test_a_named_checkpoint_is_resumed_from_elsewhere_or_from_inside(run, tmp_pa
     folder, config = run
     elsewhere = write_checkpoint(tmp_path / "other", step=7)
     named = (f"trainer.resume_from_path={elsewhere}", "trainer.resume_mode=resume_path")
-    assert check_output(config(*named)) == OutputDecision(OutputAction.RESUME, str(elsewhere))
+    assert check_output(config(*named)) == OutputDecision(OutputAction.RESUME, (elsewhere,))
     inside = write_checkpoint(folder)
-    assert check_output(config(f"trainer.resume_from_path={inside}")).checkpoint == str(inside)
+    assert check_output(config(f"trainer.resume_from_path={inside}")).checkpoints == (inside,)
     with pytest.raises(ValueError, match=r"must be empty or new, or hold trainer\.resume_from_path"):
         check_output(config(*named))
-    assert check_output(config(*named, "trainer.overwrite=true")) == OutputDecision(
-        OutputAction.REPLACE, str(elsewhere)
-    )
+    assert check_output(config(*named, "trainer.overwrite=true")) == OutputDecision(OutputAction.REPLACE, (elsewhere,))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_ext.checkpoint.resume import OutputAction, check_output
 from verl_ext.config import compose, compose_run
 from verl_ext.config.resolve import BF16, FP32, resolve_device
 
@@ -70,6 +71,20 @@ def test_an_npu_is_refused():
         resolve_device(compose([]), "npu")
 
 
+@pytest.mark.parametrize("given", ["abc", "3", "null"])
+def test_overrides_of_a_models_config_are_a_mapping(given):
+    told = rf"^model\.override_config must map keys of the model's config to values; got {given}$"
+    with pytest.raises(ValueError, match=told):
+        compose([f"model.override_config={given}"])
+
+
+def test_a_folder_may_have_a_number_as_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compose(["trainer.default_local_dir=20260301", "model.path=7", "data.train_dir=2024"])
+    assert (config.trainer.default_local_dir, config.model.path, config.data.train_dir) == ("20260301", "7", "2024")
+    assert check_output(config).action is OutputAction.FRESH
+
+
 def test_a_precision_that_is_given_is_kept():
     config = compose(["engine.mixed_precision.param_dtype=fp16"])
     assert resolve_device(config, "cuda") == []
@@ -77,7 +92,7 @@ def test_a_precision_that_is_given_is_kept():
 
 
 def test_what_a_given_precision_leaves_out_is_that_of_the_device():
-    config = compose(["engine.mixed_precision.reduce_dtype=fp32"])
+    config = compose(["engine.mixed_precision.reduce_dtype=fp32", "engine.mixed_precision.param_dtype=null"])
     resolve_device(config, None)
     assert config.engine.mixed_precision == FP32
 

@@ -7,7 +7,11 @@ import pytest
 from datasets import load_from_disk
 
 from tests.pretrain_files import plain_document, texts_of, word_tokenizer, write_jsonl
+from tests.tiny_model import write_tiny_model
+from verl_ext.config import compose
+from verl_ext.config.run import RunConfig
 from verl_ext.data.pretrain import PreTrainDataset
+from verl_ext.trainer.setup import open_sets
 
 TOKENIZER = word_tokenizer()
 
@@ -219,3 +223,13 @@ def test_a_tokenizer_must_be_given_and_have_an_eos(tmp_path, refusal):
     bare = word_tokenizer()
     bare.eos_token = None
     assert refusal(path, bare).startswith("the tokenizer must have an eos_token")
+
+
+def test_a_tokenizer_of_a_later_version_is_told_in_one_line_by_the_trainer(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    file = model / "tokenizer.json"
+    file.write_text(file.read_text().replace('"WordLevel"', '"OfTomorrow"'))
+    write_jsonl(tmp_path / "a.jsonl", ["w1 w2"])
+    config = compose(["data=pretrain", f"data.train_dir={tmp_path / 'a.jsonl'}", f"model.path={model}"])
+    with pytest.raises(ValueError, match=rf"^model\.path must hold a tokenizer; got {model} \([^\n]+\)$"):
+        open_sets(RunConfig.from_composed(config))

@@ -102,6 +102,21 @@ def test_lines_that_were_torn_cost_no_others(tmp_path):
     assert path.read_text() == whole[0] + whole[3]
 
 
+def test_a_resumed_metrics_file_goes_on_behind_its_lines(tmp_path, monkeypatch):
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    config = RunConfig.from_composed(compose(["trainer.logger=[file]", f"trainer.default_local_dir={tmp_path}"]))
+    for first_step, loss in ((0, 3.0), (1, 2.0)):
+        tracking = open_tracking(config, first_step)
+        for step in range(first_step + 1, 4):
+            tracking.log({"loss": loss}, step)
+        tracking.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["data"]["loss"]) for line in lines] == [(1, 3.0), (2, 2.0), (3, 2.0)]
+    open_tracking(config, 0).finish()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert len((tmp_path / "metrics.jsonl.before_restart").read_text().splitlines()) == 3
+
+
 class _Run:
     def __init__(self, run_id):
         self.run = self

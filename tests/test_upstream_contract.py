@@ -160,14 +160,15 @@ def test_verls_training_configuration_is_there_to_inherit():
     assert DatasetPadMode.NO_PADDING
 
 
-def test_the_file_logger_has_a_file_to_write_to(tmp_path, monkeypatch):
-    from verl.utils.tracking import Tracking
+def test_the_file_logger_writes_a_line_a_step_into_its_open_file(tmp_path):
+    from verl.utils.tracking import FileLogger
 
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    tracking = Tracking("project", "experiment", default_backend=["file"], config={})
-    tracking.logger["file"].fp.write(b"a line of an earlier run\n")
-    tracking.log({"loss": 1.0}, 3)
-    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines()[1] == b'{"step":3,"data":{"loss":1.0}}'
+    logger = FileLogger.__new__(FileLogger)
+    with (tmp_path / "metrics.jsonl").open("ab", buffering=0) as logger.fp:
+        logger.log({"loss": 1.0}, 3)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":3,"data":{"loss":1.0}}\n'
+        logger.finish()
+        assert logger.fp.closed
 
 
 def _what_an_engine_has(model: str) -> dict[str, object]:

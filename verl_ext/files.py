@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from verl_ext.launcher import is_running
-from verl_ext.values import MISSING, DataError, file_of, first_line, reason_of
+from verl_ext.values import DataError, file_of, first_line, reason_of
 
 CONTENTS = "contents.json"
 # Files of a folder that a command writes: the report of its records, and {number: name} of their categories.
@@ -218,8 +218,6 @@ def output_problems(
     marker: file by which a folder that the command wrote is known; only such a one is replaced. keep: paths that the
     folder must not hold beside the working folder; None is none. kept: a name for these paths.
     """
-    if output_dir in ("", MISSING):
-        return ["output_dir must name the folder to write; got nothing"]
     if problem := writable_problem("output_dir", output_dir):
         return [problem]
     output, is_full = Path(output_dir), _has_files(Path(output_dir))

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-STOPPED = 75  # as of launch/node.sh: the same command resumes
+STOPPED = os.EX_TEMPFAIL  # 75, as of launch/node.sh: the same command resumes
 _OUR_RANKS = ("verl_ext.fsdp_sft_trainer", "verl_ext/fsdp_sft_trainer.py")
 _PR_SET_PDEATHSIG = 1  # Linux: sys/prctl.h
 

@@ -119,7 +119,7 @@ class StepSums:
 
 
 def perplexity(loss: float, count: float) -> float:
-    """exp(Σ ℓ_t / count): inf past float64, NaN for a count of 0."""
+    """Return exp(Σ ℓ_t / count): inf past float64, NaN for a count of 0."""
     try:
         return math.exp(loss / count) if count else math.nan
     except OverflowError:

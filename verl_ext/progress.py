@@ -128,7 +128,7 @@ class StepProgress:
         self._steps = 0
 
     def step(self, tokens: int, flops: float | None = None) -> None:
-        """One optimizer step over `tokens` tokens of all ranks has ended; flops: its model FLOPs, if they are known."""
+        """Count an optimizer step over `tokens` tokens of all ranks; flops: its model FLOPs, if they are known."""
         self._tokens += tokens
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self.total_tokens += tokens
@@ -233,7 +233,7 @@ Row = dict[str, str]
 
 
 def aligned(rows: Sequence[Row], left: Collection[str]) -> str:
-    """Rows of the same keys as lines under a header: the columns named in `left` to the left, numbers to the right."""
+    """Format rows of the same keys as lines under a header, the columns named in `left` to the left."""
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
 
     def line(cells: Row) -> str:

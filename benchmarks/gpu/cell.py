@@ -77,7 +77,7 @@ def implementations(built: Any, packed: bool) -> dict[str, Any]:
     if isinstance(built, PackedContestant):
         run = built.run
         head = max(run.config.loss.head, built.trainer.engine.head_use, key=HEADS.index)
-        kernel, head, optimizer = report.implementations(run.config, run.backend, head)
+        kernel, head, optimizer = report.implementations(run.config, run.model.backend, head)
         found = {"kernel": kernel, "head": head, "optimizer": optimizer}
         return {**found, "quadratic": False, "targets_only": head != "plain"}
     fused = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE

@@ -44,7 +44,7 @@ NOTES = (
     *(REPORT, EVALUATION, RUN, RUN_IDS, FLIGHT_RECORDER),
     *(f"{name}{ending}" for name in (METRICS, SPIKES, ANSWERS) for ending in ("", ".before_restart")),
 )
-_RESULTS = (TRACKER, FINAL_MEMORY, MEMORY_SETTINGS, f"{METRICS}.before_resume", f"{SPIKES}.before_resume")
+_RESULTS = (TRACKER, FINAL_MEMORY, MEMORY_SETTINGS)
 RESUMABLE = ("model", "optimizer", "extra")  # the contents that a resume needs
 _FORMAT = 1
 _locked: list[TextIO] = []  # the open lock files of this process, whose locks would end with them

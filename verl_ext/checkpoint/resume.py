@@ -45,8 +45,8 @@ class OutputAction(Enum):
     """The treatment of the output folder before training."""
 
     FRESH = "fresh"  # it does not exist or is empty
-    RESUME = "resume"  # from OutputDecision.checkpoint
-    REPLACE = "replace"  # its files are to be deleted first, by rank 0 alone; checkpoint may name one from elsewhere
+    RESUME = "resume"  # from one of OutputDecision.checkpoints
+    REPLACE = "replace"  # its files are to be deleted first, by rank 0 alone; a checkpoint may lie elsewhere
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,13 @@ class OutputDecision:
     """The decision for trainer.default_local_dir.
 
     Attributes:
-        checkpoint: the global_step folder that the run resumes from, checked by the sizes of its files alone.
-        earlier: those to use if it turns out to be damaged, newest first.
+        checkpoints: the global_step folders of which the run resumes from the first that is whole, the newest first;
+            checked by the sizes of their files alone.
         damaged: how newer ones are damaged, a line each.
     """
 
     action: OutputAction
-    checkpoint: str | None = None
-    earlier: tuple[str, ...] = ()
+    checkpoints: tuple[Path, ...] = ()
     damaged: tuple[str, ...] = ()
 
 
@@ -106,9 +105,8 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
             "another folder, or trainer.overwrite=true to replace it"
         )
     check_ranks(whole[0], world_size)
-    latest, *earlier = map(str, whole)
     damaged = tuple(f"{checkpoint} is damaged: {reason}" for checkpoint, reason in wrong.items())
-    return OutputDecision(OutputAction.RESUME, latest, tuple(earlier), damaged)
+    return OutputDecision(OutputAction.RESUME, tuple(whole), damaged)
 
 
 def _why_not_resumable(folder: Path, wrong: Mapping[Path, str]) -> str:
@@ -140,13 +138,13 @@ def _resume_named(
     check_ranks(checkpoint, world_size)
     if used and config.trainer.overwrite:
         _check_replaceable(config, folder)
-        return OutputDecision(OutputAction.REPLACE, str(checkpoint))
+        return OutputDecision(OutputAction.REPLACE, (checkpoint,))
     if used and folder.resolve() not in checkpoint.resolve().parents:
         raise ValueError(
             f"trainer.default_local_dir must be empty or new, or hold {key}; got {folder}: choose another folder, or "
             "trainer.overwrite=true to replace it"
         )
-    return OutputDecision(OutputAction.RESUME, str(checkpoint))
+    return OutputDecision(OutputAction.RESUME, (checkpoint,))
 
 
 def check_ranks(checkpoint: Path, world_size: int | None) -> None:
@@ -189,8 +187,7 @@ def verified(output: OutputDecision, ranks: Ranks) -> Path | None:
     ValueError if none is whole, or the one that was named is not.
     """
     damaged = list(output.damaged)
-    for named in filter(None, (output.checkpoint, *output.earlier)):
-        checkpoint = Path(named)
+    for checkpoint in output.checkpoints:
         wrong = next(filter(None, ranks.gather(layout.changed_file(checkpoint, ranks.rank, ranks.size))), None)
         if wrong is None:
             check_ranks(checkpoint, ranks.size)

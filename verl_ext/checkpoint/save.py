@@ -156,10 +156,10 @@ class Checkpoints:
     ) -> None:
         self.folder = Path(config.trainer.default_local_dir)
         self.options = config.trainer
-        self.contents = tuple(config.values["checkpoint"]["save_contents"])
+        self.contents = tuple(config.checkpoint.save_contents)
         self.engine, self.run_state, self.resumed = engine, run_state, resumed
         self.is_rank0 = dist.get_rank() == 0
-        self._later = config.values["checkpoint"].get("async_save", False)
+        self._later = config.checkpoint.async_save
         # A writer thread's collectives must not meet those of training.
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
         self.last = 0  # the step of the last whole checkpoint, 0 before the first

@@ -110,7 +110,7 @@ class Report:
         return "\n\n".join(filter(None, parts))
 
     def _notes(self, name: str, counts: Counts) -> Iterator[str]:
-        """One line for each thing that a reader should know of a source."""
+        """Yield a line for each thing that a reader should know of a source."""
         if self.read[name] > counts.records:
             yield f"sampled: {counts.records:,} of {self.read[name]:,} records"
         if counts.uncategorised:
@@ -165,7 +165,7 @@ def reported_options(options: Options) -> dict[str, Any]:
 
 
 def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[Row]]:
-    """Rows of what was written, of special tokens in texts, and of bad records, by category or source (`what`)."""
+    """Return rows of what was written, of special tokens in texts, and of bad records, by category or source."""
     special = [
         {
             what: name,
@@ -184,7 +184,7 @@ def tables(what: str, counts: Mapping[str, Counts], targets: bool) -> list[list[
 
 
 def as_text(*rows: list[Row]) -> str:
-    """Tables with an empty line between them; none of no rows."""
+    """Format rows as tables with an empty line between them, without those of no rows."""
     return "\n\n".join(aligned(table, _LEFT) for table in rows if table)
 
 

@@ -96,9 +96,9 @@ class Texts:
     """The sources of one key, and the folder of the documents that they become."""
 
     def __init__(self, node: str, words: Sequence[str], root: Path) -> None:
-        """node: the key that names the sources; words: options of `verl-ext tokenize`; root: of the folder.
+        """Read `words`, options of `verl-ext tokenize`, for the sources that the key `node` names.
 
-        Raises UsageError and DataError, each one line.
+        root: the folder below which the documents' folder lies. Raises UsageError and DataError, each one line.
         """
         self._node, self._words = node, list(words)
         with self._errors_name_the_key():
@@ -113,7 +113,7 @@ class Texts:
 
     @property
     def categories(self) -> list[str]:
-        """Their names; none if each record names its own, which is not known before all are read."""
+        """The names of the categories; none if each record names its own, since not all are read yet."""
         return [] if self._options.category_field else list(self._options.sources)
 
     @property

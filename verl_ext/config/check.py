@@ -18,12 +18,13 @@ from verl.workers.config.optimizer import build_optimizer
 from verl_ext.config.model import ModelFacts, override
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig
 from verl_ext.config.schema import foreign_option_problems
-from verl_ext.config.support import CP, SP
+from verl_ext.config.support import CP, SP, model_class
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
+from verl_ext.layers.mixers import positions_of_padding
 from verl_ext.values import choice_problem, first_line, refuse, show
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -71,7 +72,8 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
 def _hf_config(config: RunConfig, path: str) -> Any:
     """Read the config of the model, and set `model.override_config` on it."""
     options = config.model_options
-    hf_config = read_hf_config(os.path.expanduser(path), bool(options.trust_remote_code))
+    key = "model.hf_config_path" if options.hf_config_path else "model.path"
+    hf_config = read_hf_config(os.path.expanduser(path), bool(options.trust_remote_code), key)
     override(hf_config, options.override_config)
     coefficient = options.override_config.get("router_aux_loss_coef")
     if coefficient and not asks_for_router_loss(hf_config):
@@ -122,18 +124,52 @@ def batch_problem(config: Any, ranks: int) -> str | None:
     )
 
 
-def check_categories(loss: Any, names: Sequence[str], key: str = "loss.category_weights") -> None:
+def check_categories(loss: Any, names: Sequence[str]) -> None:
     """Raise ValueError for weights of categories that the data lacks, or that leave the data no weight at all.
 
     Args:
         loss: its options.
         names: the categories that the training data has.
-        key: the option, for messages.
     """
-    weights = loss.category_weights or {}
+    key, weights = "loss.category_weights", loss.category_weights or {}
     refuse(choice_problem(f"a name in {key}", name, names) for name in weights)
     if names and all(weights.get(name, 1.0) == 0 for name in names):
         raise ValueError(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
+
+
+def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
+    """Raise ValueError if a document reaches positions that the model does not have.
+
+    They restart with every document, so a pack may be longer; a document, of at most min(longest_document, max_tokens)
+    tokens, may not.
+    """
+    positions = model_positions(hf_config)
+    longest = min(longest_document, max_tokens)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"data.max_tokens must be at most the model's {positions} positions while a document is longer than those; "
+            f"got {max_tokens} and a longest document of {longest} tokens: lower it with data.over_length=drop, "
+            "truncate or split, or extend the model by model.override_config"
+        )
+
+
+def model_positions(hf_config: Any) -> int | None:
+    """Return the positions that a model was made for, its RoPE scaling included; None if its config names none.
+
+    Some configs (Llama 3) give max_position_embeddings with the scaling included, others (YaRN for Qwen) without: the
+    larger reading is taken.
+    """
+    text = hf_config.get_text_config()
+    positions = base = getattr(text, "max_position_embeddings", None)
+    if not positions:
+        return None
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]  # one for each layer type
+    for rope in ropes:
+        if isinstance(rope, dict) and rope.get("factor"):
+            positions = max(positions, int(rope["factor"] * (rope.get("original_max_position_embeddings") or base)))
+    cls = model_class(hf_config)
+    return int(positions) - (positions_of_padding(cls, text) if cls is not None else 0)
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
@@ -145,10 +181,10 @@ def path_problems(config: RunConfig) -> Iterator[str]:
         value = getattr(options, name)
         if value and _is_missing(str(value)):
             yield f"model.{name} must be an existing folder or a hub name; got {value}"
-    adapter = options.lora_adapter_path
+    adapter = str(options.lora_adapter_path or "")
     if adapter and not options.lora_rank:
         yield f"model.lora_rank must be at least 1 with model.lora_adapter_path={adapter}; got 0"
-    if adapter and os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
+    if os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
         yield f"model.lora_adapter_path must hold an adapter_config.json; got {adapter}"
     resume = config.trainer.resume_from_path
     if resume and config.trainer.resume_mode != "disable" and not os.path.isdir(os.path.expanduser(resume)):
@@ -186,13 +222,17 @@ def device_problems(config: RunConfig) -> Iterator[str]:
 def optimizer_problem(config: RunConfig) -> str | None:
     """Refuse an optimizer that does not exist or take its options; one of two small tensors is built to see."""
     optim, key = config.optim, "optim.optimizer_impl"
+    if not isinstance(optim.optimizer_impl, str):
+        return f"{key} must be a module that is installed; got {show(optim.optimizer_impl)}"
     try:
         names = vars(importlib.import_module(optim.optimizer_impl))
     except ImportError as error:
         return f"{key} must be a module that is installed; got {optim.optimizer_impl} ({first_line(error)})"
-    kinds = [name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
+    kinds = {name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
+    if not kinds:
+        return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
     if optim.optimizer not in names:
-        return choice_problem("optim.optimizer", optim.optimizer, sorted(set(kinds) - {"Optimizer"}))
+        return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
     try:
         build_optimizer([Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2))], optim)
     except (TypeError, ValueError) as error:
@@ -209,7 +249,7 @@ def _is_missing(path: str) -> bool:
     return is_local and not os.path.isdir(os.path.expanduser(path))
 
 
-def read_hf_config(path: str, trusted: bool = False) -> Any:
+def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") -> Any:
     """Read the Hugging Face config of a folder or Hub name; trusted: its own code may run. ValueError without one."""
     from transformers import AutoConfig
 
@@ -219,4 +259,4 @@ def read_hf_config(path: str, trusted: bool = False) -> Any:
     except Exception as error:  # a config's class raises whatever the values lead it to
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
-        raise ValueError(f"model.path must hold a model's config.json; got {path} ({reason})") from error
+        raise ValueError(f"{key} must hold a model's config.json; got {path} ({reason})") from error

@@ -34,7 +34,7 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     given, folders = [_item(readable(words, number)) for number in range(len(words))], _config_folders(flags)
     classes = [(item.value or "").strip("'\"") for item in given if item.key == "data.custom_cls.name"]
     own_class = any(map(schema.names_own_class, classes))
-    translation = translate(given, own_class, packed=_data_choice(given, folders) == "packed")
+    translation = translate(given, own_class, packed=_choice("data", given, folders) in (None, "packed"))
     items, notices = translation.items, translation.notices
     overrides: list[str] = []
     mistakes = [
@@ -70,23 +70,19 @@ def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, words
 
 
-def _data_choice(items: Sequence[Item], folders: Sequence[Path]) -> str:
-    """Return the choice of group `data`: the command line's, else its recipe's, else the default."""
+def _choice(group: str, items: Sequence[Item], folders: Sequence[Path]) -> str | None:
+    """Return the choice of a group: the command line's, else its recipe's; None if neither makes one."""
     given = {item.key: item.value for item in items if item.value and not item.prefix.startswith("~")}
-    if "data" in given:
-        return given["data"]
-    recipe = given.get("recipe")
-    if recipe is None or recipe not in schema.options("recipe", folders):
-        return "packed"
-    return schema.recipe_choice(recipe, "data", folders) or "packed"
+    if group in given or "recipe" not in given:
+        return given.get(group)
+    return schema.recipe_choice(given["recipe"], group, folders)
 
 
 def _chosen_by_recipe(items: Sequence[Item], folders: Sequence[Path]) -> list[str]:
     """List choices of a recipe among the user's own plain files, which Hydra would take without the defaults."""
-    given = {item.key: item.value for item in items if not item.prefix.startswith("~")}
     found = []
-    for group in sorted({*schema.groups()} - given.keys()) if folders and given.get("recipe") else ():
-        choice = schema.recipe_choice(str(given["recipe"]), group, folders)
+    for group in sorted({*schema.groups()} - {item.key for item in items}) if folders else ():
+        choice = _choice(group, items, folders)
         if choice in schema.options(group, folders) and (path := schema.choice_path(group, choice, folders)) != choice:
             found.append(f"{group}={path}")
     return found

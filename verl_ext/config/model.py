@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.workers.config import HFModelConfig
 
@@ -237,8 +238,6 @@ _ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may 
 
 def model_kind(config: Any) -> type[PackedModel]:
     """Return the class of a configuration's model node; verl's own node is that of a packed model."""
-    from hydra.utils import get_class
-
     named = get_class(config["model"]["_target_"])
     return named if issubclass(named, PackedModel) else PackedModel
 

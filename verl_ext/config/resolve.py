@@ -53,12 +53,9 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
     notices = resolve_config(composed) + resolve_device(composed, machine.accelerator)
     notices += resolve_plan(composed, planned)
     config = RunConfig.from_composed(composed, machine)
-    batches, accumulation = config.trainer.log_every_batches, 1
-    if batches is not None:
-        data = config.data
-        accumulation = max(
-            data.train_batch_size // (max(config.data_parallel_size, 1) * data.micro_batch_size_per_gpu), 1
-        )
+    if (batches := config.trainer.log_every_batches) is not None:
+        packs = max(config.data_parallel_size, 1) * config.data.micro_batch_size_per_gpu
+        accumulation = max(config.data.train_batch_size // packs, 1)
         log_freq = math.ceil(batches / accumulation)
         config = replace(config, trainer=replace(config.trainer, log_freq=log_freq))
         notices.append(
@@ -77,9 +74,13 @@ def resolve_config(config: DictConfig) -> list[str]:
     Letters of names that Hydra's grammar lacks are put back too.
     """
     restore(config)
+    if not OmegaConf.is_dict(given := config.model.override_config):
+        raise ValueError(f"model.override_config must map keys of the model's config to values; got {show(given)}")
     for key in PATHS:
         value = OmegaConf.select(config, key)
-        if isinstance(value, str) and (value == "" or value.startswith("~")):
+        if isinstance(value, int | float):
+            OmegaConf.update(config, key, show(value))  # of a folder whose name is a number
+        elif isinstance(value, str) and (value == "" or value.startswith("~")):
             OmegaConf.update(config, key, os.path.expanduser(value) or None)
     notices = model_kind(config).resolve_attention(config)
     custom = config.data.custom_cls
@@ -117,8 +118,9 @@ def resolve_device(config: DictConfig, accelerator: str | None) -> list[str]:
         config.trainer.device = accelerator or "cpu"
     on_cpu = config.trainer.device == "cpu"
     given = OmegaConf.select(config, "engine.mixed_precision") or {}
-    with open_dict(config):  # what is not given must not become verl's bf16
-        config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **given}
+    with open_dict(config):  # what is null or not given must not become verl's bf16
+        kept = {name: dtype for name, dtype in given.items() if dtype is not None}
+        config.engine.mixed_precision = {**(FP32 if on_cpu else BF16), **kept}
     if config.loss.head_block_mib is None:  # each block of a GPU reads and writes the fp32 gradient of the weight
         config.loss.head_block_mib = 256 if on_cpu else 1024
     if on_cpu and config.model.use_liger is True:

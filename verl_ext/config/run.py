@@ -119,7 +119,7 @@ class TrainerOptions(Options):
         return dict(zip(names, (first, self.hang_timeout, self.save_timeout), strict=True))
 
     def collective_timeout(self, first_step: bool = False) -> int:
-        """Seconds that a collective of training may take: the watch over hangs, which names ranks, comes first."""
+        """Return the seconds that a collective may take: longer than the watch over hangs, which names ranks."""
         limit = self.progress_limits[f"trainer.{'first_step' if first_step else 'hang'}_timeout"]
         return self.nccl_timeout or (limit or _HANG_TIMEOUT) + 600
 
@@ -183,6 +183,13 @@ class PlanOptions(Options):
         memory, reserve = num_bytes(self.gpu_memory), num_bytes(self.reserve)
         if memory is not None and reserve is not None and reserve > memory >= _LEAST:
             yield f"plan.reserve must be at most plan.gpu_memory={show(self.gpu_memory)}; got {show(self.reserve)}"
+
+
+# The options that fill a node whatever its dataset family and kind of model; DataOptions fill one with a family's.
+NODES: tuple[type[Options], ...] = (
+    *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
+    *(PlanOptions, RayOptions, AnswerOptions),
+)
 
 
 def num_bytes(size: object) -> int | None:
@@ -255,11 +262,10 @@ class RunConfig:
             except ValueError as error:
                 problems.extend(str(error).splitlines())
 
-        for options in (DataOptions, LossOptions, AttentionOptions, ParallelOptions, TrainerOptions, PlanOptions):
+        read("data", lambda: DataOptions.read(values["data"]))
+        for options in NODES:
             read(options.prefix, functools.partial(options.read, values[options.prefix]))
-        read("ray", lambda: RayOptions.read(values["ray"]))
         read("schedule", lambda: ScheduleOptions.read(values["optim"]))
-        read("eval", lambda: AnswerOptions.read(values["eval"]))
         read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelOptions.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
         if "dataset_class" in nodes:
@@ -298,7 +304,7 @@ class RunConfig:
 
 
 def sequence_parallel_size(values: Any) -> int:
-    """Ranks that share one pack, verl's sequence-parallel size, of a configuration as nested mappings."""
+    """Return the number of ranks that share one pack, of a configuration as nested mappings."""
     return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
 
 

@@ -24,17 +24,14 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.answers import AnswerOptions
-from verl_ext.attention import AttentionOptions, ParallelOptions
 from verl_ext.config import legacy
 from verl_ext.config.model import PackedModel
-from verl_ext.config.run import PlanOptions, RayOptions, TrainerOptions, dataset_class
+from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelOptions
 from verl_ext.data.dataset import DataOptions, PackDataset
 from verl_ext.engines.schedule import ScheduleOptions
-from verl_ext.losses import LossOptions
 from verl_ext.overrides import restored
-from verl_ext.values import default_values, leaves, nearest_key, nearest_name, options_of, show
+from verl_ext.values import Options, default_values, leaves, nearest_key, nearest_name, options_of, show
 
 CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
@@ -132,10 +129,7 @@ def _choice(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (the node that it fills, {key: default})} of every options dataclass of conf/."""
-    always = (
-        *(ModelOptions, AttentionOptions, LossOptions, ParallelOptions, ScheduleOptions),
-        *(AnswerOptions, PlanOptions, RayOptions, TrainerOptions),
-    )
+    always: tuple[type[Options], ...] = (ModelOptions, ScheduleOptions, *NODES)
     nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null: the model's own, else the default

@@ -186,10 +186,8 @@ def _trial(model: Architecture) -> str | None:
 
 def generation_problem(model: Architecture) -> str | None:
     """Return why a small model of this architecture cannot answer prompts; None if it can, or cannot be made small."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        trial = trial_model(model.hf_config, model.cls or AutoModelForCausalLM)
+        trial = trial_model(model.hf_config, model.cls or auto_class(model.hf_config))
     except Exception:  # small sizes do not suit the config
         return None
     problem = answer_problem(trial)
@@ -245,11 +243,8 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
 
     Those are the input embeddings, and a head that shares their weights.
     """
-    options, adapter, tied = (
-        config.model_options,
-        config.model_options.lora_adapter_path,
-        getattr(model.hf_config, "tie_word_embeddings", False),
-    )
+    options, adapter = config.model_options, config.model_options.lora_adapter_path
+    tied = getattr(model.hf_config, "tie_word_embeddings", False)
     if not options.lora_rank or (adapter and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
         return []  # path_problems reports it; or a hub name
     from peft import LoraConfig  # here: takes seconds, and only such a run needs it

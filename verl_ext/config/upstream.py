@@ -30,7 +30,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "engine.infer_micro_batch_size_per_gpu": (None, _PACKS_SET_IT),
     "engine.infer_max_token_len_per_gpu": (None, _PACKS_SET_IT),
 }
-_CHOICES = {"engine.strategy": ("fsdp", "fsdp2")}
 _DTYPES = ("fp32", "bf16", "fp16")
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 # key: (whether it holds, the requirement)
@@ -56,18 +55,19 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
         value = select(values, key)
         if not any(line.startswith(f"{key} ") for line in ill_typed) and not holds(value):
             yield f"{key} must be {requirement}; got {show(value)}"
-    for key, choices in _CHOICES.items():
-        yield choice_problem(key, select(values, key), choices)
+    yield choice_problem("engine.strategy", values["engine"]["strategy"], ("fsdp", "fsdp2"))
     for name, dtype in (values["engine"].get("mixed_precision") or {}).items():
         if dtype:
             yield choice_problem(f"engine.mixed_precision.{name}", dtype, _DTYPES)
+    if (style := values["optim"]["warmup_style"]) is not None:
+        yield choice_problem("optim.warmup_style", style, ("constant", "cosine"))
     betas = values["optim"]["betas"]
     is_pair = isinstance(betas, list) and len(betas) == 2
     if not is_pair or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         yield f"optim.betas must be two numbers from 0 to below 1; got {show(betas)}"
     for name in ("save_contents", "load_contents"):  # the second is the first unless it is given
         contents = values["checkpoint"][name]
-        if isinstance(contents, str) or contents is None:
+        if not isinstance(contents, list):
             yield f"checkpoint.{name} must be a list of {', '.join(_CONTENTS)}; got {show(contents)}"
         else:
             yield from (choice_problem(f"checkpoint.{name}", content, _CONTENTS) for content in contents)

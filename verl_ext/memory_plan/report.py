@@ -5,7 +5,6 @@ of its own. For a named GPU (`plan.gpu`) other numbers of ranks that share a pac
 does, and those that save most together, until one trial fits.
 """
 
-import copy
 import os
 import pickle
 import subprocess
@@ -25,6 +24,7 @@ from verl_ext.config.check import check_run
 from verl_ext.config.run import Machine, RunConfig, num_bytes, sequence_parallel_size
 from verl_ext.config.support import CP as _CP
 from verl_ext.config.support import SP as _SP
+from verl_ext.config.upstream import select
 from verl_ext.memory_plan.run import REPLAYED, Job, Prediction
 from verl_ext.memory_plan.time import time_facts
 from verl_ext.trainer.batch import StepBatch, StepCollator
@@ -68,12 +68,12 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
     memory = gpu_memory(run)
     if memory is None:
         return
-    plan = run.config.plan
+    plan, world_size = run.config.plan, run.config.machine.world_size
     reserve = num_bytes(plan.reserve) or 0
-    facts: dict[str, Any] = {"world_size": run.world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
+    facts: dict[str, Any] = {"world_size": world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
     failed = run.config.model.memory_not_predicted
-    if run.config.values["engine"]["strategy"] != "fsdp2":
-        failed = f"engine.strategy must be fsdp2; got {run.config.values['engine']['strategy']}"
+    if run.config.engine.strategy != "fsdp2":
+        failed = f"engine.strategy must be fsdp2; got {run.config.engine.strategy}"
     if failed:
         yield facts | {"failed": failed}
         return
@@ -86,15 +86,14 @@ def memory_facts(run: Run) -> Iterator[dict[str, Any]]:
         except PredictionFailed as error:
             yield facts | {"failed": str(error)}
             return
-        facts |= {"host_memory": num_bytes(plan.host_memory)}
-        facts |= {"ranks_of_node": min(run.world_size, plan.ranks_per_node)}
+        facts |= {"host_memory": num_bytes(plan.host_memory), "ranks_of_node": min(world_size, plan.ranks_per_node)}
         facts |= {"kinds": prediction.kinds, "peak": prediction.peak, "host": prediction.host}
         facts |= {"reserved_by_allocator": prediction.reserved, "replayed_steps": REPLAYED}
         facts |= {"fits": _fits(prediction, facts)}
         if plan.gpu is not None:
             facts["time"] = time_facts(run, run.config, job, prediction)
         yield facts
-        if plan.gpu is not None and "failed" not in facts["time"] and run.world_size > 1:
+        if plan.gpu is not None and "failed" not in facts["time"] and world_size > 1:
             facts["sizes"] = sizes(run, predictor, facts)
             yield facts
         if facts["fits"]:
@@ -123,7 +122,7 @@ def sizes(run: Run, predictor: "Predictor", facts: Mapping[str, Any]) -> list[di
     ulysses, context = run.config.engine.ulysses_sequence_parallel_size, run.config.parallel.context_parallel_size
     own: dict[str, Any] = {"ulysses": ulysses, "context": context, "own": True}
     rows = [own | {name: facts[name] for name in ("peak", "fits")} | facts["time"]]
-    for ranks in (2**power for power in range(run.world_size.bit_length())):
+    for ranks in (2**power for power in range(run.config.machine.world_size.bit_length())):
         widest = min(ranks, 1 << (run.config.plan.ranks_per_node.bit_length() - 1))
         shapes = [(u, ranks // u) for u in (widest >> halved for halved in range(widest.bit_length()))]
         trials = ((shape, trial) for shape in shapes for trial in _trial(run, tuple(zip(_SHARED, shape, strict=True))))
@@ -168,8 +167,8 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     """
     dataset, data = run.train_set, values["data"]
     sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
-    size = data["micro_batch_size_per_gpu"]
-    micro_steps = data["train_batch_size"] * sp // run.world_size // size
+    size, world_size = data["micro_batch_size_per_gpu"], run.config.machine.world_size
+    micro_steps = data["train_batch_size"] * sp // world_size // size
     tokens, targets = dataset.pack_tokens(), dataset.pack_targets()
     longest = _micro_batch(run, np.lexsort((targets, tokens))[::-1][:size])
     widest = _micro_batch(run, np.lexsort((tokens, targets))[::-1][:size])
@@ -179,12 +178,12 @@ def job_of(run: Run, values: Mapping[str, Any]) -> Job:
     shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
     padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
     rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first that holds most targets
-    return Job(values, steps, run.world_size, rank, run.backend, run.config.model.engine_vendor)
+    return Job(values, steps, world_size, rank, run.model.backend, run.config.model.engine_vendor)
 
 
 def other_steps(run: Run) -> list[list[StepBatch]]:
     """Return :data:`OTHERS` steps of one micro-batch, of packs from the shortest to the longest."""
-    order, size = np.argsort(run.train_set.pack_tokens()), run.config.values["data"]["micro_batch_size_per_gpu"]
+    order, size = np.argsort(run.train_set.pack_tokens()), run.config.data.micro_batch_size_per_gpu
     spread = order[np.linspace(0, len(order) - 1, OTHERS * size).round().astype(int)].reshape(OTHERS, size)
     return [[_micro_batch(run, step)] for step in spread]
 
@@ -222,9 +221,8 @@ def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
 
     The caller appends to `saved` the bytes that each trial saves. Trials that the checks refuse are left out.
     """
-    own_config = OmegaConf.create(copy.deepcopy(dict(run.config.values)))
     for remedy in REMEDIES:
-        own = OmegaConf.select(own_config, remedy.key)
+        own = select(run.config.values, remedy.key)
         for value in remedy.values:
             if value != own and not (remedy.key in (_SP, _CP) and value < own):
                 yield from _trial(run, ((remedy, value),))
@@ -240,11 +238,11 @@ def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
 
 def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
     """Yield the trial unless the checks refuse it."""
-    config = OmegaConf.create(copy.deepcopy(dict(run.config.values)))
+    config = OmegaConf.create(dict(run.config.values))
     for remedy, value in chosen:
         OmegaConf.update(config, remedy.key, value)
     with suppress(ValueError):
-        trial = RunConfig.from_composed(config, Machine(run.world_size, "cuda"))
+        trial = RunConfig.from_composed(config, Machine(run.config.machine.world_size, "cuda"))
         check_run(trial)
         yield Trial(chosen, trial)
 

@@ -9,6 +9,7 @@ One way for the prompts of `eval.prompts` and for the questions of a validation 
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -119,28 +120,21 @@ class Answers:
     prompts: Prompts
     engine: StepEngine
 
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the model."""
-        return self.engine.model_config.tokenizer
-
     def measure(self, step: int) -> tuple[dict[str, float], list[Mapping[str, Any]]]:
         """Return the metrics, the same on every rank, and the rows of the table; collective. Raises NoAnswers."""
         options, items = self.run.config.eval, self.prompts.items
+        tokenizer, generates = self.engine.model_config.tokenizer, options.base_url is None
         rows = min(options.table_rows, len(items))
         shown = [number * len(items) // rows for number in range(rows)]
         order = sorted(range(len(items)), key=lambda number: -len(items[number].ids))
-        if options.base_url is not None:
-            scored = scored_answers(items, order, self._of_server, scorer(options.score), options.batch_size, shown)
-        else:
-            answer = engine_texts(self.engine, self.tokenizer, self._sampling(step))
-            with self.engine.eval_mode():
-                scored = scored_answers(items, order, answer, scorer(options.score), options.batch_size, shown)
+        answer = engine_texts(self.engine, tokenizer, self._sampling(step)) if generates else self._of_server
+        with self.engine.eval_mode() if generates else nullcontext():
+            scored = scored_answers(items, order, answer, scorer(options.score), options.batch_size, shown)
         table: list[Mapping[str, Any]] = [
             {
                 "step": step,
                 "category": one.category,
-                "prompt": prompt_text(items[one.number], self.tokenizer),
+                "prompt": prompt_text(items[one.number], tokenizer),
                 "answer": one.text,
                 "expected": items[one.number].expected,
                 "score": one.score,

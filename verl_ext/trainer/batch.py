@@ -130,9 +130,9 @@ class StepCollator:
         columns: list[tuple[np.ndarray, ...]] = []
         for pack in packs:
             columns.append(self._idle() if pack is None else self._laid_out(pack, counts))
-        flat = (torch.from_numpy(_joined(column)) for column in zip(*columns, strict=True))
+        flat = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*columns, strict=True))
         return StepBatch(
-            **dict(zip(self._names, flat, strict=True)),
+            **dict(zip(self._names, map(torch.from_numpy, flat), strict=True)),
             pack_lengths=[len(column[0]) for column in columns],
             counts=torch.from_numpy(counts),
         )
@@ -144,8 +144,10 @@ class StepCollator:
     def _laid_out(self, pack: Pack, counts: np.ndarray) -> tuple[np.ndarray, ...]:
         """Lay out the columns of one pack; adds its tokens and targets to ``counts``."""
         columns = {key: value.numpy() for key, value in pack.items()}
-        offsets = np.append(np.flatnonzero(columns["position_ids"] == 0), len(columns["position_ids"]))
-        tokens, documents = _real(columns, offsets)
+        ids, mask = columns["input_ids"], columns.get("attention_mask")
+        offsets = np.append(np.flatnonzero(columns["position_ids"] == 0), len(ids))
+        tokens = len(ids) if mask is None else int(mask.sum())
+        documents = int((offsets[:-1] < tokens).sum())  # without the padding, which is one last pseudo-document
         category = self.categories.index(columns["category_ids"]) * columns["loss_mask"]
         share = pack_coefficients(
             self.loss, columns["loss_mask"], category, offsets, columns.get("loss_weight"), documents
@@ -155,7 +157,6 @@ class StepCollator:
         by_category[0] = targets - by_category[1:].sum()  # not the tokens that are no target
         counts[:4] += share.normaliser, tokens - self.last_is_label, targets, 1
         counts[4:] += by_category
-        ids = columns["input_ids"]
         laid_out = (
             ids,
             columns["position_ids"],
@@ -170,17 +171,6 @@ class StepCollator:
         zeros = np.zeros(self.idle_tokens, dtype=np.int64)
         positions = np.maximum(np.arange(self.idle_tokens) - 1, 0)
         return (zeros, positions, zeros.astype(np.float32), zeros - 1, zeros > 0, zeros)[: len(self._names)]
-
-
-def _joined(parts: tuple[np.ndarray, ...]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _real(columns: Mapping[str, np.ndarray], offsets: np.ndarray) -> tuple[int, int]:
-    """Count tokens and documents of a pack without its padding, which is one last pseudo-document."""
-    mask = columns.get("attention_mask")
-    tokens = len(columns["input_ids"]) if mask is None else int(mask.sum())
-    return tokens, int((offsets[:-1] < tokens).sum())
 
 
 class StepLoss:

@@ -45,7 +45,7 @@ _TORCHRUN_NOTICES = 5.0  # seconds, and more, until torchrun ends the ranks of a
 _STORE_ANSWERS = 5.0  # seconds
 _TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _FAILURE = "verl_ext/failure"  # in the store of the ranks
-last_acts = ExitStack()  # called when this process ends in order, or at once but of its own accord
+last_acts = ExitStack()  # callbacks for the end of this process, unless it is killed
 LONG = timedelta(hours=10)  # verl's own: ranks wait for one that tokenizes, reads weights or writes files
 
 
@@ -208,7 +208,7 @@ class RunRanks(Ranks):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def guard(self) -> AbstractContextManager[None]:
-        """:func:`user_errors_end_the_run`."""
+        """Return :func:`user_errors_end_the_run`."""
         return user_errors_end_the_run()
 
     def broadcast(self, value: Any) -> Any:

@@ -6,7 +6,7 @@ If the data has questions (data=babilong) and the model generates (model=qwen_ti
     accuracy      what is generated, up to the tokenizer's EOS or `trainer.answer_tokens`, is right as the data has it
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
 from verl_ext.metrics import StepSums
 from verl_ext.trainer.answers import engine_texts, mean_scores, scored_answers
-from verl_ext.trainer.batch import StepBatch, StepLoss
+from verl_ext.trainer.batch import StepLoss
 from verl_ext.trainer.loader import DataParallelRank
 from verl_ext.trainer.setup import Run, Validation
 
@@ -107,8 +107,11 @@ class Evaluation:
         has_answers = dataset.has_questions and self._engine.tells_greedy
         exact = ExactMatches(len(dataset.categories.ids)) if has_answers else None
         size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
+        plan = self.validation.plan
+        batches = self._rank.batches(dataset, plan, 0, plan.steps_per_epoch)
+        hidden = None if self._rank.rank == 0 else True  # None: unless stderr is a terminal
         with self._engine.eval_mode():
-            for batch in self._batches():
+            for batch in tqdm(batches, desc="validate", unit="step", delay=5, leave=False, disable=hidden):
                 sums = self._rank.sums(batch)
                 loss = StepLoss(1.0, 1, sums)
                 micro_batches = list(batch.micro_batches(size, head_measures=True, **flags))
@@ -136,14 +139,6 @@ class Evaluation:
             scored = scored_answers(questions, range(len(questions)), answer, questions.score, size)
         means = mean_scores(scored)
         return {f"val/{name}_accuracy" if name else "val/accuracy": mean for name, mean in means.items()}
-
-    def _batches(self) -> Iterator[StepBatch]:
-        """Give this rank's batch of every step; with a bar if it takes long."""
-        dataset, plan = self.validation.dataset, self.validation.plan
-        batches = self._rank.batches(dataset, plan, 0, plan.steps_per_epoch)
-        hidden = None if self._rank.rank == 0 else True  # None: unless stderr is a terminal
-        bar = tqdm(batches, desc="validate", unit="step", delay=5, leave=False, disable=hidden)
-        yield from bar
 
 
 def write_evaluation(metrics: dict[str, float], step: int, config: RunConfig) -> Path:

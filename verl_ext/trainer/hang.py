@@ -156,7 +156,7 @@ class HangWatch:
         self._ended.set()
 
     def _overdue(self, slack: float = 0) -> bool:
-        """Whether this rank has made no progress for the limit of its phase, or for `slack` seconds less."""
+        """Tell whether this rank has made no progress for the limit of its phase, or for `slack` seconds less."""
         limit = self._limits.get(self._option, 0)
         return limit > 0 and time.monotonic() - self._at > limit - slack
 

@@ -33,7 +33,7 @@ class LoadingFailed(RankFailed):
 def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
     """Raise LoadingFailed if a loader process dies, wherever inside torch's signal handler reports it.
 
-    files: one that was cut short, which is a bus error of the process that reads it, is named.
+    files: of the data; one that was cut short, which ends its reader by a bus error, is named.
     """
     try:
         yield

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from verl_ext.answers.server import Server
 from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
 from verl_ext.checkpoint.layout import refuse_locked, saved_run_state, step_of
-from verl_ext.config.check import check_categories, check_run
-from verl_ext.config.positions import check_positions, model_positions
+from verl_ext.config.check import check_categories, check_positions, check_run, model_positions
+from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import AFTER_EACH_EPOCH, Machine, RunConfig, TrainerOptions
 from verl_ext.config.schema import check_keys
@@ -43,7 +43,7 @@ from verl_ext.trainer.cost import cost_model
 from verl_ext.trainer.distributed import RunRanks, accelerator, user_errors_end_the_run
 from verl_ext.trainer.report import data_facts, step_facts, what_runs
 from verl_ext.trainer.step_plan import StepPlan
-from verl_ext.values import leaves, refuse, show
+from verl_ext.values import first_line, leaves, refuse, show
 
 _TOTAL = "trainer.total_training_steps"
 _SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
@@ -64,19 +64,15 @@ class Run:
     """A run that is valid as far as can be checked without the model's weights.
 
     Attributes:
-        files: that are trained on.
-        content: their digest, None if nothing is trained.
-        base: digest of the weights in model.path, which another model of the same shape does not have.
-        cost: of a document to the model.
-        world_size: the ranks that it is for.
-        backend: of attention.
-        head: in use, by the model's class; the built module may need another one.
-        memory: settings that the weights of its memory belong to, None without one.
-        model_config: the values of its config.json that describe its shape.
-        prompts: that are answered; None without `eval.prompts`.
-        checkpoint: to resume from, None if the run begins anew.
-        extends: the first packs are those of the run that it resumes, which has fewer or more.
-        keeps_rates: the steps done had the rates of this schedule, though the run that it resumes had another.
+        files: the data files that are trained on.
+        content: the digest of these files; None if nothing is trained.
+        base: the digest of the weights in model.path, by which models of the same shape differ.
+        cost: the cost of a document to the model.
+        model: its facts; the built module may need another head than `model.head`.
+        prompts: the prompts of `eval.prompts`; None without them.
+        checkpoint: the checkpoint to resume from; None if the run begins anew.
+        extends: whether the first packs are those of the resumed run, of which there were fewer or more.
+        keeps_rates: whether the steps done had this schedule's rates, though the resumed run had another schedule.
     """
 
     config: RunConfig
@@ -86,16 +82,11 @@ class Run:
     base: str | None
     plan: StepPlan
     cost: CostModel
-    data_parallel_size: int
-    world_size: int
-    backend: str
-    head: str
+    model: ModelFacts
     validation: Validation | None
     total_steps: int
     replaces_output: bool
     notices: tuple[str, ...]
-    memory: dict[str, Any] | None = None
-    model_config: dict[str, Any] = field(default_factory=dict)
     checkpoint: Path | None = None
     extends: bool = False
     keeps_rates: bool = False
@@ -112,9 +103,14 @@ class Run:
         return Path(self.config.trainer.default_local_dir)
 
     def is_due(self, step: int, frequency: int | str) -> bool:
-        """Whether `step` is one of every `frequency` steps (or after_each_epoch), or the last one."""
+        """Tell whether `step` is one of every `frequency` steps (or after_each_epoch), or the last one."""
         every = round(self.steps_per_epoch) or 1 if frequency == AFTER_EACH_EPOCH else int(frequency)
         return step == self.total_steps or (every > 0 and step % every == 0)
+
+    @property
+    def memory(self) -> dict[str, Any] | None:
+        """The settings that the weights of the model's memory belong to; None without one."""
+        return self.config.model.memory_settings(self.model.hf_config)
 
     def run_state(self) -> resume.RunState:
         """Return the facts that this run's checkpoints hold, and that one that it resumes must share."""
@@ -128,7 +124,7 @@ class Run:
     def _fingerprint(self) -> dict[str, Any]:
         """Return the values that make a step number mean the same packs, and the weights the same model."""
         config, values = self.config, self.config.values
-        model = {f"model.config.{key}": value for key, value in self.model_config.items()}
+        model = {f"model.config.{key}": value for key, value in resume.model_shape(self.model.hf_config).items()}
         if self.memory is not None:
             model.pop("model.config.memory", None)  # with settings that another run of the same weights may change
             model["model.memory"] = self.memory
@@ -174,7 +170,7 @@ class Run:
         if self.config.trainer.eval_only:
             return validated
         costs, micro = self.train_set.pack_costs(self.cost), self.config.data.micro_batch_size_per_gpu
-        steps = step_facts(self.train_set, self.plan, costs, self.data_parallel_size, micro)
+        steps = step_facts(self.train_set, self.plan, costs, self.config.data_parallel_size, micro)
         return {"train": data_facts(self.train_set), **validated, "steps": steps}
 
     def facts(self) -> dict[str, Any]:
@@ -183,11 +179,11 @@ class Run:
         return {
             "config": self.config.values,
             "versions": versions(),
-            "runs_on": what_runs(self.config, self.backend, self.head),
+            "runs_on": what_runs(self.config, self.model.backend, self.model.head),
             "plan": {**plan, "is_balanced": self.plan.costs is not None},
             "cost": astuple(self.cost),
             "digest": self.train_set.digest,
-            "data_parallel_size": self.data_parallel_size,
+            "data_parallel_size": self.config.data_parallel_size,
             "total_steps": self.total_steps,
         }
 
@@ -208,7 +204,8 @@ def prepare(composed: DictConfig) -> Run:
             print(f"note: {TRUSTED}", file=sys.stderr, flush=True)
         config = resolve_run(composed, Machine(ranks.size, accelerator(), gpu_capability()))
         model = check_run(config)
-        trains = not (config.trainer.plan_only or config.trainer.eval_only)
+        plans = config.trainer.plan_only
+        trains = not (plans or config.trainer.eval_only)
         notices = [*config.notices, *model.notices]
         if is_rank0:
             print(what_runs(config, model.backend, model.head), flush=True)
@@ -219,13 +216,13 @@ def prepare(composed: DictConfig) -> Run:
                 refuse_locked(Path(config.trainer.default_local_dir))
         output = resume.check_output(composed, config.machine.world_size)
         train_set, val_set = open_sets(config)
-        prompts = None if config.trainer.plan_only else _open_prompts(config, model.hf_config)
+        prompts = None if plans else _open_prompts(config, model.hf_config)
     with user_errors_end_the_run():  # every rank reads its share of the files
-        checkpoint = None if config.trainer.plan_only else resume.verified(output, ranks)
+        checkpoint = None if plans else resume.verified(output, ranks)
     datasets = [dataset for dataset in (train_set, val_set) if dataset is not None]
     with user_errors_end_the_run():
         _check_nodes(config, output, datasets)
-        if config.model_options.activation_offload and not config.trainer.plan_only:
+        if config.model_options.activation_offload and not plans:
             text, dtype = model.hf_config.get_text_config(), PrecisionType.to_dtype(config.param_dtype)
             tokens = config.data.micro_batch_size_per_gpu * train_set.max_tokens // config.sequence_parallel_size
             on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -234,12 +231,12 @@ def prepare(composed: DictConfig) -> Run:
     for dataset in datasets:
         dataset.read_together(ranks)
     content = files.digest(ranks) if trains else None
-    base = None
     # Without adapters a measurement takes all weights from the checkpoint.
-    if trains or (config.trainer.eval_only and config.model_options.lora_rank and not config.trainer.plan_only):
-        with user_errors_end_the_run():
-            base = digest_of_folder(config.model_folder, _WEIGHTS) if is_rank0 else None
-        base = ranks.broadcast(base)
+    reads_base = trains or (config.trainer.eval_only and config.model_options.lora_rank and not plans)
+    base = None
+    with user_errors_end_the_run():
+        base = digest_of_folder(config.model_folder, _WEIGHTS) if reads_base and is_rank0 else None
+    base = ranks.broadcast(base)
     with user_errors_end_the_run():
         for dataset in datasets:
             check_vocabulary(dataset.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
@@ -264,16 +261,11 @@ def prepare(composed: DictConfig) -> Run:
             train_set=train_set,
             plan=plan,
             cost=cost,
-            data_parallel_size=config.data_parallel_size,
-            world_size=config.machine.world_size,
-            backend=model.backend,
-            head=model.head,
+            model=model,
             validation=validation,
             total_steps=total_steps,
             replaces_output=output.action is resume.OutputAction.REPLACE,
             notices=(*notices, *_notices(config, train_set, plan)),
-            memory=config.model.memory_settings(model.hf_config),
-            model_config=resume.model_shape(model.hf_config),
             checkpoint=checkpoint,
             files=files,
             content=content,
@@ -311,7 +303,7 @@ def _check_nodes(config: RunConfig, output: resume.OutputDecision, datasets: Seq
     if os.environ["LOCAL_RANK"] == "0":
         stated = {**dict(leaves(config.values)), **config.loss.fingerprint}  # the code of a loss mode of one's own
         facts |= {key: show(value) for key, value in stated.items()} | versions()
-        resumed = Path(output.checkpoint or "no checkpoint").name
+        resumed = next((path.name for path in output.checkpoints), "no checkpoint")
         facts["what trainer.default_local_dir holds"] = f"{resumed} ({output.action.value})"
         for dataset in datasets:
             facts |= {
@@ -359,8 +351,8 @@ def _tokenizer(model: Any) -> Any:
     path = model.tokenizer_path or model.path
     try:
         tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold a tokenizer; got {path} ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # files that are no tokenizer, or that of a later version, fail in many ways
+        raise ValueError(f"{key} must hold a tokenizer; got {path} ({first_line(error)})") from None
     check_tokenizer(tokenizer, path, key)
     check_round_trip(tokenizer, path, key)
     return tokenizer

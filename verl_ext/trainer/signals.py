@@ -21,10 +21,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from verl_ext.launcher import is_running
+import psutil
+
+from verl_ext.launcher import STOPPED, is_running
 from verl_ext.trainer.distributed import TRAINING_FAILED, exit_at_once, exit_this_rank, wait_unless_local_rank0
 
-STOPPED = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to try again later"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
 _ECHO_SECONDS = 5.0  # a scheduler's signal comes from it, from torchrun and from the launcher
@@ -148,12 +149,11 @@ def _forget_signals() -> None:
 
 
 def _a_rank_ended(torchrun: int) -> bool:
-    """Whether fewer ranks of this node live than torchrun started; False if the kernel does not say."""
-    try:
-        children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-    except OSError:
-        return False
-    return sum(map(is_running, children)) < int(os.environ["LOCAL_WORLD_SIZE"])
+    """Tell whether fewer ranks of this node live than torchrun started; False if torchrun itself is gone."""
+    with suppress(psutil.Error):
+        children = psutil.Process(torchrun).children()
+        return sum(is_running(child.pid) for child in children) < int(os.environ["LOCAL_WORLD_SIZE"])
+    return False
 
 
 requests = StopRequests()  # a process has one set of handlers

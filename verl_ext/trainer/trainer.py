@@ -26,11 +26,10 @@ from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
 from verl_ext.trainer.answers import Answers
 from verl_ext.trainer.batch import StepBatch, StepLoss
-from verl_ext.trainer.distributed import last_acts, user_errors_end_the_run
+from verl_ext.trainer.distributed import last_acts, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.hooks import HOOKS, Hook, StepOutcome
-from verl_ext.trainer.hooks.hang import limit_collectives_of
 from verl_ext.trainer.loader import DataParallelRank, loader_deaths_reported
 from verl_ext.trainer.setup import Run
 from verl_ext.trainer.signals import requests
@@ -103,7 +102,7 @@ class SFTTrainer:
         self._next_batch: StepBatch | None = None
         self._upcoming: UpcomingStep | None = None
         self.hooks: list[Hook] = []
-        limit_collectives_of(self, first_step=True)
+        self.limit_collectives(first_step=True)
         if not self.config.trainer.eval_only:
             limits, folder = self.config.trainer.progress_limits, run.output / FLIGHT_RECORDER
             watch.start(limits, "the start of the run", "trainer.first_step_timeout", folder)
@@ -115,7 +114,7 @@ class SFTTrainer:
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, on every rank alike
         with _upstream_quiet():
             client = TrainingWorker(worker_config(self.config.values, self.run.total_steps))
-        if self.config.engine.full_determinism and self.run.backend == "varlen":
+        if self.config.engine.full_determinism and self.run.model.backend == "varlen":
             torch.use_deterministic_algorithms(True)  # after verl's, whose warn_only leaves varlen's backward as it is
         return client
 
@@ -124,10 +123,15 @@ class SFTTrainer:
 
         They are seen on the built module alone.
         """
-        said, runs = self.run.head, getattr(self.engine, "head_use", "fused")
+        said, runs = self.run.model.head, getattr(self.engine, "head_use", "fused")
         if HEADS.index(runs) > HEADS.index(said):
             why = "the module has no linear head whose logits it gives as they are"
             print(f"note: loss.head={self.config.loss.head} is {runs} here: {why}", file=sys.stderr, flush=True)
+
+    def limit_collectives(self, first_step: bool) -> None:
+        """Let a collective of training take as long as `trainer.nccl_timeout` or the limit of a hang says."""
+        meshes = (self.engine.device_mesh, self.engine.ulysses_device_mesh, self.engine.context_device_mesh)
+        limit_collectives(self.config.trainer.collective_timeout(first_step), filter(None, meshes))
 
     def resume(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` means, if there is one."""
@@ -142,8 +146,10 @@ class SFTTrainer:
             self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
         self.run = self.run.grouped(grouping)
         try:
+            self.hooks = [hook(self) for hook in HOOKS]
             with user_errors_end_the_run():  # a tracker without a login, a file on a full disk
-                self.hooks = [hook(self) for hook in HOOKS]
+                for hook in self.hooks:
+                    hook.pre_train()
             with loader_deaths_reported(files=self.run.files):
                 is_complete = self._train()
         finally:
@@ -201,7 +207,7 @@ class SFTTrainer:
 
         Args:
             upcoming: this rank's packs, and Z.
-            summed: the loss and the counts of all ranks are wanted.
+            summed: whether the loss and the counts of all ranks are wanted.
 
         Raises:
             StopAgreed: on every rank, before anything is computed, if any rank was asked to stop.

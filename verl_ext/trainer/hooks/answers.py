@@ -6,10 +6,7 @@ Trackers get these rows as their own tables, by verl. A failure of the server or
 warning, as it is of a tracker: training goes on.
 """
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from verl.utils.tracking import ValidationGenerationsLogger
 
@@ -17,20 +14,17 @@ from verl_ext.checkpoint.layout import ANSWERS
 from verl_ext.redaction import redacted_text
 from verl_ext.trainer.answers import NoAnswers
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
-from verl_ext.trainer.hooks.tracking import continued_lines, log_tracker_errors
-
-if TYPE_CHECKING:
-    from verl_ext.trainer.trainer import SFTTrainer
+from verl_ext.trainer.hooks.tracking import append_lines, continued_lines, log_tracker_errors
 
 
 class AnswersHook(Hook):
     """The evaluation by answers, if `eval.prompts` is given: its metrics are logged, and its table written."""
 
-    def __init__(self, trainer: "SFTTrainer") -> None:
-        super().__init__(trainer)
+    def pre_train(self) -> None:
+        """Keep the table's lines of the steps done."""
         self._tables = ValidationGenerationsLogger(self.options.project_name, self.options.experiment_name)
-        if trainer.is_rank0 and trainer.answers is not None:
-            continued_lines(self.run.output / ANSWERS, trainer.first_step)
+        if self.trainer.is_rank0 and self.trainer.answers is not None:
+            continued_lines(self.run.output / ANSWERS, self.trainer.first_step)
 
     def pre_step(self, step: int) -> None:
         """Ask before the first step of a run that begins, as step 0."""
@@ -56,11 +50,8 @@ class AnswersHook(Hook):
                 return
             self.trainer.log(metrics, step)
             if self.trainer.is_rank0 and table:
-                with log_tracker_errors(f"the answers of step {step} are lost"):
-                    self._write(table, step)
-
-    def _write(self, table: Sequence[Mapping[str, Any]], step: int) -> None:
-        with (self.run.output / ANSWERS).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
-        rows = [[row["prompt"], row["answer"], row["score"]] for row in table]
-        self._tables.log(self.options.loggers, rows, step)
+                loss = f"the answers of step {step} are lost"
+                append_lines(self.run.output / ANSWERS, table, loss)
+                with log_tracker_errors(loss):
+                    rows = [[row["prompt"], row["answer"], row["score"]] for row in table]
+                    self._tables.log(self.options.loggers, rows, step)

@@ -41,8 +41,7 @@ class StepOutcome:
 class Hook:
     """A watcher of the training loop.
 
-    Every rank has the same hooks and calls them in the same order, so that a hook may use collectives. A ValueError or
-    OSError of a constructor ends the run on every rank.
+    Every rank has the same hooks and calls them in the same order, so that a hook may use collectives.
 
     Args:
         trainer: whose model is built and whose checkpoint is loaded.
@@ -51,14 +50,14 @@ class Hook:
     def __init__(self, trainer: "SFTTrainer") -> None:
         self.trainer, self.run, self.options = trainer, trainer.run, trainer.config.trainer
 
+    def pre_train(self) -> None:
+        """Act before the first step of this process; a ValueError or OSError ends the run on every rank."""
+
     def pre_step(self, step: int) -> None:
         """Act before a step, which is counted from 1."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Act after a step."""
-
-    def post_save(self, step: int, seconds: float) -> None:
-        """Act after a checkpoint was saved, or its saving begun; training waited so long."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take metrics that :meth:`SFTTrainer.log` is given."""

@@ -1,19 +1,14 @@
 """The bar over the steps of a run, and the tokens and FLOPs of each."""
 
-from typing import TYPE_CHECKING
-
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
-
-if TYPE_CHECKING:
-    from verl_ext.trainer.trainer import SFTTrainer
 
 
 class ProgressHook(Hook):
     """The trainer's bar, which counts the tokens and model FLOPs of all ranks; the tokens of the run so far."""
 
-    def __init__(self, trainer: "SFTTrainer") -> None:
-        super().__init__(trainer)
-        train_set, flops = self.run.train_set, trainer.engine.train_flops
+    def pre_train(self) -> None:
+        """Say what is done already, and read what each pack counts."""
+        trainer, train_set, flops = self.trainer, self.run.train_set, self.trainer.engine.train_flops
         self._pack_tokens, self._pack_targets = train_set.pack_tokens(), train_set.pack_targets()
         self._pack_flops = None if flops is None or not trainer.is_rank0 else train_set.pack_costs(flops)
         done, total = trainer.first_step, self.run.total_steps

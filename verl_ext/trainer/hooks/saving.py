@@ -50,16 +50,12 @@ class SavingHook(Hook):
         checkpoints, since = self.trainer.checkpoints, time.perf_counter()
         with self._tolerate_failed_save():  # the one before, which threads wrote
             checkpoints.finish()
-        if step == self.run.total_steps:
-            with _failed_end():
-                checkpoints.save(step)
+        is_last = step == self.run.total_steps
+        with _failed_end() if is_last else self._tolerate_failed_save():
+            checkpoints.save(step)
+            if is_last:
                 checkpoints.finish()
-        else:
-            with self._tolerate_failed_save():
-                checkpoints.save(step)
-        seconds = time.perf_counter() - since
-        for hook in self.trainer.hooks:
-            hook.post_save(step, seconds)
+        self.trainer.log({"train/save_pause": time.perf_counter() - since}, step)
 
     @contextlib.contextmanager
     def _training_waits(self, step: int) -> Iterator[None]:

@@ -14,12 +14,10 @@ Nothing is summed by document while training goes on: ℓ_t of the step's tokens
 and read by the steps that are written.
 """
 
-import json
 import math
 import statistics
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +25,7 @@ from numpy.typing import NDArray
 
 from verl_ext.checkpoint.layout import SPIKES
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
-from verl_ext.trainer.hooks.tracking import continued_lines
-from verl_ext.values import reason_of
-
-if TYPE_CHECKING:
-    from verl_ext.trainer.trainer import SFTTrainer
+from verl_ext.trainer.hooks.tracking import append_lines, continued_lines
 
 WINDOW, LEAST = 64, 8  # losses that the median is of, and the fewest that it is taken of
 
@@ -44,10 +38,10 @@ class SpikeHook(Hook):
     A checkpoint holds the recent losses and the number of spikes.
     """
 
-    def __init__(self, trainer: "SFTTrainer") -> None:
-        super().__init__(trainer)
-        if trainer.is_rank0 and self.options.spike_factor is not None:
-            continued_lines(self.run.output / SPIKES, trainer.first_step)
+    def pre_train(self) -> None:
+        """Keep the file's lines of the steps done."""
+        if self.trainer.is_rank0 and self.options.spike_factor is not None:
+            continued_lines(self.run.output / SPIKES, self.trainer.first_step)
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Write the step to the file if it is a spike or was skipped. All data-parallel ranks have the same loss."""
@@ -66,9 +60,11 @@ class SpikeHook(Hook):
         packs = self.run.plan.rank_packs(step - 1, rank.rank, rank.size)
         documents = sorted(rank.gather(self._documents(packs, outcome)), key=_badness)
         if self.trainer.is_rank0:
-            facts = {"step": step, "reason": "spike" if is_spike else "skipped", "loss": _as_json(loss)}
+            facts: dict[str, Any] = {"step": step, "reason": "spike" if is_spike else "skipped", "loss": _as_json(loss)}
             facts |= {"reference": reference, "packs": self.run.plan.packs(step - 1).tolist()}
-            self._write({**facts, "documents": [{**one, "loss": _as_json(one["loss"])} for one in documents]})
+            facts["documents"] = [{**one, "loss": _as_json(one["loss"])} for one in documents]
+            path = self.run.output / SPIKES
+            append_lines(path, [facts], f"{path} lacks the documents of step {step}")
         over = f" is over {factor:g} × the median {reference:.4g}" if is_spike else ", skipped"
         self.trainer.progress.say(
             f"step {step}: loss {loss:.4g}{over}; its documents are in {SPIKES}{worst_line(documents)}"
@@ -106,14 +102,6 @@ class SpikeHook(Hook):
                 }
             )
         return found
-
-    def _write(self, facts: dict[str, Any]) -> None:
-        path = self.run.output / SPIKES
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(facts, ensure_ascii=False, allow_nan=False) + "\n")
-        except OSError as error:
-            print(f"warning: {path} cannot be written: {reason_of(error)}", file=sys.stderr, flush=True)
 
 
 def worst_line(documents: Sequence[Document]) -> str:

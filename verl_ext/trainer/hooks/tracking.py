@@ -8,16 +8,16 @@ wandb and swanlab read an id, and whether its run may be continued, from the env
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_id, get_torch_device
-from verl.utils.tracking import Tracking
+from verl.utils.tracking import FileLogger, Tracking
 
 from verl_ext.checkpoint.layout import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
@@ -27,19 +27,16 @@ from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 from verl_ext.values import first_line, reason_of
 
-if TYPE_CHECKING:
-    from verl_ext.trainer.trainer import SFTTrainer
-
 # tracker: (variable of its run's id, variable that lets a run of that id be continued)
 _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
-_FILE_PATH = "VERL_FILE_LOGGER_PATH"
 
 
 class TrackingHook(Hook):
     """The log of the metrics of every `trainer.log_freq` steps, and of other hooks, on rank 0."""
 
-    def __init__(self, trainer: "SFTTrainer") -> None:
-        super().__init__(trainer)
+    def pre_train(self) -> None:
+        """Open the loggers."""
+        trainer = self.trainer
         self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
         given = self.options.gpu_peak_tflops
         self.peak_flops = given and given * 1e12
@@ -74,16 +71,12 @@ class TrackingHook(Hook):
         tokens_per_second, flops_per_second = self.trainer.progress.rates()
         metrics["train/tokens_per_second"] = tokens_per_second
         metrics["train/memory_gib"] = get_torch_device().max_memory_reserved() / 2**30  # rank 0's peak
-        metrics["perf/tokens_per_second_per_gpu"] = tokens_per_second / self.run.world_size
+        metrics["perf/tokens_per_second_per_gpu"] = tokens_per_second / self.run.config.machine.world_size
         if self.peak_flops is not None and flops_per_second is not None:
-            metrics["perf/mfu"] = flops_per_second / (self.peak_flops * self.run.world_size)
+            metrics["perf/mfu"] = flops_per_second / (self.peak_flops * self.run.config.machine.world_size)
         metrics |= peaks
         self.trainer.progress.show(metrics)
         self.log(metrics, step)
-
-    def post_save(self, step: int, seconds: float) -> None:
-        """Log how long training waited for a checkpoint."""
-        self.log({"train/save_pause": seconds}, step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Give metrics to verl's tracking."""
@@ -117,27 +110,26 @@ def log_tracker_errors(loss: str) -> Iterator[None]:
         print(f"warning: {loss}: {redacted_text(reason_of(error))}", file=sys.stderr, flush=True)
 
 
+class MetricsFile(FileLogger):
+    """verl's `file` logger behind the lines that its file holds; verl's own empties the file on a resume too."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"Creating file logger at {path.absolute()}")
+        self.fp = path.open("ab", buffering=0)
+
+
 def open_tracking(config: RunConfig, first_step: int) -> Tracking:
     """Open the loggers that `trainer.logger` names.
 
-    verl's ``file`` logger opens its file anew even on resume; the lines up to ``first_step`` are put back here. Unless
-    ``VERL_FILE_LOGGER_PATH`` says otherwise it lies beside the checkpoints as ``metrics.jsonl``. wandb and swanlab go
-    on with the run that they began before ``first_step``; at step 0 they begin a new one.
+    The ``file`` logger goes on behind its lines up to ``first_step``. Unless ``VERL_FILE_LOGGER_PATH`` says otherwise,
+    it lies beside the checkpoints as ``metrics.jsonl``. wandb and swanlab go on with the run that they began before
+    ``first_step``; at step 0 they begin a new one.
 
     Raises:
         ValueError: a logger cannot begin, for want of a login, a package or a server.
     """
     folder, loggers = Path(config.trainer.default_local_dir), config.trainer.loggers
-    kept: list[bytes] = []
-    if "file" in loggers:
-        path = Path(os.environ.setdefault(_FILE_PATH, str(folder / METRICS)))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _lines_until(path, first_step) if first_step else []
-        if not first_step:
-            _set_aside(path)
-        backup = path.with_name(f"{path.name}.before_resume")
-        if kept and not backup.exists():
-            os.replace(path, backup)  # until the lines are written again below
     ids = read_run_ids(folder) if first_step else {}
     sys.argv[1:] = map(redacted_text, sys.argv[1:])  # Hydra has read it; trackers upload it
     try:
@@ -145,7 +137,7 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
             tracking = Tracking(
                 config.trainer.project_name,
                 config.trainer.experiment_name,
-                default_backend=loggers,
+                default_backend=[name for name in loggers if name != "file"],
                 config=redacted(config.values),
             )
     except Exception as error:  # each tracker has exceptions of its own
@@ -154,9 +146,10 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
             "there are WANDB_MODE=offline and SWANLAB_MODE=offline"
         ) from error
     keep_run_ids(folder, ids, tracking.logger)
-    if kept:
-        tracking.logger["file"].fp.write(b"".join(kept))
-        backup.unlink()
+    if "file" in loggers:
+        path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", folder / METRICS))
+        continued_lines(path, first_step)
+        tracking.logger["file"] = MetricsFile(path)  # type: ignore[assignment]
     return tracking
 
 
@@ -216,30 +209,23 @@ def _without_terminal() -> Iterator[None]:
             sys.stdin = terminal
 
 
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]], loss: str) -> None:
+    """Append rows to a JSONL file; if the disk is full, warn of their loss."""
+    with log_tracker_errors(loss), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def continued_lines(path: Path, first_step: int) -> None:
-    """Keep the lines up to `first_step` of a JSONL file; at step 0 the whole file is set aside."""
-    if not first_step:
-        _set_aside(path)
-    elif path.is_file():
-        kept = _lines_until(path, first_step)
-        with atomic_write(path) as partial:
-            partial.write_bytes(b"".join(kept))
-
-
-def _set_aside(path: Path) -> None:
-    if path.is_file():  # of a run that ended before its first checkpoint
+    """Keep a JSONL file's lines of steps up to `first_step`, but for torn ones; at step 0 set the whole file aside."""
+    if not path.is_file():
+        return
+    if not first_step:  # of a run that ended before its first checkpoint
         os.replace(path, path.with_name(f"{path.name}.before_restart"))
-
-
-def _lines_until(path: Path, step: int) -> list[bytes]:
-    """Read the lines of steps up to ``step``, without those that a kill or a full disk has torn."""
-    backup = path.with_name(f"{path.name}.before_resume")
-    source = backup if backup.exists() else path  # a resume that was killed at the wrong moment left its backup
-    if not source.exists():
-        return []
+        return
     kept = []
-    for line in source.read_bytes().splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True):
         with suppress(orjson.JSONDecodeError, LookupError, TypeError):
-            if orjson.loads(line)["step"] <= step:
+            if orjson.loads(line)["step"] <= first_step:
                 kept.append(line)
-    return kept
+    with atomic_write(path) as partial:
+        partial.write_bytes(b"".join(kept))
