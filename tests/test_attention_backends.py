@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -108,8 +109,9 @@ def choice(folder, packages, requested, capability, **given):
     for name, text in packages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    with multiprocessing.get_context("fork").Pool(1) as process:
-        return process.apply(_choose, (folder, requested, capability, given))
+    # Not a Pool, whose end is a SIGTERM: a process with the handler of a command that a test ran here may outlive it.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+        return process.submit(_choose, folder, requested, capability, given).result()
 
 
 @pytest.mark.parametrize(

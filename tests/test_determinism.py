@@ -18,7 +18,7 @@ from verl_ext.trainer.trainer import SFTTrainer
 def strictness(overrides, backend):
     """Build a trainer whose attention runs on a backend; tell whether torch refuses what is not deterministic."""
     run = prepare(compose([*SMALL, "trainer.logger=[file]", *overrides]))
-    SFTTrainer(dataclasses.replace(run, backend=backend))
+    SFTTrainer(dataclasses.replace(run, model=dataclasses.replace(run.model, backend=backend)))
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
