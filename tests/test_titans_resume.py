@@ -46,7 +46,7 @@ def test_a_resume_on_other_data_or_another_memory_is_refused_before_a_model_is_l
         ("model.memory.bptt_chunks=1",): "",
         (f"data.train_dir={other}",): "the digest of the documents in data.train_dir is",
         ("data.append_eos=true",): "the digest of the documents in data.train_dir is",
-        ("model.memory.depth=1",): "model.memory is",
+        ("model.memory.depth=2",): "model.memory is",
         ("model.memory.heads=4",): "model.memory is",
         ("model.train=memory",): "model.train is memory, but the run in",
         ("trainer.eval_only=true", f"data.val_dir={other}"): "",
